@@ -13,6 +13,7 @@
 
     optimizers       `optimizer_tensors` lists an optimizer's state, `weight_version` counts its
                      steps, and `gather_state` moves the state into flat tensors of an allocator
+    known_fields     names of the fields of the supported versions
     refused_fields   configuration fields that change weights or memory, and refused values
     __main__         ``python -m megatron_patches SCRIPT`` runs a script with the patches;
                      ``patch-source CHECKOUT`` writes the same hooks into a source tree

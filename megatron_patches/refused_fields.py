@@ -1,6 +1,7 @@
 """Fields of Megatron's configuration that change weights, memory or the computed function.
 
-REFUSED, FUNCTION_FIELDS and READ_OFF_THE_MODEL list them; every other field is accepted.
+REFUSED, FUNCTION_FIELDS and READ_OFF_THE_MODEL list them. Every other field is accepted that a
+supported megatron-core has (known_fields.py); one of a newer version must have its default.
 `live_refusals` and `argument_refusals` return the refused fields of live objects and of a script's
 arguments, with reasons. FUNCTION_FIELDS are accepted here, and compared by callers that have a
 description of the model. The lists contain fields of all supported versions; a field that a
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,8 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from megatron_patches.patch import release_of
-
-logger = logging.getLogger(__name__)
+from megatron_patches.known_fields import KNOWN_FIELDS
+from megatron_patches.patch import CORE_VERSIONS, release_of
 
 DeclaredFields = Mapping[tuple[str, str], "dataclasses.Field[Any]"]
 """(configuration class, name) -> field."""
@@ -339,6 +338,7 @@ def _refusals(configs: Iterable[tuple[str, Any]]) -> list[FieldRefusal]:
                 result = refusal(section, field, getattr(config, field))
                 if result is not None:
                     refusals[result] = None
+        refusals.update(dict.fromkeys(_unknown_fields(section, config)))
     return list(refusals)
 
 
@@ -347,22 +347,29 @@ def _sections_of(config: Any) -> Iterator[tuple[str, Any]]:
     names = [base.__name__ for base in type(config).__mro__]
     for section in REFUSED:
         if section in names:
-            _log_unlisted_fields(section, config)
             yield section, config
 
 
-def _log_unlisted_fields(section: str, config: Any) -> None:
-    """Log the fields in no list that are not at their default, for the analysis of failures."""
-    listed = {*REFUSED[section], *FUNCTION_FIELDS, *READ_OFF_THE_MODEL}
-    names = []
-    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
-        # Lists and dicts have a factory in place of a default to compare with.
-        if field.name in listed or field.default_factory is not dataclasses.MISSING:
-            continue
-        if getattr(config, field.name, field.default) != field.default:
-            names.append(field.name)
-    if names:
-        logger.debug("%s: in no list, and not at their default: %s", section, ", ".join(names))
+def _unknown_fields(section: str, config: Any) -> Iterator[FieldRefusal]:
+    """Yield fields that a newer megatron-core has declared, if they are not at their default."""
+    for config_class in type(config).__mro__:
+        # Classes of other projects, such as Megatron-Bridge's, extend it by settings of their own.
+        is_of_megatron = config_class.__module__.startswith("megatron.core.")
+        if is_of_megatron and dataclasses.is_dataclass(config_class):
+            break
+    else:
+        return
+    for field in dataclasses.fields(config_class):
+        # Lists and dicts have a factory in place of a default.
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(config, field.name, default)
+        if field.name not in KNOWN_FIELDS[section] and value != default:
+            shown = textwrap.shorten(str(value), 80)
+            problem = f"{shown}: the field is newer than the supported versions of megatron-core"
+            remedy = f"Leave it at {default}, or install {' or '.join(CORE_VERSIONS)}"
+            yield FieldRefusal(section, field.name, problem, remedy)
 
 
 def _optimizers(optimizer: Any) -> Iterator[Any]:

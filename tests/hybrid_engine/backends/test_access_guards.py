@@ -1,4 +1,4 @@
-"""What torch offers to read or write a model and an optimizer by calls a guard, of this model alone."""
+"""Guards on the torch calls that read or write a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from hybrid_engine.memory.offload_items import KINDS
 
 
 class Guarded:
-    """A model and an optimizer, and what was asked for."""
+    """A guarded model and optimizer; `requests` holds the kinds passed to the guard."""
 
     def __init__(self) -> None:
-        self.asked: list[set[str]] = []
+        self.requests: list[set[str]] = []
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.handles = [*guard_model(self.model, self.guard), *guard_optimizer(self.optimizer, self.guard)]
 
     def guard(self, kinds: Iterable[str]) -> None:
-        self.asked.append(set(kinds))
+        self.requests.append(set(kinds))
 
-    def asked_by(self, call: Callable[[], object]) -> list[set[str]]:
-        self.asked.clear()
+    def requests_of(self, call: Callable[[], object]) -> list[set[str]]:
+        self.requests.clear()
         call()
-        return self.asked
+        return self.requests
 
 
 @pytest.mark.slow
-def test_each_entrance_asks_for_what_it_needs() -> None:
-    one = Guarded()
-    weights, moments = one.model.state_dict(), one.optimizer.state_dict()
+def test_every_call_requests_the_kinds_it_needs() -> None:
+    guarded = Guarded()
+    weights = guarded.model.state_dict()
+    moments = guarded.optimizer.state_dict()
     parameters: dict[str, Callable[[], object]] = {
-        "forward": lambda: one.model(torch.zeros(1, 2)),
-        "state_dict": one.model.state_dict,
-        "of a layer": one.model[1].state_dict,
-        "load_state_dict": lambda: one.model.load_state_dict(weights),
+        "forward": lambda: guarded.model(torch.zeros(1, 2)),
+        "state_dict": guarded.model.state_dict,
+        "state_dict of a layer": guarded.model[1].state_dict,
+        "load_state_dict": lambda: guarded.model.load_state_dict(weights),
     }
     for name, call in parameters.items():
-        asked = one.asked_by(call)
-        assert asked, name
-        assert all(kinds == {"param"} for kinds in asked), name
+        requests = guarded.requests_of(call)
+        assert requests, name
+        assert all(kinds == {"param"} for kinds in requests), name
     everything = {
-        "step": one.optimizer.step,
-        "state_dict": one.optimizer.state_dict,
-        "load_state_dict": lambda: one.optimizer.load_state_dict(moments),
+        "step": guarded.optimizer.step,
+        "state_dict": guarded.optimizer.state_dict,
+        "load_state_dict": lambda: guarded.optimizer.load_state_dict(moments),
     }
     for name, call in everything.items():
-        assert one.asked_by(call) == [set(KINDS)], name
+        assert guarded.requests_of(call) == [set(KINDS)], name
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_copy_and_a_model_that_was_given_back_ask_nobody(is_removed: bool) -> None:
-    one = Guarded()
-    model = one.model if is_removed else copy.deepcopy(one.model)
-    for handle in one.handles if is_removed else ():
+def test_copies_and_models_without_guards_request_nothing(is_removed: bool) -> None:
+    guarded = Guarded()
+    model = guarded.model if is_removed else copy.deepcopy(guarded.model)
+    for handle in guarded.handles if is_removed else ():
         handle.remove()
-    assert one.asked_by(lambda: model.load_state_dict(model.state_dict())) == []
-    assert one.asked_by(lambda: model(torch.zeros(1, 2))) == []
+    assert guarded.requests_of(lambda: model.load_state_dict(model.state_dict())) == []
+    assert guarded.requests_of(lambda: model(torch.zeros(1, 2))) == []

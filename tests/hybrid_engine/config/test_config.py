@@ -1,4 +1,4 @@
-"""Configurations: what is accepted, and that everything wrong is said at once, with key and remedy."""
+"""Accepted configurations; all errors are reported at once, with key and remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def violations(
     generate_config: dict[str, Any] | None = None,
     **others: Any,
 ) -> dict[str, Violation]:
-    """Key -> violation; every one has a problem and a remedy."""
+    """Return violations by key; each must have a problem and a remedy."""
     sections = {"actor_config": actor_config or {}, "generate_config": generate_config or {}}
     with pytest.raises(ConfigError) as caught:
         load_config({"model": model, "random_weights": True, **sections, **others}, world_size)
@@ -69,7 +69,7 @@ def test_yaml_and_mapping_are_equal(model: Path, tmp_path: Path) -> None:
     assert from_file.hf_config() == MODEL
 
 
-def test_relative_paths_of_a_file_begin_at_its_directory(
+def test_relative_paths_start_at_the_directory_of_the_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"model": "../model", "random_weights": True, "generate_config": {"trace": "traces/one.json"}}
@@ -77,17 +77,17 @@ def test_relative_paths_of_a_file_begin_at_its_directory(
     file.parent.mkdir()
     file.write_text(yaml.safe_dump(values))
     monkeypatch.chdir(file.parent)
-    for found in (load_config("config.yaml", 1), load_config(values, 1, directory=file.parent)):
-        assert found.model.is_absolute()
-        assert found.model.samefile(model)
-        assert found.generate_config.trace == file.parent / "traces/one.json"
+    for config in (load_config("config.yaml", 1), load_config(values, 1, directory=file.parent)):
+        assert config.model.is_absolute()
+        assert config.model.samefile(model)
+        assert config.generate_config.trace == file.parent / "traces/one.json"
     from_mapping = load_config(values, 1)
     assert (from_mapping.model, from_mapping.generate_config.trace) == (Path("../model"), Path("traces/one.json"))
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/config.yaml", 1).model.samefile(model)
 
 
-def test_a_model_that_cannot_be_had_is_one_of_a_file(model: Path, tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_with_the_file(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     for key, values in {
         "model": {"model": "org/nowhere"},
@@ -97,14 +97,14 @@ def test_a_model_that_cannot_be_had_is_one_of_a_file(model: Path, tmp_path: Path
         with pytest.raises(ConfigError) as caught:
             load_config(file, 1)
         assert str(caught.value).startswith(f"invalid configuration in {file} (1):")
-        assert [found.key for found in caught.value.findings] == [key]
+        assert [finding.key for finding in caught.value.findings] == [key]
 
 
-def test_weights_are_there_or_not_asked_for(model: Path) -> None:
+def test_missing_weights_are_reported_unless_they_are_not_needed(model: Path) -> None:
     lacking = violations(model, 2, {"tensor_model_parallel_size": 3}, random_weights=False)
     assert lacking.keys() == {"model", "actor_config.tensor_model_parallel_size"}
     assert load_config({"model": model}, 1, own_weights=True) == HybridConfig(model=model)
-    (model / "model.safetensors.index.json").write_text('{"weight')
+    (model / "model.safetensors.index.json").write_text('{"weight')  # damaged JSON
     assert violations(model, 1, random_weights=False).keys() == {"model"}
     (model / "model.safetensors.index.json").unlink()
     (model / "model.safetensors").touch()
@@ -112,7 +112,7 @@ def test_weights_are_there_or_not_asked_for(model: Path) -> None:
     assert violations(model, 1, revision="main").keys() == {"revision"}
 
 
-def test_defaults_are_sound(model: Path) -> None:
+def test_defaults_are_valid(model: Path) -> None:
     config = load_config({"model": model, "random_weights": True}, 1)
     assert config == HybridConfig(model=model, random_weights=True)
     with pytest.raises(Exception, match="frozen"):
@@ -126,9 +126,9 @@ def test_every_impossible_setting_is_reported_at_once(model: Path) -> None:
     }
     sizes = {"tensor": 2, "pipeline": 5, "data": 5, "expert": 2}
     generate = {"dtype": "float32", **{f"infer_{kind}_parallel_size": size for kind, size in sizes.items()}}
-    found = violations(model, 6, actor, generate)
-    assert found.keys() == {f"actor_config.{key}" for key in actor} | {f"generate_config.{key}" for key in generate}
-    message = str(found["generate_config.infer_data_parallel_size"])
+    reported = violations(model, 6, actor, generate)
+    assert reported.keys() == {f"actor_config.{key}" for key in actor} | {f"generate_config.{key}" for key in generate}
+    message = str(reported["generate_config.infer_data_parallel_size"])
     assert message.startswith("generate_config.infer_data_parallel_size: TP 2 x PP 5 x DP 5 is not the world size 6. ")
 
 
@@ -138,7 +138,8 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("actor_config.optimizer.lr", "actor_config.optimizer.adam_eps"), (INF, NAN)),
     "actor_config.optimizer.adam_beta1": (NAN,),
@@ -162,20 +163,19 @@ IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in IMPOSSIBLE.items() for value in values])
-def test_numbers_that_no_job_has_are_refused(model: Path, key: str, value: Any) -> None:
-    """At once: nothing is made of them first."""
+def test_impossible_numbers_are_refused(model: Path, key: str, value: Any) -> None:
+    # The huge numbers would take minutes if they were expanded before the check.
     assert any(name.startswith(key) for name in violations(model, 1, **nested(key, value)))
 
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 10**9, 2.0, "2", None])
-def test_numbers_of_ranks_that_cannot_be_are_refused(model: Path, world_size: Any) -> None:
+def test_impossible_world_sizes_are_refused(model: Path, world_size: Any) -> None:
     assert violations(model, world_size).keys() == {"world_size"}
 
 
-def test_texts_of_numbers_stay_possible(model: Path) -> None:
-    """YAML 1.1 takes 1e-6 for a text."""
+def test_numbers_may_be_text(model: Path) -> None:
     values = {"model": model, "random_weights": True, **nested("actor_config.optimizer.lr", "1e-6")}
-    assert load_config(values, 1).actor_config.optimizer.lr == 1e-6
+    assert load_config(values, 1).actor_config.optimizer.lr == 1e-6  # YAML 1.1 reads 1e-6 as text
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
@@ -193,6 +193,7 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
     }
 
 
+# Unknown key -> beginning of the remedy.
 PROPOSED = {
     "generation_config": "Did you mean generate_config?",
     "actor": "Use actor_config",
@@ -216,35 +217,33 @@ PROPOSED = {
     "generate_config.tensor_parallel_size": "Did you mean infer_tensor_parallel_size?",
     "critic_config.color": "Known keys: model, pipeline_model_parallel_layout, params_dtype",
 }
-"""Unknown key -> how the remedy begins."""
 
 
 @pytest.mark.parametrize("key", PROPOSED)
-def test_an_unknown_key_is_answered_with_the_key_that_is_meant(key: str) -> None:
+def test_the_remedy_of_an_unknown_key_names_the_intended_key(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"model": "none", **nested(key, 1)}, 1)
-    (found,) = caught.value.findings
-    assert found.key == key
-    assert found.remedy.startswith(PROPOSED[key])
+    (finding,) = caught.value.findings
+    assert finding.key == key
+    assert finding.remedy.startswith(PROPOSED[key])
 
 
-def test_the_number_of_ranks_is_the_environments_where_none_is_passed(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_world_size_defaults_to_the_environment(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 2}}
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(values)
-    for told in ("two", "0"):
-        monkeypatch.setenv("WORLD_SIZE", told)
+    for invalid in ("two", "0"):
+        monkeypatch.setenv("WORLD_SIZE", invalid)
         with pytest.raises(ConfigError, check=has_violations(("world_size", "out-of-range"))):
             load_config(values)
 
 
-def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("generation_config: {}")
     with pytest.raises(ConfigError, match=f"invalid configuration in {file} \\(2\\)") as caught:
         load_config(file, 1)
+    # Errors travel between ranks.
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -257,14 +256,14 @@ def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
         ({name: value for name, value in MODEL.items() if name != "hidden_size"}, "hidden_size"),
     ],
 )
-def test_models_that_cannot_be_used(tmp_path: Path, contents: Any, key: str) -> None:
+def test_unusable_models_are_refused(tmp_path: Path, contents: Any, key: str) -> None:
     if contents is not None:
         write_model(tmp_path / "model", contents)
     assert violations(tmp_path / "model", 1).keys() == {key}
 
 
 def test_reading_a_configuration_needs_no_engine() -> None:
-    """So that mistakes are reported at once and on machines without Megatron and vLLM."""
+    # Errors are reported at once, also on machines without Megatron and vLLM.
     code = (
         "import sys, hybrid_engine.config\n"
         "heavy = {'torch', 'megatron', 'vllm', 'transformers'} & {name.partition('.')[0] for name in sys.modules}\n"
@@ -276,28 +275,28 @@ def test_reading_a_configuration_needs_no_engine() -> None:
 CODE = {"trust_remote_code": True, "worker_extension_cls": "somebody.Extension", "logits_processors": ["somebody:It"]}
 
 
-def test_no_file_names_code_and_a_program_may(model: Path, tmp_path: Path) -> None:
+def test_code_may_be_named_by_programs_but_not_by_files(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="live objects are of torch")
     read_source = import_module("hybrid_engine.attaching.attachment").read_source
     values = {"model": str(model), "random_weights": True, "generate_config": {"vllm": CODE}}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     keys = {f"generate_config.vllm.{name}" for name in CODE}
-    for source in (path, values, read_source(path)[0]):  # a mapping: a program may have read it from a file
+    for source in (path, values, read_source(path)[0]):  # a mapping may have been read from a file
         with pytest.raises(ConfigError) as caught:
             load_config(source, 1)
-        assert {found.key for found in caught.value.findings} == keys
-        assert all("FromProgram" in found.remedy for found in caught.value.findings)
+        assert {finding.key for finding in caught.value.findings} == keys
+        assert all("FromProgram" in finding.remedy for finding in caught.value.findings)
     config = load_config({**values, "generate_config": {"vllm": FromProgram(CODE)}}, 1)
     assert dict(config.generate_config.vllm) == CODE
     again = [config, pickle.loads(pickle.dumps(config)), read_source(config)[0]]
     again.append({**values, "generate_config": generate_values({"vllm": FromProgram(CODE)})})
-    for source in again:  # who gave them is not forgotten on the way
-        found = source if isinstance(source, HybridConfig) else load_config(source, 1)
-        assert isinstance(found.generate_config.vllm, FromProgram)
+    for source in again:  # copies still count as given by a program
+        copied = source if isinstance(source, HybridConfig) else load_config(source, 1)
+        assert isinstance(copied.generate_config.vllm, FromProgram)
 
 
-def test_every_wrong_value_is_said_by_the_key_that_was_given() -> None:
+def test_wrong_values_are_reported_by_the_key_of_the_caller() -> None:
     wrong = {
         "tp_size": 0,
         "pp_size": 10**9,
@@ -310,18 +309,18 @@ def test_every_wrong_value_is_said_by_the_key_that_was_given() -> None:
     with pytest.raises(ConfigError) as caught:
         generate_values({**wrong, "infer_expert_parallel_size": "x"})
     expected = {f"rollout_config.{key}" for key in (*wrong, "infer_expert_parallel_size")}
-    assert {found.key for found in caught.value.findings} == expected
+    assert {finding.key for finding in caught.value.findings} == expected
 
 
 @pytest.mark.parametrize("value", [5, "tp_size", [1], {5: 1}])
-def test_what_is_no_mapping_of_keys_is_refused(value: Any) -> None:
+def test_values_other_than_mappings_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="rollout_config"):
         generate_values(value)
     with pytest.raises(ConfigError, match="train_config"):
         read_train_config(value, 1)
 
 
-def test_short_names_and_the_model_pass() -> None:
+def test_short_names_and_the_model_are_accepted() -> None:
     values = generate_values({"tp_size": 2, "dp_type": "none", "model": "directory", "max_model_len": 64})
     assert values == {
         **{"infer_tensor_parallel_size": 2, "infer_data_parallel_size": 1},

@@ -1,4 +1,4 @@
-"""Every rule of config/loading.py is broken at least once, and all are kept by a sound configuration."""
+"""Every rule of config/loading.py is broken at least once; valid configurations break none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ EXPERTS |= {"num_experts": 8, "moe_intermediate_size": 32}
 
 @dataclass(frozen=True)
 class Break:
-    """A configuration that breaks one rule, whose sentence begins with `rule`; `key` where it is not the rule's own."""
+    """A configuration that breaks one rule.
+
+    Attributes:
+        rule: beginning of the rule's sentence.
+        key: of the violation, if it is not the rule's own key.
+    """
 
     rule: str
     world_size: int = 4
@@ -48,15 +53,15 @@ class Break:
     key: str = ""
 
 
-TP2, PP2, TP3 = (
-    {f"{kind}_model_parallel_size": size} for kind, size in (("tensor", 2), ("pipeline", 2), ("tensor", 3))
-)
-PP3, PP4 = ({"pipeline_model_parallel_size": size} for size in (3, 4))
-VPP2, FIRST1 = {"virtual_pipeline_model_parallel_size": 2}, {"num_layers_in_first_pipeline_stage": 1}
+TP2, TP3 = ({"tensor_model_parallel_size": size} for size in (2, 3))
+PP2, PP3, PP4 = ({"pipeline_model_parallel_size": size} for size in (2, 3, 4))
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+FIRST1 = {"num_layers_in_first_pipeline_stage": 1}
 EP2, EP3, EP4 = ({"expert_model_parallel_size": size} for size in (2, 3, 4))
 ETP1, ETP2, ETP3 = ({"expert_tensor_parallel_size": size} for size in (1, 2, 3))
 SP = {"sequence_parallel": True}
-INFER_TP3, INFER_PP = {"infer_tensor_parallel_size": 3}, "infer_pipeline_parallel_size"
+INFER_TP3 = {"infer_tensor_parallel_size": 3}
+INFER_PP = "infer_pipeline_parallel_size"
 INFER_EP2, INFER_EP4, INFER_EP16 = ({"infer_expert_parallel_size": size} for size in (2, 4, 16))
 FSDP = {"fsdp": {}, "params_dtype": "float32"}
 LINEAR = {"lr_decay_style": "linear", "lr_decay_steps": 100}
@@ -66,15 +71,19 @@ SMALL_GPT2 = {**published_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4}
 TIED_MTP = {**reduced_config(published_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True}
 ADAPTER = {"lora_delivery": "adapter"}
 
-ACTOR, GENERATE = "actor_config.", "generate_config."
-WORLD, INFER_WORLD = (
-    "TP x PP x CP and, with experts, ETP x EP x PP divide",
-    "TP x PP divides the number of ranks; EP is 1",
-)
-HEADS, CUTS, INFER_CUTS = "num_heads % TP == 0", "TP, or ETP for experts, divides", "TP divides the projections"
-EXPERT_SHARES, STAGES, COUNTS = "num_experts % EP == 0", "The layers can be divided", "PP <= num_layers"
+ACTOR = "actor_config."
+GENERATE = "generate_config."
+WORLD = "TP x PP x CP and, with experts, ETP x EP x PP divide"
+INFER_WORLD = "TP x PP divides the number of ranks; EP is 1"
+HEADS = "num_heads % TP == 0"
+CUTS = "TP, or ETP for experts, divides"
+INFER_CUTS = "TP divides the projections"
+EXPERT_SHARES = "num_experts % EP == 0"
+STAGES = "The layers can be divided"
+COUNTS = "PP <= num_layers"
 LAYOUT = "pipeline_model_parallel_layout"
-RECOMPUTED, TARGETS = "recompute_granularity full needs", "target_modules are linear layers"
+RECOMPUTED = "recompute_granularity full needs"
+TARGETS = "target_modules are linear layers"
 MODEL_BREAKS = (
     Break("build_model() implements", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     Break("seq_length is at most", model={**SMALL_GPT2, "n_positions": 64}),
@@ -245,29 +254,30 @@ def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     write_config(directory, case.model)
     config = HybridConfig(**values_of(case, directory))
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
-    found = [(rule, one.key) for rule in (*training_rules(context), *INFERENCE) for one in rule.find(context)]
+    rules = (*training_rules(context), *INFERENCE)
+    broken = [(rule, violation.key) for rule in rules for violation in rule.find(context)]
     if case.critic is not None:
         critic = critic_of(config, case.world_size)
-        found += [(rule, one.key) for rule in (*WITH_FSDP, *CRITIC) for one in rule.find(critic)]
-    return found
+        broken += [(rule, violation.key) for rule in (*WITH_FSDP, *CRITIC) for violation in rule.find(critic)]
+    return broken
 
 
 def values_of(case: Break, directory: Path) -> dict[str, Any]:
-    """The configuration; the model of a critic, where it has one of its own, is the same."""
+    """Return the configuration; a critic with its own model gets the same directory."""
     values = {"model": directory, "random_weights": True}
     values |= {"actor_config": case.actor, "generate_config": case.generate}
-    own = {"model": directory} if case.critic and "model" in case.critic else {}
-    return values | ({} if case.critic is None else {"critic_config": case.critic | own})
+    critic_model = {"model": directory} if case.critic and "model" in case.critic else {}
+    return values | ({} if case.critic is None else {"critic_config": case.critic | critic_model})
 
 
 @pytest.fixture(autouse=True)
 def _megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rule goes by its version; whichever is installed, if any, is the same to these tests."""
+    """Fix the version of megatron-core, on which one rule depends."""
     monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda: "0.16.1")
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Megatron's own fields are known where it is installed."""
+    """Yield the cases; Megatron's own fields are known only if it is installed."""
     needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="without megatron-core")
     for case in BREAKS:
         marks = [needs_megatron, pytest.mark.slow] if "overrides" in case.actor else []
@@ -275,29 +285,29 @@ def cases() -> Iterator[ParameterSet]:
 
 
 @pytest.mark.parametrize("case", list(cases()))
-def test_what_breaks_a_rule_is_found(case: Break, tmp_path: Path) -> None:
-    found = [(rule.key, key) for rule, key in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
-    assert any(key == (case.key or of_rule) for of_rule, key in found), found
+def test_a_broken_rule_is_found(case: Break, tmp_path: Path) -> None:
+    broken = [(rule.key, key) for rule, key in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
+    assert any(key == (case.key or rule_key) for rule_key, key in broken), broken
     with pytest.raises(ConfigError) as caught:
         load_config(values_of(case, tmp_path), case.world_size)
-    assert {key for _, key in found} <= {one.key for one in caught.value.findings}
+    assert {key for _, key in broken} <= {violation.key for violation in caught.value.findings}
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda constraint: f"{constraint.key}: {constraint.rule}")
-def test_every_rule_is_broken_here(constraint: Constraint) -> None:
+def test_every_rule_has_a_case_that_breaks_it(constraint: Constraint) -> None:
     assert any(constraint.rule.startswith(case.rule) for case in BREAKS)
 
 
-def test_rules_have_sections_that_exist() -> None:
+def test_keys_of_rules_exist() -> None:
     for constraint in CONSTRAINTS:
         section: Any = HybridConfig
         for key in constraint.key.split("."):
             assert key in section.model_fields, constraint.key
             annotation = section.model_fields[key].annotation
-            section = next(one for one in (*get_args(annotation), annotation) if one is not type(None))
+            section = next(kind for kind in (*get_args(annotation), annotation) if kind is not type(None))
 
 
-def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
+def test_loading_weights_only_skips_rules_of_computing(tmp_path: Path) -> None:
     actor = {**TP2, "context_parallel_size": 2}
     values = {"model": write_config(tmp_path, EXPERTS), "random_weights": True, "actor_config": actor}
     config = load_config(values, 4, weights_only=True)
@@ -307,13 +317,12 @@ def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
     }
 
 
-def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
-    """Nothing is asked of an inference side that nobody has."""
+def test_a_training_model_is_checked_without_an_inference_side() -> None:
     table = table_for(EXPERTS)
     assert broken_rules(TrainingContext(ActorConfig(**TP2, **SP), table, 4)) == []
     context = TrainingContext(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
     computes: tuple[dict[str, bool], ...] = ({}, {"weights_only": True}, {"own_loop": True})
-    keys = [[one.key for one in broken_rules(context, **who)] for who in computes]
+    keys = [[violation.key for violation in broken_rules(context, **flags)] for flags in computes]
     assert keys == [
         ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
         ["actor_config.noop_layers"],
@@ -321,21 +330,21 @@ def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
     ]
 
 
-def test_experts_are_cut_by_themselves_where_megatron_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_tensor_parallelism_without_ep_needs_megatron_core_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
     context = TrainingContext(ActorConfig(**TP2, **SP, **ETP1), table_for(EXPERTS), 2)
-    found = {}
-    for version in ("0.18.2", "0.19.0", ""):
+    keys = {}
+    for version in ("0.18.2", "0.19.0", ""):  # "": not installed
         monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda version=version: version)
-        found[version] = [one.key for one in broken_rules(context)]
-        assert found[version] == [one.key for one in broken_rules(context, own_loop=True)]
+        keys[version] = [violation.key for violation in broken_rules(context)]
+        assert keys[version] == [violation.key for violation in broken_rules(context, own_loop=True)]
         assert broken_rules(context, weights_only=True) == []
-    assert found == {"0.18.2": ["actor_config.expert_tensor_parallel_size"], "0.19.0": [], "": []}
+    assert keys == {"0.18.2": ["actor_config.expert_tensor_parallel_size"], "0.19.0": [], "": []}
 
 
-def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
+def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
     write_config(tmp_path, EXPERTS)
-    set_too = {
-        "tensor_model_parallel_size": 3,  # of Megatron's own rules none applies
+    megatron_keys = {
+        "tensor_model_parallel_size": 3,  # breaks Megatron's rules, which do not apply
         "use_distributed_optimizer": False,
         "make_vocab_size_divisible_by": 8,
         "noop_layers": [9],
@@ -345,8 +354,8 @@ def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
         "overrides": {"ddp": {"bucket_size": 1}},
     }
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, **set_too}}, 4)
-    assert {violation.key for violation in caught.value.findings} == {f"actor_config.{key}" for key in set_too}
+        load_config({"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, **megatron_keys}}, 4)
+    assert {violation.key for violation in caught.value.findings} == {f"actor_config.{key}" for key in megatron_keys}
     config = load_config(
         {"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, "tensor_model_parallel_size": 1}}, 4
     )
@@ -366,8 +375,8 @@ def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
         ("*.linear_fc1.adapter.*", True, False),
     ],
 )
-def test_frozen_parameters_go_by_megatrons_names(pattern: str, lora: bool, is_known: bool) -> None:
+def test_frozen_parameters_match_names_of_megatron(pattern: str, lora: bool, is_known: bool) -> None:
     adapters = {"lora": {"target_modules": ["linear_qkv"]}} if lora else {}
     actor = ActorConfig(frozen_parameters=[pattern], **adapters)
-    found = broken_rules(TrainingContext(actor, table_for(EXPERTS), 1))
-    assert [one.key for one in found] == ([] if is_known else ["actor_config.frozen_parameters"])
+    violations = broken_rules(TrainingContext(actor, table_for(EXPERTS), 1))
+    assert [violation.key for violation in violations] == ([] if is_known else ["actor_config.frozen_parameters"])

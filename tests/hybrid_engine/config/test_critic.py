@@ -1,4 +1,4 @@
-"""The critic as it is built beside an actor, and what is said when it or the memory cannot be."""
+"""The critic built next to an actor, and violations about it or its memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ def dense(tmp_path: Path) -> Path:
     return write_config(tmp_path / "dense", DENSE)
 
 
-def configured(model: Path, actor: dict[str, Any], critic: dict[str, Any], **more: Any) -> HybridConfig:
-    return HybridConfig(model=model, actor_config=actor, critic_config=critic, **more)
+def configured(model: Path, actor: dict[str, Any], critic: dict[str, Any], **others: Any) -> HybridConfig:
+    return HybridConfig(model=model, actor_config=actor, critic_config=critic, **others)
 
 
-def test_what_is_left_out_is_the_actors(dense: Path) -> None:
+def keys_of(config: HybridConfig, world_size: int) -> set[str]:
+    return {violation.key for violation in find_violations(config, world_size)}
+
+
+def test_missing_keys_have_the_values_of_the_actor(dense: Path) -> None:
     actor = {**TP2, **PP2, "params_dtype": "float32", "micro_batch_size": 4, "seed": 7, "lora": {}}
     actor |= {"optimizer": {"lr": 1e-3}, "num_layers_in_first_pipeline_stage": 1, "frozen_parameters": ["embedding.*"]}
     critic = critic_of(configured(dense, actor, {"micro_batch_size": 2, "optimizer": {"lr": 1e-2}}), 4)
@@ -39,17 +43,15 @@ def test_what_is_left_out_is_the_actors(dense: Path) -> None:
     assert critic.table.shapes[VALUE_HEAD] == (1, 64)
 
 
-def test_rules_of_a_step_are_the_critics_too_under_its_keys(dense: Path) -> None:
+def test_rules_of_a_step_apply_to_the_critic_by_its_keys(dense: Path) -> None:
     critic = {"optimizer": {"lr": 1e-3, "schedule": {"lr_decay_style": "linear", "min_lr": 1.0}}}
-    assert {one.key for one in find_violations(configured(dense, {}, critic), 1)} == {
+    assert keys_of(configured(dense, {}, critic), 1) == {
         "critic_config.optimizer.schedule.lr_decay_steps",
         "critic_config.optimizer.schedule.min_lr",
     }
 
 
-def test_gradients_that_are_not_float32_are_planned_so(dense: Path) -> None:
-    """2 bytes a parameter in place of 4, and 4 more for each of the shard, which the step converts."""
-
+def test_the_plan_counts_gradients_in_their_dtype(dense: Path) -> None:
     def train_nbytes(num_ranks: int, dtype: str, ddp: dict[str, bool]) -> tuple[int, int]:
         config = HybridConfig(model=dense, actor_config={"params_dtype": dtype, "overrides": {"ddp": ddp}})
         phases = memory_plan(config, num_ranks).phases
@@ -57,28 +59,28 @@ def test_gradients_that_are_not_float32_are_planned_so(dense: Path) -> None:
 
     for num_ranks in (1, 2, 4):
         usual, parameters = train_nbytes(num_ranks, "bfloat16", {})
-        found, _ = train_nbytes(num_ranks, "bfloat16", {"grad_reduce_in_fp32": False})
-        assert found - usual == pytest.approx(parameters * (-1 + 2 / num_ranks), abs=8)
+        nbytes, _ = train_nbytes(num_ranks, "bfloat16", {"grad_reduce_in_fp32": False})
+        # 2 bytes less per parameter, 4 more for the shard that the step converts.
+        assert nbytes - usual == pytest.approx(parameters * (-1 + 2 / num_ranks), abs=8)
         in_float32 = [train_nbytes(num_ranks, "float32", ddp) for ddp in ({}, {"grad_reduce_in_fp32": False})]
         assert in_float32[0] == in_float32[1]
 
 
-def test_a_model_of_its_own_has_stages_of_its_own(dense: Path, tmp_path: Path) -> None:
-    """Eight layers beside four, of which the first stage has one; and no experts beside experts."""
+def test_a_critic_with_another_model_has_its_own_stages(dense: Path, tmp_path: Path) -> None:
     deep = write_config(tmp_path / "deep", {**DENSE, "num_hidden_layers": 8})
     actor = {**PP2, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
     config = configured(dense, actor, {"model": deep})
     assert critic_of(config, 4).actor.num_layers_in_first_pipeline_stage is None
-    assert find_violations(config, 4) == []
+    assert find_violations(config, 4) == []  # 1 + 3 layers would not fit eight
     interleaved = critic_of(configured(dense, {**PP2, **VPP2}, {"model": deep}), 4).actor
     assert interleaved.virtual_pipeline_model_parallel_size == 2
     experts = write_config(tmp_path / "experts", EXPERTS)
-    beside = configured(experts, {**TP2, **SP, "expert_model_parallel_size": 2}, {"model": dense})
-    assert critic_of(beside, 4).actor.expert_model_parallel_size == 1
-    assert find_violations(beside, 4) == []
+    with_experts = configured(experts, {**TP2, **SP, "expert_model_parallel_size": 2}, {"model": dense})
+    assert critic_of(with_experts, 4).actor.expert_model_parallel_size == 1
+    assert find_violations(with_experts, 4) == []
 
 
-def test_prediction_layers_leave_the_stages(tmp_path: Path) -> None:
+def test_mtp_layers_are_removed_from_the_stages(tmp_path: Path) -> None:
     latent = {"architectures": ["DeepseekV3ForCausalLM"]}
     from tests.zoo.families import tiny_config
 
@@ -88,15 +90,14 @@ def test_prediction_layers_leave_the_stages(tmp_path: Path) -> None:
     assert find_violations(config, 2) == []
 
 
-def test_what_is_wrong_is_said_of_the_critic(dense: Path, tmp_path: Path) -> None:
+def test_violations_of_the_critic_are_marked(dense: Path, tmp_path: Path) -> None:
     odd = write_config(tmp_path / "odd", {**DENSE, "num_hidden_layers": 5, "intermediate_size": 97})
-    found = find_violations(configured(dense, {**TP2, **PP2}, {"model": odd}), 4)
-    assert {one.key for one in found} == {
+    assert keys_of(configured(dense, {**TP2, **PP2}, {"model": odd}), 4) == {
         "actor_config.pipeline_model_parallel_size (of the critic)",
         "actor_config.tensor_model_parallel_size (of the critic)",
     }
-    found = find_violations(configured(dense, {}, {"model": tmp_path / "nowhere"}), 4)
-    assert [one.key for one in found] == ["critic_config.model"]
+    (violation,) = find_violations(configured(dense, {}, {"model": tmp_path / "nowhere"}), 4)
+    assert violation.key == "critic_config.model"
 
 
 def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
@@ -106,18 +107,18 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     plan = memory_plan(config, 4)
     train = plan.phases["train"].total.max()
     assert plan.phases["critic train"].total.max() > train
-    budget = float(train) / 2**30
+    budget = float(train) / 2**30  # just enough for the actor
     limited = config.model_copy(update={"device_budget_gib": budget})
-    assert [one.key for one in find_violations(limited, 4)] == ["device_budget_gib"]
-    (found,) = find_violations(limited, 4)
-    assert "the phase critic train takes" in str(found)
+    (violation,) = find_violations(limited, 4)
+    assert violation.key == "device_budget_gib"
+    assert "the phase critic train takes" in str(violation)
     assert find_violations(config, 4) == []
 
 
 @pytest.mark.parametrize("actor", [{"lora": {}}, {"fsdp": {}, "params_dtype": "float32"}], ids=["lora", "fsdp"])
-def test_no_budget_where_memory_is_not_planned(dense: Path, actor: dict[str, Any]) -> None:
+def test_a_budget_needs_planned_memory(dense: Path, actor: dict[str, Any]) -> None:
     config = HybridConfig(model=dense, actor_config=actor, device_budget_gib=1)
-    assert [one.key for one in find_violations(config, 2)] == ["device_budget_gib"]
+    assert [violation.key for violation in find_violations(config, 2)] == ["device_budget_gib"]
     with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "not-planned"))):
         memory_plan(config, 2)
 

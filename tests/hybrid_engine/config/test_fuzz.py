@@ -1,8 +1,9 @@
-"""Random configurations and model configs: each is refused with ConfigError, or is planned, in a short time.
+"""Random configurations and model configs are refused with ConfigError or planned, in a short time.
 
-    HYPOTHESIS_PROFILE=thorough pytest -s tests/hybrid_engine/config/test_fuzz.py        # tries more
+    HYPOTHESIS_PROFILE=thorough pytest -s tests/hybrid_engine/config/test_fuzz.py   # tries more
 
-Valid ones are changed at a few places: keys left out, values of another type, far too large, nested, or exchanged.
+Valid configurations are changed at a few places: keys are removed or exchanged, values get another
+type, are far too large or nested.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from hybrid_engine.tools.plan.cluster_plan import Cluster, plan_job
 from hybrid_engine.tools.verify.cases import Divisors, prepare_model
 from tests.zoo.families import FAMILIES, SERVED_VARIANTS, served_config, tiny_config
 
-MOST_SECONDS = 1.0
-"""Of a core, until a refusal, and for the plan of a tiny job."""
-LONGEST_LINE = 4000
-"""Characters of a refusal."""
+MOST_SECONDS = 1.0  # of a core, for a refusal or the plan of a tiny job
+LONGEST_LINE = 4000  # characters of a refusal
 
 SCALARS = st.one_of(
     st.none(),
@@ -65,14 +64,14 @@ Sizes = dict[str, int]
 
 
 def _keys_of(config: dict[str, Any]) -> list[str]:
-    """Those that are there, and those that its table reads."""
+    """Return the keys in a config and the keys that its table reads."""
     schema = TABLES[config["architectures"][0]].schema
-    return sorted({*config, *(each.alias or name for name, each in schema.model_fields.items())})
+    return sorted({*config, *(info.alias or name for name, info in schema.model_fields.items())})
 
 
 @st.composite
 def model_configs(draw: st.DrawFn) -> Any:
-    """The contents of a config.json, changed at up to three places."""
+    """Contents of a config.json, changed at up to three places."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     is_served = family in SERVED_VARIANTS and draw(st.booleans())
     config = served_config(family) if is_served else tiny_config(family)
@@ -84,8 +83,9 @@ def model_configs(draw: st.DrawFn) -> Any:
             case "set":
                 config[draw(keys)] = draw(VALUES)
             case "exchange":
-                one, other = draw(keys), draw(keys)
-                config[one], config[other] = config.get(other), config.get(one)
+                first = draw(keys)
+                second = draw(keys)
+                config[first], config[second] = config.get(second), config.get(first)
             case "rope":
                 config[draw(st.sampled_from(["rope_scaling", "rope_parameters"]))] = draw(ROPE)
             case "kinds":
@@ -96,14 +96,14 @@ def model_configs(draw: st.DrawFn) -> Any:
 
 
 def sections(model: type[Any]) -> st.SearchStrategy[Any]:
-    """Values for a section of the configuration: its keys, and others."""
+    """Values for a section of the configuration: known keys and others."""
     keys = st.sampled_from(sorted(model.model_fields)) | st.text(max_size=8)
     return st.dictionaries(keys, VALUES, max_size=3) | VALUES
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
-    """The contents of a configuration, its `model` aside."""
+    """Contents of a configuration without `model`."""
     keys = {"actor_config": sections(ActorConfig), "generate_config": sections(GenerateConfig)}
     others = dict.fromkeys(sorted(HybridConfig.model_fields.keys() - {*keys, "model"}), VALUES)
     return draw(st.fixed_dictionaries({}, optional={**keys, **others})) if draw(st.booleans()) else {}
@@ -126,8 +126,8 @@ class Tally:
 def check(
     directory: Path, config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes, tally: Tally
 ) -> None:
-    """What `load_config`, `plan`, `verify` and `HybridEngine` do with them; raises what is no ConfigError."""
-    (directory / "config.json").write_text(json.dumps(config))
+    """Run `load_config`, `plan`, `verify` and `HybridEngine`'s parsing; other errors propagate."""
+    (directory / "config.json").write_text(json.dumps(config))  # may be invalid on purpose
     steps = {
         "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, ranks),
         "plan": lambda: _plan(directory, train, infer),
@@ -139,9 +139,9 @@ def check(
         try:
             step()
         except ConfigError as error:
-            if not all(found.key and found.problem and found.remedy for found in error.findings):
+            if not all(finding.key and finding.problem and finding.remedy for finding in error.findings):
                 raise AssertionError("a finding lacks a part") from error
-            str(error).encode()  # it can be printed
+            str(error).encode()  # raises if it cannot be printed
             if max(map(len, str(error).splitlines())) >= LONGEST_LINE:
                 raise AssertionError("a line of the refusal is too long") from error
             tally.count(f"{name}: refused", begun, config)
@@ -155,7 +155,7 @@ def _plan(directory: Path, train: Sizes, infer: Sizes) -> None:
 
 
 def _reduce(directory: Path) -> None:
-    """A sound model stays sound when it is made small."""
+    """Check that a valid model stays valid when it is reduced."""
     read_model(directory, "--model")
     try:
         prepare_model(directory, directory / "small", 2, Divisors((1, 2), (1, 2), (1, 2)))
@@ -164,22 +164,23 @@ def _reduce(directory: Path) -> None:
 
 
 def run(examples: int) -> Tally:
-    """Try so many examples; raises what one of them ended in."""
+    """Try `examples` random configurations."""
     tally = Tally()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "small").mkdir()
 
+        # Every run is independent.
         @hypothesis.settings(max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate])
         @hypothesis.given(model_configs(), configurations(), WORLD_SIZES, TRAIN_SIZES, INFER_SIZES)
-        def each(config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes) -> None:
+        def try_one(config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes) -> None:
             check(Path(directory), config, values, ranks, train, infer, tally)
 
-        each()
+        try_one()
     return tally
 
 
 @pytest.mark.timeout(300)
-def test_each_is_refused_or_planned_in_a_short_time() -> None:
+def test_random_configurations_are_refused_or_planned_in_a_short_time() -> None:
     tally = run(hypothesis.settings.default.max_examples)
     print(f"slowest: {tally.slowest:.2f} s", *sorted(tally.counts.items()), sep="\n")
     assert tally.slow == []

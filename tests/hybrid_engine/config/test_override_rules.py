@@ -1,4 +1,4 @@
-"""What may be set of Megatron's own configuration, in a configuration file."""
+"""Fields of Megatron's own configuration that a configuration file may set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_engine.models import table_for
 from tests.zoo.families import tiny_config
 
 if find_spec("megatron") is None:
-    pytest.skip("megatron-core says what its fields are", allow_module_level=True)
+    pytest.skip("megatron-core defines the fields", allow_module_level=True)
 
 
 class Backend(enum.Enum):
@@ -30,12 +30,14 @@ TABLE = table_for(tiny_config("qwen3"))
 
 
 def wrong_keys(overrides: dict[str, Any]) -> set[str]:
-    """The keys below actor_config.overrides that a rule is broken by, whoever generates."""
-    actor, prefix = ActorConfig(overrides=overrides), "actor_config.overrides."
-    alone, job = TrainingContext(actor, TABLE, 1), JobContext(actor, TABLE, 1, GenerateConfig())
-    found = [{one.key for one in broken_rules(context) if one.key.startswith(prefix)} for context in (alone, job)]
-    assert found[0] == found[1]
-    return {key.removeprefix(prefix) for key in found[0]}
+    """Return the keys below actor_config.overrides that break a rule, with or without vLLM."""
+    actor = ActorConfig(overrides=overrides)
+    prefix = "actor_config.overrides."
+    alone = TrainingContext(actor, TABLE, 1)
+    job = JobContext(actor, TABLE, 1, GenerateConfig())
+    keys = [violation.key for violation in broken_rules(alone) if violation.key.startswith(prefix)]
+    assert set(keys) == {violation.key for violation in broken_rules(job) if violation.key.startswith(prefix)}
+    return {key.removeprefix(prefix) for key in keys}
 
 
 SOUND = {
@@ -61,7 +63,7 @@ WRONG = {
 }
 
 
-def test_what_leaves_weights_where_they_are_may_be_set() -> None:
+def test_only_overrides_that_do_not_move_weights_are_accepted() -> None:
     assert wrong_keys(SOUND) == set()
     assert wrong_keys(WRONG) == {f"{part}.{field}" for part, fields in WRONG.items() for field in fields}
 
@@ -73,7 +75,7 @@ def test_what_leaves_weights_where_they_are_may_be_set() -> None:
         (float, 2, False),
         (float, float("inf"), True),
         (float | None, None, False),
-        (Union[str, list[str]], ["a", 1], True),  # noqa: UP007  # as Megatron writes it
+        (Union[str, list[str]], ["a", 1], True),  # noqa: UP007  # Megatron's spelling
         (int | list[int] | None, [1, 2], False),
         (tuple[str, ...], ["a"], False),
         (tuple[int, int] | None, [1], True),
@@ -94,5 +96,5 @@ def test_values_are_compared_with_annotations(annotation: Any, value: Any, is_wr
     assert (problem is not None) == is_wrong, problem
 
 
-def test_an_int_defaults_to_none_where_its_annotation_forgets_to_say_so() -> None:
+def test_an_int_field_with_default_none_accepts_none() -> None:
     assert [type_problem(None, int, default) is None for default in (None, 3)] == [True, False]

@@ -1,4 +1,4 @@
-"""The fixture of the tests of device memory."""
+"""Fixture of the tests of device memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.hybrid_engine.memory.test_elastic import num_open_fds
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     gc.collect()
-    gc.freeze()  # once collected, what is there need not be gone through for each of these tests
-    resource_tracker.ensure_running()  # multiprocessing's, which stays: it has a descriptor
+    gc.freeze()  # later collections skip the objects that exist now
+    resource_tracker.ensure_running()  # it keeps a descriptor open, so start it before counting
     fds = num_open_fds()
     with pytest.MonkeyPatch.context() as patch:
         rig = Rig(patch)
         yield rig
-        rig.assert_nothing_is_left()
+        rig.assert_empty()
     deadline = time.monotonic() + 5
     while num_open_fds() != fds and time.monotonic() < deadline:
-        time.sleep(0.05)  # the thread that passes descriptors is closing its last connection
+        time.sleep(0.05)  # the descriptor server is closing its last connection
     assert num_open_fds() == fds

@@ -17,7 +17,7 @@ CHUNK = 2 * GRANULE
 
 
 class RecordingDriver(CudaDriver):
-    """Notes the driver's calls, and the waits, for which there is nothing to be done here."""
+    """Records the driver's calls; waits are recorded only, since there is no device to wait for."""
 
     calls: list[str]
 
@@ -37,7 +37,7 @@ class RecordingDriver(CudaDriver):
 
 
 class Rig:
-    """The device's memory in the place of a GPU's; tensors over it are on the CPU."""
+    """The software GPU's memory in place of a GPU's; tensors over it are on the CPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.api = load_driver()
@@ -49,6 +49,6 @@ class Rig:
     def buffer(self, nbytes: int) -> ElasticBuffer:
         return ElasticBuffer(nbytes, torch.uint8, device="cuda:0")
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_empty(self) -> None:
         gc.collect()
         assert virtual_memory() == VirtualMemory()

@@ -1,4 +1,4 @@
-"""One call that fails, as running out of memory would."""
+"""A method that fails once, as when out of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import pytest
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, after: int = 0, owner: str | None = None) -> None:
-    """Make one call of a method fail, after `after` good ones; `owner`: of the storage of that name only."""
-    original, calls = getattr(kind, method), iter(range(after + 1))
+    """Make one call of a method fail, after `after` successful calls.
+
+    owner: counts and fails only calls on the storage of that name.
+    """
+    original = getattr(kind, method)
+    calls = iter(range(after + 1))
 
     def failing(self: Any, *arguments: Any, **options: Any) -> Any:
         if owner in (None, getattr(self, "owner", None)) and next(calls, None) == after:

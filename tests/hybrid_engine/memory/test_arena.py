@@ -1,4 +1,4 @@
-"""The arena's pages: they keep what is in them, forks have none of them, and they are populated before pinning."""
+"""Pages of the arena: contents survive growth, forks have none, pinned pages are populated."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MIB = 2**20
 
 
 class Cudart:
-    """Notes what is registered, and how much of it was resident. No more than `limit` bytes can be, if there is one.
+    """Records registered memory and its resident bytes; refuses more than `limit` bytes.
 
-    As CUDA does, it keeps the error of a call that failed, which torch raises after the next kernel.
+    Like CUDA, it keeps the error of a failed call, and torch raises it after the next kernel.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class Cudart:
         return 0
 
     def launch(self, *args: object, **kwargs: object) -> None:
-        error, self.error = self.error, 0
+        error = self.error
+        self.error = 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
 
@@ -58,20 +59,20 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     monkeypatch.setattr(torch, "ones", runtime.launch)
     monkeypatch.setattr(arena, "_SLICE_NBYTES", MIB)
     yield runtime
-    gc.collect()  # pages end while it is there
+    gc.collect()  # frees pages while the stand-in is installed
 
 
 def fields_of(address: int) -> dict[str, str]:
-    """What the kernel says of the mapping at an address; it joins neighbours."""
-    found: dict[str, str] = {}
+    """Return the kernel's fields of the mapping at an address; it may join neighbours."""
+    fields: dict[str, str] = {}
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             is_inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
         elif is_inside:
             name, _, value = line.partition(":")
-            found[name] = value.strip()
-    return found
+            fields[name] = value.strip()
+    return fields
 
 
 def is_mapped(address: int) -> bool:
@@ -79,7 +80,7 @@ def is_mapped(address: int) -> bool:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_contents_stay_when_it_grows(cudart: Cudart, pinned: bool) -> None:
+def test_contents_survive_growth(cudart: Cudart, pinned: bool) -> None:
     pages = Arena()
     pages.reserve(3 * MIB, pinned=pinned)
     pages.memory.copy_(torch.arange(3 * MIB) % 251)
@@ -89,7 +90,7 @@ def test_contents_stay_when_it_grows(cudart: Cudart, pinned: bool) -> None:
     assert cudart.registered == ({pages.memory.data_ptr(): 40 * MIB} if pinned else {})
 
 
-def test_a_fork_has_none_of_it() -> None:
+def test_a_fork_does_not_inherit_the_pages() -> None:
     pages = Arena()
     pages.reserve(MIB, pinned=False)
     assert "dc" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
@@ -104,8 +105,8 @@ def test_a_fork_has_none_of_it() -> None:
 def test_pinned_memory_is_resident_before_it_is_registered(cudart: Cudart) -> None:
     pages = Arena()
     pages.reserve(5 * MIB, pinned=True)
-    assert cudart.resident[0] >= 6 * MIB
-    assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
+    assert cudart.resident[0] >= 6 * MIB  # rounded up to huge pages of 2 MiB
+    assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()  # huge pages are advised
     pages.reserve(7 * MIB, pinned=True)
     assert cudart.resident[1] >= 8 * MIB
 
@@ -116,15 +117,15 @@ def test_without_pinning_no_page_is_touched() -> None:
     assert fields_of(pages.memory.data_ptr())["Rss"] == "0 kB"
 
 
-def assert_is_as_before(pages: Arena, cudart: Cudart) -> None:
-    """One page of 2 MiB, which can be used, and can grow."""
+def assert_unchanged_and_usable(pages: Arena, cudart: Cudart) -> None:
+    """The arena is one usable page of 2 MiB and can grow."""
     flat = pages.memory
     assert bool((flat == 7).all())
     assert pages.nbytes == flat.numel() == MIB
     assert cudart.registered == {flat.data_ptr(): 2 * MIB}
-    cudart.launch()
+    cudart.launch()  # raises if CUDA kept an error
     pages.reserve(5 * MIB, pinned=True)
-    assert cudart.resident[-1] >= 6 * MIB, "populated before it is registered, as the first time"
+    assert cudart.resident[-1] >= 6 * MIB, "populated before it is registered"
     assert bool((pages.memory[:MIB] == 7).all())
     del flat
     gc.collect()
@@ -138,46 +139,44 @@ def pinned_page() -> Arena:
     return pages
 
 
-def test_memory_that_cannot_be_pinned_is_as_before(cudart: Cudart) -> None:
+def test_a_failed_pin_changes_nothing(cudart: Cudart) -> None:
     pages = pinned_page()
     cudart.limit = 2 * MIB
     with pytest.raises(OffloadError, check=has_code("no-host-memory", "6291456", "CUDA error 2", "ulimit -l")):
         pages.reserve(5 * MIB, pinned=True)
     cudart.limit = None
-    assert_is_as_before(pages, cudart)
+    assert_unchanged_and_usable(pages, cudart)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(MemoryError, MemoryError), (OSError, OffloadError)])
-def test_memory_that_cannot_be_populated_is_as_before(
-    cudart: Cudart, kind: type[Exception], expected: type[Exception]
-) -> None:
+def test_a_failed_population_changes_nothing(cudart: Cudart, kind: type[Exception], expected: type[Exception]) -> None:
     pages = pinned_page()
     populate = arena._populate_slice
-    num_populated = iter(range(2))
+    num_populated = iter(range(2))  # slices before the failure
 
-    def short_of_memory(address: int, nbytes: int) -> None:
+    def fail_after_two_slices(address: int, nbytes: int) -> None:
         if next(num_populated, None) is None:
             raise kind("no page left")
         populate(address, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_populate_slice", short_of_memory)
+        patch.setattr(arena, "_populate_slice", fail_after_two_slices)
         with pytest.raises(expected, match="no page left"):
             pages.reserve(5 * MIB, pinned=True)
-    assert_is_as_before(pages, cudart)
+    assert_unchanged_and_usable(pages, cudart)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_goes_on_after_a_call_that_failed() -> None:
+def test_a_gpu_works_after_a_failed_call() -> None:
     pages = Arena()
     pages.reserve(MIB, pinned=True)
     address = pages.memory.data_ptr()
-    assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "it is registered already"
+    assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "the page is registered already"
     assert torch.ones(3, device="cuda").sum() == 3
 
 
-def test_it_ends_with_the_last_tensor(cudart: Cudart) -> None:
+def test_pages_are_freed_with_the_last_tensor(cudart: Cudart) -> None:
     pages = Arena()
     pages.reserve(MIB, pinned=True)
     flat = pages.memory

@@ -1,4 +1,4 @@
-"""Descriptors between processes: where containers forbid the ways that need a permission, to whom, and until when."""
+"""Passing descriptors between processes: containers, access control and lifetime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.harness.errors import has_code
 from tests.harness.namespaces import enter_a_process_namespace
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
-STRANGER = 12345
+STRANGER = 12345  # user id
 
 
 @pytest.fixture
@@ -40,32 +40,32 @@ def handle() -> BufferHandle:
     return buffer.export()
 
 
-kept: list[ElasticBuffer] = []
+kept: list[ElasticBuffer] = []  # keeps the fixture's buffers alive
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Neither descriptors nor threads nor a directory, whatever was asked and refused."""
+def assert_nothing_leaks():
+    """Assert that no descriptor, thread or directory is left, even after refusals."""
     gc.collect()
-    before = held()
+    before = count_resources()
     yield
-    addresses = [each.address for each in descriptors._servers]
+    addresses = [server.address for server in descriptors._servers]
     kept.clear()
     gc.collect()
     deadline = time.monotonic() + 10
-    while (left := max(now - was for now, was in zip(held(), before, strict=True))) > 0:
+    while (left := max(now - was for now, was in zip(count_resources(), before, strict=True))) > 0:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
-    assert [each for each in addresses if os.path.exists(os.path.dirname(each))] == []
+    assert [address for address in addresses if os.path.exists(os.path.dirname(address))] == []
 
 
-def held() -> tuple[int, int]:
-    """Numbers of descriptors and of threads."""
+def count_resources() -> tuple[int, int]:
+    """Return the numbers of open descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def in_a_child(call: Callable[[], None]) -> None:
-    """Run in a forked process; a failure there is printed."""
+    """Run in a forked process; prints a failure."""
     if not (child := os.fork()):
         try:
             call()
@@ -77,31 +77,33 @@ def in_a_child(call: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def refused(handle: BufferHandle, check: Callable[[BaseException], bool], *names: str) -> Callable[[], None]:
-    def ask() -> None:
+def refused_fetch(handle: BufferHandle, check: Callable[[BaseException], bool], *names: str) -> Callable[[], None]:
+    def fetch_refused() -> None:
         with pytest.raises(TransportError, check=check):
             fetch(handle.address, names or [handle.token])
 
-    return ask
+    return fetch_refused
 
 
 def drop_capabilities() -> None:
-    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # capset(2), version 3
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # capset(2), version 3
+    data = (ctypes.c_uint32 * 6)()
     assert libc().capset(header, data) == 0
 
 
 @needs_root
-def test_another_process_namespace_without_permissions_reads(handle: BufferHandle):
-    """Device memory: switch/test_setup.py, since CUDA does not work in a forked child."""
-    owner, fd = os.getpid(), kept[0]._memory._open_file().fd
+def test_a_process_in_another_namespace_without_permissions_can_read(handle: BufferHandle):
+    """switch/test_setup.py tests device memory, since CUDA does not work in a forked child."""
+    owner = os.getpid()
+    fd = kept[0]._memory._open_file().fd
 
     def read() -> None:
-        enter_a_process_namespace()
+        enter_a_process_namespace()  # applies to children only
         in_a_child(read_there)
 
     def read_there() -> None:
         drop_capabilities()
-        assert os.getpid() == 1
+        assert os.getpid() == 1  # first in the new namespace
         with pytest.raises(PermissionError):
             os.open(f"/proc/{owner}/fd/{fd}", os.O_RDONLY)
         with pytest.raises(ProcessLookupError):
@@ -112,26 +114,26 @@ def test_another_process_namespace_without_permissions_reads(handle: BufferHandl
 
 
 @needs_root
-def test_a_stranger_is_kept_out_by_the_directory_and_by_its_user(handle: BufferHandle):
+def test_another_user_is_refused_by_directory_and_by_user_id(handle: BufferHandle):
     path = Path(handle.address)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
-    def ask(check: Callable[[BaseException], bool]) -> Callable[[], None]:
-        def as_a_stranger() -> None:
+    def as_stranger(check: Callable[[BaseException], bool]) -> Callable[[], None]:
+        def fetch_as_stranger() -> None:
             os.setuid(STRANGER)
-            refused(handle, check)()
+            refused_fetch(handle, check)()
 
-        return as_a_stranger
+        return fetch_as_stranger
 
-    in_a_child(ask(has_code("owner-unreachable", "Permission denied")))
+    in_a_child(as_stranger(has_code("owner-unreachable", "Permission denied")))
     path.parent.chmod(0o755)
     path.chmod(0o777)
-    in_a_child(ask(has_code("owner-is-gone", f"user {STRANGER}", f"user {os.geteuid()}")))
+    in_a_child(as_stranger(has_code("owner-is-gone", f"user {STRANGER}", f"user {os.geteuid()}")))
 
 
-def test_unknown_names_get_nothing(handle: BufferHandle):
+def test_unknown_tokens_are_refused(handle: BufferHandle):
     for names in (["other"], [handle.token, "other"], [handle.token + "\0"], ["\n"]):
-        refused(handle, has_code("owner-is-gone", "released"), *names)()
+        refused_fetch(handle, has_code("owner-is-gone", "released"), *names)()
     copies = fetch(handle.address, [handle.token] * descriptors.MOST_AT_ONCE)
     assert len(set(copies)) == descriptors.MOST_AT_ONCE
     assert not any(map(os.get_inheritable, copies))
@@ -139,18 +141,19 @@ def test_unknown_names_get_nothing(handle: BufferHandle):
         os.close(copy)
 
 
-def test_a_peer_without_descriptors_left_is_told_and_keeps_none(handle: BufferHandle):
-    def ask() -> None:
-        num_open, lowest = len(os.listdir("/proc/self/fd")), os.dup(0)
+def test_a_peer_out_of_descriptors_gets_an_error_and_keeps_none(handle: BufferHandle):
+    def fetch_without_room() -> None:
+        num_open = len(os.listdir("/proc/self/fd"))
+        lowest = os.dup(0)
         os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 4,) * 2)
-        refused(handle, has_code("owner-is-gone", "ulimit -n"), *[handle.token] * 100)()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 4,) * 2)  # room for a few of 100
+        refused_fetch(handle, has_code("owner-is-gone", "ulimit -n"), *[handle.token] * 100)()
         assert len(os.listdir("/proc/self/fd")) == num_open
 
-    in_a_child(ask)
+    in_a_child(fetch_without_room)
 
 
-def test_peers_that_ask_nothing_or_go_away_do_not_stop_others(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch):
+def test_silent_or_closed_peers_do_not_block_others(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(handle.address)
@@ -165,16 +168,16 @@ def test_peers_that_ask_nothing_or_go_away_do_not_stop_others(handle: BufferHand
     ("number", "code"),
     [(signal.SIGKILL, "owner-is-gone"), (signal.SIGSTOP, "owner-unreachable")],
 )
-def test_an_owner_that_was_killed_or_stopped(number: int, code: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_or_stopped_owner_is_an_error(number: int, code: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(descriptors, "_REPLY_TIMEOUT", 0.5)
     reader, writer = os.pipe()
     if not (owner := os.fork()):
         buffer = ElasticBuffer(10, torch.float32)
-        told = buffer.export()
-        os.write(writer, f"{told.address} {told.token}".encode())
-        time.sleep(1000)
+        exported = buffer.export()
+        os.write(writer, f"{exported.address} {exported.token}".encode())
+        time.sleep(1000)  # until it is killed
     address, token = os.read(reader, 1000).decode().split()
-    os.close(fetch(address, [token])[0])
+    os.close(fetch(address, [token])[0])  # works while the owner runs
     os.kill(owner, number)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(TransportError, check=has_code(code, address)):
@@ -187,39 +190,42 @@ def test_an_owner_that_was_killed_or_stopped(number: int, code: str, monkeypatch
     os.close(writer)
 
 
-def test_a_forked_child_ends_nothing_of_its_parents_and_has_a_server_of_its_own(handle: BufferHandle):
+def test_a_forked_child_has_its_own_server(handle: BufferHandle):
     def use() -> None:
-        own = ElasticBuffer(10, torch.float32).tensor.fill_(4)
-        told = descriptors_of(own)
-        assert os.path.dirname(told.address) != os.path.dirname(handle.address)
-        assert map_pages(told).tolist() == [4] * 10
-        assert map_pages(kept[0].export()).tolist() == [3] * 10, "what it inherited, from itself"
+        tensor = ElasticBuffer(10, torch.float32).tensor.fill_(4)
+        exported = export_handle(tensor)
+        assert os.path.dirname(exported.address) != os.path.dirname(handle.address)
+        assert map_pages(exported).tolist() == [4] * 10
+        assert map_pages(kept[0].export()).tolist() == [3] * 10, "an inherited buffer, exported by the child"
         kept.clear()
-        del own
+        del tensor
         gc.collect()
 
     in_a_child(use)
     assert map_pages(handle).tolist() == [3] * 10
 
 
-def descriptors_of(tensor: torch.Tensor) -> BufferHandle:
-    told = export_tensor(tensor)
-    assert isinstance(told, BufferHandle)
-    return told
+def export_handle(tensor: torch.Tensor) -> BufferHandle:
+    handle = export_tensor(tensor)
+    assert isinstance(handle, BufferHandle)
+    return handle
 
 
-def test_what_was_closed_while_it_is_sent_is_not_another_file(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch):
-    """The owner closes a buffer between the thread's look and its answer, and opens a file, which takes the number."""
-    send, others = socket.send_fds, []
+def test_a_buffer_closed_while_it_is_sent_is_still_the_right_file(
+    handle: BufferHandle, monkeypatch: pytest.MonkeyPatch
+):
+    """The buffer is closed while its descriptor is sent, and a new file gets the same number."""
+    send = socket.send_fds
+    reused = []
 
-    def late(connection: socket.socket, *arguments: object) -> int:
+    def close_and_send(connection: socket.socket, *arguments: object) -> int:
         kept.clear()
-        others.append(os.open("/dev/null", os.O_RDONLY))
+        reused.append(os.open("/dev/null", os.O_RDONLY))
         return send(connection, *arguments)
 
-    monkeypatch.setattr(socket, "send_fds", late)
+    monkeypatch.setattr(socket, "send_fds", close_and_send)
     assert map_pages(handle).tolist() == [3] * 10
-    os.close(others.pop())
+    os.close(reused.pop())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +238,7 @@ def test_what_was_closed_while_it_is_sent_is_not_another_file(handle: BufferHand
     ],
     ids=str,
 )
-def test_a_handle_of_what_is_not_in_its_file_is_no_message(handle: BufferHandle, values: dict[str, object]) -> None:
+def test_a_handle_outside_its_file_is_refused(handle: BufferHandle, values: dict[str, object]) -> None:
     with pytest.raises(MessageError, check=has_code("malformed-handle")):
         replace(handle, **values)
     fields = [values.get(name, getattr(handle, name)) for name in BufferHandle.__struct_fields__]
@@ -240,14 +246,14 @@ def test_a_handle_of_what_is_not_in_its_file_is_no_message(handle: BufferHandle,
         decode(encode(fields), BufferHandle)
 
 
-def test_a_file_of_another_size_than_its_handle_says_is_not_mapped(handle: BufferHandle) -> None:
+def test_a_file_with_another_size_is_not_mapped(handle: BufferHandle) -> None:
     for nbytes in (40, 2 * PAGE, 2**40):
         with pytest.raises(TransportError, check=has_code("wrong-file-size", str(PAGE), str(nbytes))):
             map_pages(replace(handle, file_nbytes=nbytes))
 
 
-def test_peers_that_say_nothing_keep_nobody_waiting(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are closed after a while, the oldest before that where there are many."""
+def test_many_silent_peers_delay_no_other_peer(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections are closed after a timeout; with too many, the oldest earlier."""
     monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", 1.0)
     monkeypatch.setattr(descriptors, "_MOST_SILENT", 3)
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Elastic buffers in device memory, over the driver of tests/software_gpu; tests/gpu has what a GPU is asked."""
+"""Elastic buffers in device memory, over the driver of tests/software_gpu."""
 
 from __future__ import annotations
 
@@ -57,64 +57,67 @@ MIB = 2**20
         (device_pages.MAX_CHUNKS * 64 * MIB, 64 * MIB, device_pages.MAX_CHUNKS * MIB),
     ],
 )
-def test_what_leaves_whole_has_fewer_chunks(nbytes: int, chunk: int, chunk_if_whole: int):
-    """Each takes a call of the driver to release, and one to take again."""
+def test_buffers_released_as_a_whole_have_fewer_chunks(nbytes: int, chunk: int, chunk_if_whole: int):
+    """Each chunk takes a driver call to release, and one to restore."""
     assert device_pages.chunk_nbytes_for(nbytes, GRANULE) == chunk
     assert device_pages.chunk_nbytes_for(nbytes, GRANULE, in_parts=False) == chunk_if_whole
 
 
-def test_chunks_go_after_one_wait_for_what_uses_them(rig: Rig):
-    buffer, calls = rig.buffer(3 * CHUNK), rig.driver.calls
+def test_a_release_waits_once_for_the_stream(rig: Rig):
+    buffer = rig.buffer(3 * CHUNK)
+    calls = rig.driver.calls
     calls.clear()
     buffer.release(CHUNK)
     assert calls == ["finish_stream", *["cuMemUnmap", "cuMemRelease"] * 2]
     calls.clear()
     buffer.release()
     buffer.release()
-    assert calls == ["finish_stream", "cuMemUnmap", "cuMemRelease"], "nothing is waited for where nothing goes"
+    assert calls == ["finish_stream", "cuMemUnmap", "cuMemRelease"], "the second release has nothing to wait for"
     buffer.restore()
     calls.clear()
     del buffer
-    gc.collect()
+    gc.collect()  # a buffer without references is freed
     assert calls == ["synchronize", *["cuMemUnmap", "cuMemRelease"] * 3, "cuMemAddressFree"]
 
 
 def optimizer_state(rig: Rig, count: int) -> list[OptimizerTensor]:
-    """Moments of one chunk each, numbered, in memory of the device."""
+    """Return moments of one chunk each, numbered, in device memory."""
     numel = CHUNK // 4
     tensors = [allocate_elastic(numel, torch.float32, "cuda:0", "old").fill_(number) for number in range(count)]
-    return [OptimizerTensor(f"param {number}", "moment", "exp_avg", each) for number, each in enumerate(tensors)]
+    return [OptimizerTensor(f"param {number}", "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
 
 
 def on_device(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The tensors say that they are on the CPU."""
+    """Allocate on the device, although the tensors' device is the CPU."""
     return lambda numel, dtype, device, kind: allocate(numel, dtype, "cuda:0", kind)
 
 
-def test_optimizer_state_is_gathered_in_the_memory_that_it_takes(rig: Rig):
-    state, home = optimizer_state(rig, 6), _BufferPlace()
-    limit(7 * CHUNK)  # of which six are taken
+def test_optimizer_state_is_gathered_with_one_spare_chunk(rig: Rig):
+    state = optimizer_state(rig, 6)
+    home = _BufferPlace()
+    limit(7 * CHUNK)  # six chunks are in use
     with pytest.raises(DeviceMemoryError, check=has_code("driver-call-failed", "OUT_OF_MEMORY")):
         home.adopt(state, "", on_device(allocate_elastic), lambda flat, stop: None)
     home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
     (flat,) = home.flats
     assert home.without(state) == []
-    assert [float(found.tensor.sum()) for found in state] == [number * CHUNK / 4 for number in range(6)]
+    assert [float(moment.tensor.sum()) for moment in state] == [number * CHUNK / 4 for number in range(6)]
     assert virtual_memory().nbytes == 6 * CHUNK == exported_buffer_of(flat).resident_nbytes()
 
 
-def test_gathering_goes_on_where_memory_ended(rig: Rig):
-    state, home = optimizer_state(rig, 4), _BufferPlace()
-    kept = [found.tensor.view(-1) for found in state]  # somebody refers to it: no memory goes
+def test_gathering_continues_after_out_of_memory(rig: Rig):
+    state = optimizer_state(rig, 4)
+    home = _BufferPlace()
+    kept = [moment.tensor.view(-1) for moment in state]  # views keep the old memory
     limit(5 * CHUNK)
     with pytest.raises(DeviceMemoryError, check=has_code("driver-call-failed", "OUT_OF_MEMORY")):
         home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
-    assert [float(found.tensor[0]) for found in state] == [0, 1, 2, 3]
+    assert [float(moment.tensor[0]) for moment in state] == [0, 1, 2, 3]
     limit(8 * CHUNK)
     home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
     assert (len(state), home.without(state)) == (4, [])
-    assert [float(found.tensor[0]) for found in state] == [0, 1, 2, 3]
-    assert [float(one[0]) for one in kept] == [0, 1, 2, 3]
+    assert [float(moment.tensor[0]) for moment in state] == [0, 1, 2, 3]
+    assert [float(view[0]) for view in kept] == [0, 1, 2, 3]
 
 
 @settings(max_examples=settings().max_examples // 2)
@@ -123,11 +126,12 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
     with pytest.MonkeyPatch.context() as patch:
         rig = Rig(patch)
         buffer = rig.buffer(nbytes)
-        granule, address = buffer.granularity, buffer.address
+        granule = buffer.granularity
+        address = buffer.address
         num_chunks = -(-nbytes // granule)
         if is_exported:
             buffer.export()
-        contents: dict[int, int] = dict.fromkeys(range(num_chunks), GARBAGE)  # of the chunks that are there
+        contents: dict[int, int] = dict.fromkeys(range(num_chunks), GARBAGE)  # resident
         for number in range(data.draw(st.integers(1, 8))):
             start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
             if data.draw(st.booleans()):
@@ -150,16 +154,16 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
                 contents[chunk] = number
                 buffer.tensor[chunk_bytes].fill_(number)
         del buffer
-        rig.assert_nothing_is_left()
+        rig.assert_empty()
 
 
-def test_released_range_must_not_be_touched(rig: Rig):
-    """It ends the process, as CUDA ends its context."""
+def test_an_access_to_a_released_range_ends_the_process(rig: Rig):
+    """An access ends the process; on a GPU it ends the CUDA context."""
     buffer = rig.buffer(3 * CHUNK)
     buffer.release(CHUNK, 2 * CHUNK)
     assert bool((buffer.tensor[:CHUNK] == GARBAGE).all() and (buffer.tensor[2 * CHUNK :] == GARBAGE).all())
     if not (child := os.fork()):
-        faulthandler.disable()
+        faulthandler.disable()  # the crash is expected
         buffer.tensor[CHUNK:].sum()
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -167,32 +171,32 @@ def test_released_range_must_not_be_touched(rig: Rig):
 
 
 def chunk_descriptors() -> list[int]:
-    """Of this process: here those of memory files."""
-    found = []
+    """Return this process's descriptors of chunks; the software GPU uses memory files."""
+    fds = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found += [int(name)] * ("software_gpu.device" in os.readlink(f"/proc/self/fd/{name}"))
-    return found
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            fds += [int(name)] * ("software_gpu.device" in os.readlink(f"/proc/self/fd/{name}"))
+    return fds
 
 
-def test_a_forked_child_keeps_no_descriptor_and_leaves_the_parents_alone(rig: Rig):
+def test_a_forked_child_keeps_no_descriptor_and_does_not_affect_its_parent(rig: Rig):
     before = len(chunk_descriptors())
     buffer = rig.buffer(4 * CHUNK)
-    of_the_driver = len(chunk_descriptors()) - before
+    num_of_driver = len(chunk_descriptors()) - before
     peer = open_peer(buffer.export())
     if not (child := os.fork()):
         kept = len(chunk_descriptors()) - before
-        buffer.close()  # what a collection does, with all that refers to it
+        buffer.close()  # as garbage collection in the child does
         os._exit(kept)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert len(chunk_descriptors()) - before - of_the_driver == 4
+    assert len(chunk_descriptors()) - before - num_of_driver == 4
     with peer.mapped() as flat:
         assert bool((flat == GARBAGE).all())
 
 
 @pytest.mark.slow
-def test_process_that_ends_with_live_tensors_ends_well():
+def test_a_process_with_live_tensors_exits_cleanly():
     code = """
 import pytest, torch
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
@@ -207,7 +211,7 @@ torch.graph = (kept * kept).sum()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_memory_ends_with_the_last_tensor(rig: Rig):
+def test_memory_is_freed_with_the_last_tensor(rig: Rig):
     buffer = rig.buffer(3 * CHUNK)
     view = buffer.tensor[5:].view(torch.uint8).fill_(3)
     buffer.release(CHUNK, 2 * CHUNK)
@@ -233,7 +237,7 @@ def test_restore_without_enough_memory_can_be_continued(rig: Rig):
     with pytest.raises(DeviceMemoryError, check=refused) as failure:
         buffer.restore()
     assert failure.value.is_out_of_memory
-    del failure  # its traceback holds the buffer
+    del failure  # the traceback keeps the buffer alive
     assert buffer.resident_nbytes() == 2 * CHUNK
     with pytest.raises(DeviceMemoryError):
         rig.buffer(CHUNK)
@@ -244,7 +248,7 @@ def test_restore_without_enough_memory_can_be_continued(rig: Rig):
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"])
-def test_a_call_that_fails_leaves_the_chunk_away(rig: Rig, call: str):
+def test_a_failed_driver_call_leaves_the_chunk_released(rig: Rig, call: str):
     buffer = rig.buffer(3 * CHUNK)
     buffer.export()
     buffer.release()
@@ -257,22 +261,22 @@ def test_a_call_that_fails_leaves_the_chunk_away(rig: Rig, call: str):
     assert buffer.resident_nbytes() == 3 * CHUNK
 
 
-def test_peer_reads_and_keeps_nothing_mapped(rig: Rig):
+def test_a_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     buffer = ElasticBuffer(CHUNK, torch.int32, device="cuda:0")
     buffer.tensor.copy_(torch.arange(CHUNK))
-    own = mapped()
+    own_mappings = mapped()
     peer = open_peer(pickle.loads(pickle.dumps(export_tensor(buffer.tensor[100:]))))
     for start, stop in [(0, CHUNK - 100), (5, 6), (CHUNK // 4, CHUNK // 2 + 7)]:
         with peer.mapped([Extent(start, stop)]) as flat:
             assert torch.equal(flat[start:stop], torch.arange(100, CHUNK, dtype=torch.int32)[start:stop])
-            assert len(mapped()) > len(own)
-        assert mapped() == own
+            assert len(mapped()) > len(own_mappings)
+        assert mapped() == own_mappings
     for start, stop in [(0, CHUNK), (CHUNK, CHUNK + 1)]:
         with pytest.raises(ValueError, match=f"{CHUNK - 100}"), peer.mapped([Extent(start, stop)]):
             pass
     with pytest.raises(StateError, check=has_code("already-mapped")), peer.mapped(), peer.mapped():
         pass
-    assert mapped() == own
+    assert mapped() == own_mappings
     peer.close()
     peer.close()
     with pytest.raises(StateError, check=has_code("peer-is-closed")), peer.mapped():
@@ -280,14 +284,14 @@ def test_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     del flat
 
 
-def test_a_reader_waits_for_its_copies_before_it_looks_and_unmaps(rig: Rig):
+def test_a_reader_waits_for_its_copies_before_it_unmaps(rig: Rig):
     buffer = rig.buffer(2 * CHUNK)
     peer = open_peer(buffer.export())
     maps_a_chunk = ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemRelease"]
     rig.driver.calls.clear()
     with peer.mapped([Extent(0, CHUNK)], keep={0}):
         assert rig.driver.calls == maps_a_chunk
-    assert rig.driver.calls == [*maps_a_chunk, "finish_stream"], "the owner may release it once this is over"
+    assert rig.driver.calls == [*maps_a_chunk, "finish_stream"], "the owner may release the chunk after the copies"
     rig.driver.calls.clear()
     with pytest.raises(RuntimeError, match="mine"), peer.mapped([Extent(0, 2 * CHUNK)], keep={0}):
         raise RuntimeError("mine")
@@ -300,7 +304,7 @@ def test_a_reader_waits_for_its_copies_before_it_looks_and_unmaps(rig: Rig):
     assert rig.driver.calls == [*maps_a_chunk, "finish_stream", "cuMemUnmap"]
 
 
-def test_chunk_that_came_back_is_found_by_peers(rig: Rig):
+def test_restored_chunks_are_read_by_peers(rig: Rig):
     buffer = rig.buffer(3 * CHUNK)
     peer = open_peer(buffer.export())
     for value in range(3):
@@ -326,7 +330,7 @@ def test_release_while_a_peer_reads_is_an_error_at_the_peer(rig: Rig, comes_back
         peer.mapped() as flat,
     ):
         buffer.release()
-        assert bool((flat == 1).all())  # not garbage: the mapping keeps it
+        assert bool((flat == 1).all())  # not garbage, because the mapping keeps the memory
         if comes_back:
             buffer.restore()
     del flat
@@ -334,7 +338,8 @@ def test_release_while_a_peer_reads_is_an_error_at_the_peer(rig: Rig, comes_back
 
 def test_closed_buffer_cannot_be_read(rig: Rig):
     buffer = rig.buffer(CHUNK)
-    handle, peer = buffer.export(), open_peer(buffer.export())
+    handle = buffer.export()
+    peer = open_peer(buffer.export())
     buffer.close()
     with pytest.raises(TransportError, check=has_code("chunks-are-released", "[0]")), peer.mapped():
         pass
@@ -342,37 +347,41 @@ def test_closed_buffer_cannot_be_read(rig: Rig):
         open_peer(handle)
 
 
-def test_chunk_that_went_before_its_descriptor_was_fetched(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_a_chunk_released_before_its_descriptor_is_fetched_is_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     buffer = rig.buffer(2 * CHUNK)
-    peer, fetch = open_peer(buffer.export()), device_pages.fetch
+    peer = open_peer(buffer.export())
+    fetch = device_pages.fetch
 
-    def late(*arguments: Any) -> list[int]:
+    def release_and_fetch(*arguments: Any) -> list[int]:
         buffer.release(0, CHUNK)
         return fetch(*arguments)
 
-    monkeypatch.setattr(device_pages, "fetch", late)
+    monkeypatch.setattr(device_pages, "fetch", release_and_fetch)
     with pytest.raises(TransportError, check=has_code("owner-is-gone", "released")), peer.mapped():
         pass
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_what_is_being_sent_is_closed_by_a_release_and_in_a_forked_child(
+def test_a_descriptor_being_sent_is_closed_by_a_release_and_in_a_forked_child(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, forks: bool
 ):
-    buffer, send, begins = rig.buffer(CHUNK), socket.send_fds, threading.Event()
-    table, (descriptor,) = buffer.export().table, buffer._memory._chunks._descriptors.values()
+    buffer = rig.buffer(CHUNK)
+    send = socket.send_fds
+    begins = threading.Event()
+    table = buffer.export().table
+    (descriptor,) = buffer._memory._chunks._descriptors.values()
     descriptor = weakref.ref(descriptor)
 
     def slow(*arguments: Any) -> int:
         begins.set()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the release or the fork happens meanwhile
         return send(*arguments)
 
-    def ask() -> None:
+    def fetch_chunk() -> None:
         os.close(device_pages.fetch(table.address, [f"{table.token}/1"])[0])
 
     monkeypatch.setattr(socket, "send_fds", slow)
-    peer = threading.Thread(target=ask)
+    peer = threading.Thread(target=fetch_chunk)
     peer.start()
     assert begins.wait(10)
     if not forks:
@@ -387,12 +396,12 @@ def test_what_is_being_sent_is_closed_by_a_release_and_in_a_forked_child(
 
 
 def read_in_a_process(connection) -> None:
-    """Also owns a buffer, until it ends without a word."""
+    """Read the parent's buffer, and own another until the process exits without cleaning up."""
     with pytest.MonkeyPatch.context() as patch:
-        own = Rig(patch).buffer(CHUNK)
+        buffer = Rig(patch).buffer(CHUNK)
         peer = open_peer(connection.recv())
-        own.tensor.fill_(5)
-        connection.send(own.export())
+        buffer.tensor.fill_(5)
+        connection.send(buffer.export())
         while connection.recv() == "read":
             try:
                 with peer.mapped() as flat:
@@ -406,17 +415,17 @@ def read_in_a_process(connection) -> None:
 @pytest.mark.slow
 def test_processes_read_each_other(rig: Rig):
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=read_in_a_process, args=(there,))
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=read_in_a_process, args=(child_connection,))
     process.start()
-    there.close()
+    child_connection.close()
     buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
-    here.send(buffer.export())
-    peer = open_peer(here.recv())
+    connection.send(buffer.export())
+    peer = open_peer(connection.recv())
 
     def read() -> object:
-        here.send("read")
-        return here.recv()
+        connection.send("read")
+        return connection.recv()
 
     for value in (1, 2):
         buffer.tensor.fill_(value)
@@ -426,36 +435,38 @@ def test_processes_read_each_other(rig: Rig):
         buffer.restore()
     with peer.mapped() as flat:
         assert bool((flat == 5).all())
-        here.send("end")
+        connection.send("end")
         process.join()
-        assert bool((flat == 5).all())  # the mapping keeps it
+        assert bool((flat == 5).all())  # the mapping keeps the memory
     with pytest.raises(TransportError, check=has_code("owner-is-gone")), peer.mapped():
         pass
     assert process.exitcode == 0
-    here.close()
+    connection.close()
     process.close()
 
 
 def test_a_chunk_is_mapped_once_for_all_buckets_that_read_it(rig: Rig):
     buffer = ElasticBuffer(2 * CHUNK // 4, torch.float32, device="cuda:0")
-    source, elements = BufferId(0, "src"), CHUNK // 4
+    source = BufferId(0, "src")
+    elements = CHUNK // 4
 
     def read(start: int) -> Transfer:
         places = Place(source, start, (1,)), Place(BufferId(1, "dst"), 0, (1,))
         return Transfer("t", (4,), *places, 16, Link.HOST)
 
-    first_chunk, both, second_chunk = read(0), read(elements - 2), read(elements)
-    buckets = [Bucket(index, (), (one,), (), 16) for index, one in enumerate([first_chunk, both, second_chunk])]
+    transfers = [read(0), read(elements - 2), read(elements)]  # first chunk, both, second
+    buckets = [Bucket(index, (), (transfer,), (), 16) for index, transfer in enumerate(transfers)]
     transport = SharedMemoryTransport(1, {source: buffer.export()}, buckets)
-    own, destination = mapped(), {"dst": torch.zeros(4)}
-    for value in range(2):  # the second time with memory that is new
+    num_own_mappings = len(mapped())
+    destination = {"dst": torch.zeros(4)}
+    for value in range(2):  # the second time with restored memory
         buffer.tensor.fill_(value)
         rig.driver.calls.clear()
         num_mapped = []
         for bucket in buckets:
             transport.run(bucket.index, bucket.transfers, {}, destination)
             assert destination["dst"].tolist() == [value] * 4
-            num_mapped.append(len(mapped()) - len(own))
+            num_mapped.append(len(mapped()) - num_own_mappings)
         assert num_mapped == [1, 1, 0]
         assert rig.driver.calls.count("cuMemMap") == 2
         buffer.release()
@@ -464,21 +475,22 @@ def test_a_chunk_is_mapped_once_for_all_buckets_that_read_it(rig: Rig):
     buffer.release()
     buffer.restore()
     buffer.tensor.fill_(7)
-    transport.run(1, buckets[1].transfers, {}, destination)  # what was kept is outdated, and mapped anew
+    transport.run(1, buckets[1].transfers, {}, destination)  # replaces outdated mappings
     assert destination["dst"].tolist() == [7] * 4
     transport.abandon(2, buckets[2].transfers, "")
-    assert len(mapped()) == len(own)
+    assert len(mapped()) == num_own_mappings
     transport.run(0, buckets[0].transfers, {}, destination)
     transport.trim()
-    assert len(mapped()) == len(own)
+    assert len(mapped()) == num_own_mappings
     transport.run(0, buckets[0].transfers, {}, destination)
     transport.close()
 
 
-def test_the_transport_leaves_alone_what_lies_between(rig: Rig):
+def test_the_transport_does_not_map_gaps_between_rows(rig: Rig):
     buffer = ElasticBuffer(3 * CHUNK, torch.float32, device="cuda:0")
     buffer.tensor.fill_(1)
-    source, elements = BufferId(0, "src"), buffer.granularity // 4
+    source = BufferId(0, "src")
+    elements = buffer.granularity // 4
     transport = SharedMemoryTransport(1, {source: buffer.export()})
     places = Place(source, 0, (2 * elements, 1)), Place(BufferId(1, "dst"), 0, (3, 1))
     destination = {"dst": torch.zeros(6)}
@@ -488,7 +500,7 @@ def test_the_transport_leaves_alone_what_lies_between(rig: Rig):
     transport.close()
 
 
-def test_a_handle_of_what_is_not_in_its_range_is_no_message(rig: Rig):
+def test_a_handle_outside_its_range_is_refused(rig: Rig):
     handle = rig.buffer(3 * CHUNK).export()
     for name, values in {
         "offset": (-CHUNK, 1 - handle.numel, handle.reserved_nbytes),

@@ -1,4 +1,4 @@
-"""Elastic buffers: addresses stay, pages come and go, peers on the host see the same bytes."""
+"""Elastic buffers: stable addresses, released and restored pages, and peers on the host."""
 
 from __future__ import annotations
 
@@ -32,32 +32,39 @@ def num_mappings() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
-def test_any_dtype_and_a_size_that_is_no_whole_page(dtype: torch.dtype):
-    buffer = ElasticBuffer(12345, dtype)
+def test_any_dtype_and_size_is_allocated(dtype: torch.dtype):
+    buffer = ElasticBuffer(12345, dtype)  # no whole number of pages
     assert buffer.resident_nbytes() == 0
     assert not buffer.tensor.view(torch.uint8).any()
     assert buffer.tensor.dtype == dtype
     assert buffer.tensor.untyped_storage().nbytes() == buffer.nbytes == 12345 * dtype.itemsize
 
 
+def whole_pages(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+    """Return the bytes of whole pages in a range; the buffer's partial last page counts too."""
+    first = -(-start // PAGE) * PAGE
+    last = nbytes if stop == nbytes else stop // PAGE * PAGE
+    return first, max(first, last)
+
+
 @given(start=st.integers(0, 5 * PAGE + 100), stop=st.integers(0, 5 * PAGE + 100))
-def test_release_of_a_range_takes_whole_pages_inside_it_only(start: int, stop: int):
-    start, stop = min(start, stop), max(start, stop)
+def test_release_of_a_range_takes_only_whole_pages_inside(start: int, stop: int):
+    start, stop = sorted((start, stop))
     nbytes = 5 * PAGE + 100
     buffer = ElasticBuffer(nbytes, torch.uint8)
     buffer.tensor.fill_(7)
     buffer.release(start, stop)
-    first, last = -(-start // PAGE) * PAGE, nbytes if stop == nbytes else stop // PAGE * PAGE
-    num_pages = max(0, -(-last // PAGE) - first // PAGE) if first < last else 0
+    first, last = whole_pages(start, stop, nbytes)
+    num_pages = -(-last // PAGE) - first // PAGE if first < last else 0
     assert buffer.resident_nbytes() == (6 - num_pages) * PAGE
     expected = torch.full((nbytes,), 7, dtype=torch.uint8)
-    expected[first : max(first, last)] = 0
+    expected[first:last] = 0
     assert torch.equal(buffer.tensor, expected)
     buffer.close()
 
 
 @given(data=st.data(), nbytes=st.integers(1, 5 * PAGE))
-def test_restore_gives_zeros_where_memory_was_released_and_keeps_the_rest(data: st.DataObject, nbytes: int):
+def test_restored_pages_are_zero_and_other_pages_unchanged(data: st.DataObject, nbytes: int):
     buffer = ElasticBuffer(nbytes, torch.uint8)
     assert buffer.granularity == PAGE
     expected = torch.zeros(nbytes, dtype=torch.uint8)
@@ -66,15 +73,15 @@ def test_restore_gives_zeros_where_memory_was_released_and_keeps_the_rest(data: 
         expected.fill_(number)
         start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
         buffer.release(start, stop)
-        first, last = -(-start // PAGE) * PAGE, nbytes if stop == nbytes else stop // PAGE * PAGE
-        expected[first : max(first, last)] = 0
+        first, last = whole_pages(start, stop, nbytes)
+        expected[first:last] = 0
         for _ in range(2):
             buffer.restore(*sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes)))))
         assert torch.equal(buffer.tensor, expected)
     buffer.close()
 
 
-def test_an_impossible_range():
+def test_an_invalid_range_is_refused():
     buffer = ElasticBuffer(10, torch.uint8)
     for action in (buffer.release, buffer.restore):
         for start, stop in [(-1, 5), (3, 2), (0, 11)]:
@@ -101,7 +108,8 @@ def test_close_is_idempotent_and_a_tensor_outlives_it():
 
 def test_nothing_leaks():
     gc.collect()
-    fds, mappings = num_open_fds(), num_mappings()
+    fds = num_open_fds()
+    mappings = num_mappings()
     for number in range(20):
         buffer = ElasticBuffer(PAGE, torch.float32)
         peer = map_pages(buffer.export())
@@ -109,15 +117,15 @@ def test_nothing_leaks():
         if number % 2:
             buffer.close()
     assert num_mappings() > mappings
-    del buffer, peer, tensor
+    del buffer, peer, tensor  # the last references
     assert num_mappings() == mappings
     deadline = time.monotonic() + 10
-    while num_open_fds() > fds and time.monotonic() < deadline:  # connections of the thread that passes descriptors
+    while num_open_fds() > fds and time.monotonic() < deadline:  # of the server
         time.sleep(0.01)
     assert num_open_fds() == fds
 
 
-def test_buffer_of_a_tensor_is_found_through_any_view():
+def test_the_buffer_of_any_view_is_found():
     buffer = ElasticBuffer(100, torch.float32)
     parameter = torch.nn.Parameter(buffer.tensor[10:40].view(5, 6).t())
     assert exported_buffer_of(parameter) is buffer
@@ -125,7 +133,7 @@ def test_buffer_of_a_tensor_is_found_through_any_view():
     assert exported_buffer_of(map_pages(buffer.export())) is None
 
 
-def test_allocator_ties_the_buffer_to_the_storage():
+def test_an_allocated_buffer_lives_as_long_as_its_storage():
     tensor = allocate_elastic(3 * PAGE, torch.uint8, torch.device("cpu"), "param")
     view = tensor[PAGE:]
     del tensor
@@ -139,13 +147,13 @@ def test_allocator_ties_the_buffer_to_the_storage():
         assert "hybrid_engine.param." in maps.read()
 
 
-def test_peer_maps_a_slice_with_its_own_dtype():
+def test_a_peer_maps_a_slice_with_another_dtype():
     buffer = ElasticBuffer(1000, torch.uint8)
     part = buffer.tensor[100:300].view(torch.int32)
     part.copy_(torch.arange(50))
     assert torch.equal(map_pages(export_tensor(part)), torch.arange(50, dtype=torch.int32))
     assert export_tensor(torch.zeros(3)) is None
-    with pytest.raises(ValueError, match=r"\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"\(3, 2\)"):  # not contiguous
         export_tensor(buffer.tensor[:6].view(2, 3).t())
 
 
@@ -159,22 +167,22 @@ def read_in_a_process(connection) -> None:
 @pytest.mark.slow
 def test_another_process_sees_writes_and_outlives_the_owner():
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=read_in_a_process, args=(there,))
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=read_in_a_process, args=(child_connection,))
     process.start()
     buffer = ElasticBuffer(1000, torch.float32)
     buffer.tensor.fill_(1)
-    here.send(buffer.export())
-    assert here.recv() == 1000
+    connection.send(buffer.export())
+    assert connection.recv() == 1000
     buffer.tensor.fill_(2)
     buffer.close()
-    here.send("again")
-    assert here.recv() == 2000
+    connection.send("again")
+    assert connection.recv() == 2000
     process.join()
     assert process.exitcode == 0
 
 
-def test_host_pages_that_came_back_are_read_by_the_same_handle():
+def test_restored_host_pages_are_read_by_the_same_handle():
     buffer = ElasticBuffer(1000, torch.float32)
     handle = export_tensor(buffer.tensor[10:])
     for value in range(3):
@@ -186,15 +194,17 @@ def test_host_pages_that_came_back_are_read_by_the_same_handle():
         buffer.restore()
 
 
-def test_a_closed_buffer_is_not_found_also_after_an_earlier_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_servers", WeakSet())  # others of this process may have buffers
-    buffer, other = ElasticBuffer(10, torch.float32), ElasticBuffer(10, torch.float32)
-    handle, others = buffer.export(), other.export()
+def test_a_closed_buffer_cannot_be_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_servers", WeakSet())  # this process may have other buffers
+    buffer = ElasticBuffer(10, torch.float32)
+    other = ElasticBuffer(10, torch.float32)
+    handle = buffer.export()
+    other_handle = other.export()
     map_pages(handle)
     buffer.close()
-    map_pages(others)
+    map_pages(other_handle)
     with pytest.raises(TransportError, check=has_code("owner-is-gone", "released")):
         map_pages(handle)
     other.close()
-    with pytest.raises(TransportError, check=has_code("owner-is-gone", others.address)):
-        map_pages(others)
+    with pytest.raises(TransportError, check=has_code("owner-is-gone", other_handle.address)):
+        map_pages(other_handle)

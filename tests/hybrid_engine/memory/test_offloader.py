@@ -1,4 +1,4 @@
-"""Offload and onload: nothing changes but where the bytes are."""
+"""Offload and onload change only the location of bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Model:
-    """A network whose parameters and gradients are views of two flat buffers, as Megatron's are, with Adam."""
+    """A network with Adam; parameters and gradients are views of flat buffers, like Megatron's."""
 
     def __init__(self, *, elastic: bool, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
         torch.manual_seed(1)
@@ -69,8 +69,9 @@ class Model:
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("kinds", [KINDS, ("optimizer",), ("param", "grad")], ids=str)
-def test_training_with_offloading_is_bitwise_training_without(elastic: bool, optimizer: type, kinds: tuple):
-    plain, moved = Model(elastic=False, optimizer=optimizer), Model(elastic=elastic, optimizer=optimizer)
+def test_offloading_does_not_change_training(elastic: bool, optimizer: type, kinds: tuple):
+    plain = Model(elastic=False, optimizer=optimizer)
+    moved = Model(elastic=elastic, optimizer=optimizer)
     offloader = MegatronOffloader(Items(moved.inventory), "cpu")
     for number in range(4):
         plain.step(number)
@@ -86,8 +87,8 @@ def test_training_with_offloading_is_bitwise_training_without(elastic: bool, opt
         assert all(map(torch.equal, references, before))
         assert report.seconds > 0
         assert set(report.nbytes) == set(kinds)
-    for one, other in zip(plain.tensors(), moved.tensors(), strict=True):
-        assert torch.equal(one, other)
+    for expected, tensor in zip(plain.tensors(), moved.tensors(), strict=True):
+        assert torch.equal(expected, tensor)
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
@@ -97,7 +98,7 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     model.step(0)
     flat = model.param_data.untyped_storage().nbytes()
     report = offloader.offload()
-    moments = 2 * flat + 4 * 4  # two of each parameter, a step counter for each of four
+    moments = 2 * flat + 4 * 4  # two per parameter, and a step counter for each of four
     assert report.nbytes == {"param": flat, "grad": flat, "optimizer": moments}
     assert report.copied_nbytes == {"param": flat, "grad": 0, "optimizer": moments}
     assert flat + moments <= offloader.host_nbytes() < flat + moments + 16 * 12
@@ -105,7 +106,7 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     assert not model.grad_data.any()
 
 
-def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
+def test_dropped_gradients_are_restored_as_zeros():
     grad = allocate_elastic(5000, torch.float32, "cpu", "grad").fill_(1)
     offloader = MegatronOffloader(Items(lambda: [OffloadItem("grad", "grad", grad, "drop")]), "cpu")
     offloader.offload()
@@ -128,7 +129,7 @@ def test_arena_is_reused_and_grows_when_state_appears():
     assert len(addresses) == 1
 
 
-def test_storage_named_under_two_kinds_goes_with_the_first_and_copy_wins():
+def test_a_storage_of_two_kinds_moves_with_the_first_and_is_copied():
     flat = torch.arange(10.0)
     items = [
         OffloadItem("master weight", "optimizer", flat[:4]),
@@ -148,7 +149,7 @@ def test_dropping_a_part_of_a_storage_keeps_the_rest():
     assert torch.equal(flat[4:], torch.arange(4.0, 10.0))
 
 
-def test_tensors_of_other_devices_are_left_alone():
+def test_tensors_of_other_devices_are_not_moved():
     tensor = torch.ones(4)
     offloader = MegatronOffloader(Items(lambda: [OffloadItem("step", "optimizer", tensor)]), "meta")
     assert offloader.offload().nbytes == {"param": 0, "grad": 0, "optimizer": 0}
@@ -163,7 +164,7 @@ def test_tensors_of_other_devices_are_left_alone():
     ],
     ids=["shared", "foreign"],
 )
-def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tensor: torch.Tensor, reason: str):
+def test_a_storage_that_cannot_be_freed_is_refused_before_any_move(tensor: torch.Tensor, reason: str):
     good = torch.ones(100)
     items = [OffloadItem("good one", "param", good), OffloadItem("module.bad", "param", tensor)]
     offloader = MegatronOffloader(Items(lambda: items), "cpu")
@@ -174,7 +175,7 @@ def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tens
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
-def test_offload_that_fails_puts_everything_back(monkeypatch: pytest.MonkeyPatch, elastic: bool):
+def test_a_failed_offload_restores_everything(monkeypatch: pytest.MonkeyPatch, elastic: bool):
     model = Model(elastic=elastic)
     model.step(0)
     before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
@@ -189,7 +190,7 @@ def test_offload_that_fails_puts_everything_back(monkeypatch: pytest.MonkeyPatch
     assert all(map(torch.equal, model.tensors(), before))
 
 
-def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_onload_names_locations_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
     model = Model(elastic=False)
     model.step(0)
     before = [tensor.clone() for tensor in model.tensors()]
@@ -202,14 +203,14 @@ def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: 
     assert "exp_avg 0" in on_device
     assert "exp_avg 2" in in_arena
     assert not offloader.is_offloaded("param")
-    offloader.require_present(["param", "grad"])  # what came before it is whole, and may be used
+    offloader.require_present(["param", "grad"])  # kinds before the failure are complete and usable
     assert offloader.is_offloaded("optimizer")
     offloader.onload()
     assert not offloader.is_offloaded("optimizer")
     assert all(map(torch.equal, model.tensors(), before))
 
 
-def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_to_restore_is_an_error_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
     model = Model(elastic=False)
     model.step(0)
     before = [tensor.clone() for tensor in model.tensors()]
@@ -226,10 +227,10 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
 
 
 class Holder:
-    """A flat weight, and a cache that is computed from it."""
+    """A flat weight, and a cache computed from it."""
 
     def __init__(self) -> None:
-        self.weight = allocate_elastic(PAGE, torch.int32, "cpu", "param").fill_(1)  # takes its pages
+        self.weight = allocate_elastic(PAGE, torch.int32, "cpu", "param").fill_(1)  # takes pages
         self.caches: dict[str, torch.Tensor] = {"mask": torch.ones(50)}
 
     def items(self) -> list[OffloadItem]:
@@ -240,7 +241,7 @@ class Holder:
         return MegatronOffloader(Items(self.items))
 
 
-def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
+def test_caches_are_dropped_with_their_kind_even_if_it_is_offloaded():
     holder = Holder()
     offloader = holder.offloader()
     assert offloader.resident_nbytes()["param"] == {"weight": 4 * PAGE, "mask": 200}
@@ -250,13 +251,13 @@ def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
     assert report.nbytes["param"] == 4 * PAGE + 200
     assert report.copied_nbytes["param"] == 4 * PAGE
     assert holder.caches == {}
-    holder.caches["mask"] = torch.ones(50)  # somebody computed with other weights meanwhile
+    holder.caches["mask"] = torch.ones(50)  # computed meanwhile with other weights
     assert offloader.offload().nbytes == {}
     assert holder.caches == {}
     assert sum(offloader.onload().nbytes.values()) == 4 * PAGE
 
 
-def test_a_tensor_that_somebody_keeps_is_no_cache():
+def test_a_view_of_a_weight_is_not_a_cache():
     holder = Holder()
     holder.caches["mask"] = holder.weight[:10]
     offloader = holder.offloader()
@@ -264,11 +265,11 @@ def test_a_tensor_that_somebody_keeps_is_no_cache():
     assert holder.caches
 
 
-def test_from_the_first_byte_that_leaves_to_the_last_that_is_back_nothing_may_be_used():
+def test_state_is_guarded_until_every_byte_is_back():
     flat = allocate_elastic(5000, torch.float32, "cpu", "param").fill_(1)
     owner = Items(lambda: [OffloadItem("flat", "param", flat)])
     offloader = MegatronOffloader(owner, "cpu")
-    another = MegatronOffloader(owner, "cpu")  # neither takes the place of the other
+    another = MegatronOffloader(owner, "cpu")  # each offloader has its own guard
     leaving: list[Callable[[], object]] = [
         lambda: offloader.offload({"param"}),
         lambda: offloader.begin_offload({"param"}),

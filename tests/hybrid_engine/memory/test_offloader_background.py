@@ -1,4 +1,4 @@
-"""Copies in the background: state that begins to leave, and state that comes back as far as it fits."""
+"""Copies in the background: offloads that have begun, and onloads up to a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = 4 * NUMEL
 
 
 class Rig:
-    """Four tensors of one size in each kind that is copied, and what they must hold."""
+    """Four tensors of one size in each copied kind, with their expected values."""
 
     def __init__(self, *, elastic: bool = False) -> None:
         make: Callable[[], torch.Tensor] = (
@@ -49,18 +49,18 @@ class Rig:
         resident = self.offloader.resident_nbytes()[kind]
         return [resident[f"{kind} {n}"] > 0 for n in range(4)]
 
-    def assert_back(self) -> None:
+    def assert_restored(self) -> None:
         assert all(map(torch.equal, self.all(), self.expected))
 
-    def assert_comes_back(self) -> None:
+    def assert_onload_restores(self) -> None:
         self.offloader.onload()
-        self.assert_back()
+        self.assert_restored()
 
-    def assert_goes_on(self) -> None:
-        """With other contents."""
+    def assert_still_works(self) -> None:
+        """Assert that an offload and onload of other values succeeds."""
         self.write(1)
         self.offloader.offload()
-        self.assert_comes_back()
+        self.assert_onload_restores()
 
 
 @pytest.fixture(params=[False, True], ids=["resized", "elastic"])
@@ -68,7 +68,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(elastic=request.param)
 
 
-def test_storages_come_back_as_far_as_they_fit(rig: Rig):
+def test_an_onload_stops_at_its_limit(rig: Rig):
     rig.offloader.offload()
     assert rig.offloader.onload(["param", "optimizer"], read_only=True, limit=6 * NBYTES + 1).nbytes == {
         "param": 4 * NBYTES,
@@ -79,23 +79,23 @@ def test_storages_come_back_as_far_as_they_fit(rig: Rig):
     assert rig.offloader.away_nbytes() == {"param": 0, "grad": 0, "optimizer": 2 * NBYTES}
     assert rig.offloader.onload(["optimizer"], limit=NBYTES - 1).nbytes == {"optimizer": 0}
     assert rig.offloader.onload(["optimizer"]).nbytes == {"optimizer": 2 * NBYTES}
-    rig.assert_back()
+    rig.assert_restored()
 
 
-def test_what_came_in_part_leaves_again_without_a_copy(rig: Rig):
+def test_a_partial_onload_is_undone_without_a_copy(rig: Rig):
     rig.offloader.offload()
     rig.offloader.onload(["optimizer"], read_only=True, wait=False, limit=3 * NBYTES)
     moved = rig.offloader.offload()
     assert moved.nbytes == {"optimizer": 3 * NBYTES}
     assert moved.copied_nbytes == {"optimizer": 0}
     assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
     rig.write(1)
     assert rig.offloader.offload().copied_nbytes["optimizer"] == 4 * NBYTES
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_an_onload_that_failed_half_way_can_be_taken_back(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_an_onload_that_failed_half_way_can_be_undone(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     rig.offloader.offload()
     fail(monkeypatch, inventory_module.Storage, "take_back", owner="optimizer 2")
     with pytest.raises(OffloadError, check=has_code("onload-failed", "optimizer 2", "out of memory")):
@@ -104,40 +104,40 @@ def test_an_onload_that_failed_half_way_can_be_taken_back(rig: Rig, monkeypatch:
     monkeypatch.undo()
     rig.offloader.offload()
     assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_an_onload_does_not_wait_unless_asked(gate: threading.Event):
-    rig = Rig(elastic=True)  # memory that is taken again holds zeros
+def test_an_onload_without_wait_returns_before_the_copy(gate: threading.Event):
+    rig = Rig(elastic=True)  # restored memory holds zeros until the copy
     rig.offloader.offload()
     rig.offloader.onload(["optimizer"], read_only=True, wait=False)
     assert not any(map(torch.equal, rig.tensors["optimizer"], rig.expected[4:]))
     gate.set()
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_an_offload_that_began_frees_nothing_before_it_is_asked_to(rig: Rig, gate: threading.Event):
+def test_an_offload_that_began_frees_nothing_until_offload_is_called(rig: Rig, gate: threading.Event):
     rig.offloader.begin_offload(["optimizer"])
-    assert rig.offloader.offload(["param"]).nbytes == {"param": 4 * NBYTES}  # waits for copies of its own alone
+    assert rig.offloader.offload(["param"]).nbytes == {"param": 4 * NBYTES}  # does not wait for it
     assert rig.on_device("optimizer") == [True] * 4
     gate.set()
     assert rig.offloader.offload().nbytes == {"grad": 0, "optimizer": 4 * NBYTES}
     assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_an_offload_that_began_can_be_called_off(rig: Rig, gate: threading.Event):
+def test_an_offload_that_began_can_be_cancelled(rig: Rig, gate: threading.Event):
     rig.offloader.begin_offload()
     gate.set()
     rig.offloader.onload()
     assert not any(map(rig.offloader.is_offloaded, rig.tensors))
-    rig.assert_back()
-    rig.write(1)  # the arena holds older values now
+    rig.assert_restored()
+    rig.write(1)  # the arena now holds older values
     assert rig.offloader.offload().copied_nbytes == {"param": 4 * NBYTES, "grad": 0, "optimizer": 4 * NBYTES}
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_an_offload_that_cannot_begin_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_to_begin_an_offload_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     def full(*_arguments: Any, **_options: Any) -> None:
         raise MemoryError("no host memory")
 
@@ -145,7 +145,7 @@ def test_an_offload_that_cannot_begin_moves_nothing(rig: Rig, monkeypatch: pytes
     with pytest.raises(OffloadError, check=has_code("offload-failed", "no host memory")):
         rig.offloader.begin_offload()
     monkeypatch.undo()
-    rig.assert_goes_on()
+    rig.assert_still_works()
 
 
 def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
@@ -156,10 +156,9 @@ def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytes
     assert rig.offloader.take_hidden_seconds() == 0
 
 
-def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-):
-    start, refused = threading.Thread.start, ["once"]
+def test_without_a_thread_the_copy_is_made_by_the_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+    refused = ["once"]
 
     def refusing(self: threading.Thread) -> None:
         if refused:
@@ -170,16 +169,17 @@ def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later
     rig.offloader.offload()
     rig.offloader.onload(wait=False)
     assert not refused
-    rig.assert_comes_back()
-    rig.write(1)  # over which a copy that was left in a queue would go
+    rig.assert_onload_restores()
+    rig.write(1)  # a copy left in a queue would overwrite these values
     rig.offloader.begin_offload(["optimizer"])
     rig.offloader.offload()
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
 @pytest.mark.parametrize("is_lasting", [False, True])
-def test_contents_whose_copy_failed_stay_in_host_memory(rig: Rig, is_lasting: bool, monkeypatch: pytest.MonkeyPatch):
-    copy, errors = arena._timed_copy, [OSError("bus")] * (100 if is_lasting else 1)
+def test_contents_of_a_failed_copy_stay_in_host_memory(rig: Rig, is_lasting: bool, monkeypatch: pytest.MonkeyPatch):
+    copy = arena._timed_copy
+    errors = [OSError("bus")] * (100 if is_lasting else 1)
 
     def failing(*tensors: torch.Tensor) -> float:
         if errors:
@@ -193,30 +193,31 @@ def test_contents_whose_copy_failed_stay_in_host_memory(rig: Rig, is_lasting: bo
         with pytest.raises(OffloadError, check=has_code("onload-failed", "optimizer", "bus")):
             rig.offloader.wait()
         errors.clear()
-    rig.assert_comes_back()
-    rig.assert_goes_on()
+    rig.assert_onload_restores()
+    rig.assert_still_works()
 
 
 @pytest.mark.parametrize("copies_first", [False, True])
-def test_what_was_coming_and_goes_again_is_called_off(rig: Rig, gate: threading.Event, copies_first: bool):
+def test_an_offload_cancels_an_onload_in_the_background(rig: Rig, gate: threading.Event, copies_first: bool):
     rig.offloader.offload()
     rig.offloader.onload(["optimizer"], wait=False)
     if copies_first:
         gate.set()
-    threading.Timer(0.05, gate.set).start()  # one copy may be under way, and is waited for
+    threading.Timer(0.05, gate.set).start()  # offload waits for a copy that may be under way
     assert rig.offloader.offload().copied_nbytes["optimizer"] == 0
     assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
-def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_before_an_offload_changes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     rig.offloader.offload()
     rig.offloader.onload(read_only=True)
-    digest, calls = inventory_module.box_digest, []
+    digest = inventory_module.box_digest
+    calls = []
 
     def failing(tensor: torch.Tensor) -> int:
         calls.append(tensor)
-        if len(calls) == 6:  # in the second kind
+        if len(calls) == 6:  # in the second kind, after the first is listed
             raise MemoryError("no memory on the device")
         return digest(tensor)
 
@@ -224,14 +225,14 @@ def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, mon
     with pytest.raises(MemoryError):
         rig.offloader.offload()
     monkeypatch.undo()
-    rig.assert_goes_on()
+    rig.assert_still_works()
 
 
 class Stop(BaseException):
-    """As Ctrl-C."""
+    """Stand-in for KeyboardInterrupt."""
 
 
-def test_a_copy_that_began_before_an_interrupt_is_over_before_anything_follows(
+def test_a_copy_that_began_before_an_interrupt_is_waited_for(
     rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
     start = threading.Thread.start
@@ -244,14 +245,14 @@ def test_a_copy_that_began_before_an_interrupt_is_over_before_anything_follows(
     with pytest.raises(Stop):
         rig.offloader.begin_offload(["optimizer"])
     monkeypatch.undo()
-    threading.Timer(0.1, gate.set).start()
+    threading.Timer(0.1, gate.set).start()  # the copy ends while offload waits
     rig.offloader.offload()
     assert gate.is_set()
-    rig.assert_comes_back()
+    rig.assert_onload_restores()
 
 
 @pytest.mark.parametrize("error", [Stop, MemoryError])
-def test_memory_that_was_taken_in_vain_goes_again(rig: Rig, error: type, monkeypatch: pytest.MonkeyPatch):
+def test_memory_of_a_failed_onload_is_released(rig: Rig, error: type, monkeypatch: pytest.MonkeyPatch):
     take_back = inventory_module.Storage.take_back
 
     def failing(storage: Any) -> None:
@@ -266,4 +267,4 @@ def test_memory_that_was_taken_in_vain_goes_again(rig: Rig, error: type, monkeyp
     monkeypatch.undo()
     rig.offloader.offload()
     assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_comes_back()
+    rig.assert_onload_restores()

@@ -1,4 +1,4 @@
-"""An interrupt at every line of an offloader's calls: whatever is called next, an onload has everything back."""
+"""An interrupt at every line of an offloader's calls; a later onload restores everything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMEL = 4096
 
 
 class Rig:
-    """A tensor of each kind, parameters and optimizer state with what they must hold."""
+    """A tensor of each kind, with the expected values of parameters and optimizer state."""
 
     def __init__(self, *, elastic: bool) -> None:
         self.param, self.grad, self.state = (
@@ -60,46 +60,46 @@ CALLS: dict[str, Callable[[Rig], object]] = {
 }
 SEQUENCES = {
     "offload": ["offload"],
-    "what began": ["begin", "offload"],
+    "offload that began": ["begin", "offload"],
     "after parts": ["parts", "offload"],
     "onload": ["offload", "onload"],
     "onload of parts": ["parts", "onload"],
-    "calling off": ["begin", "onload"],
-    "to be read": ["offload", "read"],
+    "cancelled offload": ["begin", "onload"],
+    "read-only onload": ["offload", "read"],
     "wait": ["offload", "background", "wait"],
-    "turning back": ["offload", "background", "offload"],
-    "what was read": ["offload", "read", "offload"],
+    "cancelled onload": ["offload", "background", "offload"],
+    "offload after a read-only onload": ["offload", "read", "offload"],
 }
-"""Calls before, and the one that is interrupted."""
+"""Earlier calls, and the call that is interrupted."""
 CONTINUATIONS: list[list[str]] = [[], ["offload"], ["offload param"], ["read", "offload"]]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody hears of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized, by a thread", "elastic, without"])
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("how_many", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_an_interrupt_at_any_line_loses_nothing(
     name: str, elastic: bool, how_many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`how_many` of the continuations are tried at each line."""
-    chosen = random.Random(f"{name} {elastic}")
-    if elastic:  # no copy in the background is made before it is called off
+    """Try `how_many` of the continuations at each line."""
+    rng = random.Random(f"{name} {elastic}")
+    if elastic:  # without a thread, no copy is made before it is cancelled
         monkeypatch.setattr(ThreadPoolExecutor, "submit", mock.Mock(side_effect=RuntimeError("no thread")))
     *before, interrupted = SEQUENCES[name]
 
-    def prepared() -> Rig:
+    def prepare_rig() -> Rig:
         rig = Rig(elastic=elastic)
         for call in before:
             CALLS[call](rig)
         return rig
 
-    rig = prepared()
+    rig = prepare_rig()
     with Interrupter() as counting:
         CALLS[interrupted](rig)
     for at in range(counting.num_lines):
-        for following in chosen.sample(CONTINUATIONS, how_many):
-            rig = prepared()
+        for following in rng.sample(CONTINUATIONS, how_many):
+            rig = prepare_rig()
             with contextlib.suppress(Stop), Interrupter(at):
                 CALLS[interrupted](rig)
             for call in following:

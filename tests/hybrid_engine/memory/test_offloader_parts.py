@@ -1,4 +1,4 @@
-"""Parts that leave early, and promises not to write."""
+"""Offload of parts, and onloads that promise not to write."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param"
     )
 
 
-# Sizes in elements of 2 to 4 bytes: below a page, whole pages, and neither.
+# Sizes in elements of 2 to 4 bytes: below a page, whole pages, and pages with a remainder.
 SIZES = (100, 4 * PAGE, 5 * PAGE + 7)
 DTYPES = (torch.int32, torch.int16, torch.int32)
 FRACTION = st.integers(0, 12)
@@ -63,14 +63,14 @@ STEP = st.one_of(
 
 
 class Rig:
-    """An offloader of three elastic tensors, and what they must hold."""
+    """An offloader of three elastic tensors, with their expected values."""
 
     def __init__(self) -> None:
         self.flats = [filled(numel, dtype, seed) for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))]
         self.expected = [flat.clone() for flat in self.flats]
         self.offloader = offloader_of(*self.flats)
         self.offloader._saves_ahead = True  # as on CUDA
-        self.gone: list[set[int]] = [set() for _ in self.flats]  # byte numbers given to offload_parts
+        self.gone: list[set[int]] = [set() for _ in self.flats]  # bytes offloaded as parts
         self.promised = False
         self.is_leaving = False
         self.num_writes = 0
@@ -104,9 +104,9 @@ class Rig:
 
     def parts_of(self, chosen: list[tuple[int, int, int]]) -> list[Part]:
         parts = []
-        for number, one, other in chosen:
+        for number, first, second in chosen:
             flat = self.flats[number]
-            start, stop = sorted((flat.numel() * one // 12, flat.numel() * other // 12))
+            start, stop = sorted((flat.numel() * first // 12, flat.numel() * second // 12))
             parts.append(Part(flat, start, stop))
         return parts
 
@@ -130,7 +130,7 @@ class Rig:
         after = [on_device(flat) for flat in self.flats]
         for flat, gone, left in zip(self.flats, self.gone, after, strict=True):
             assert left == PAGE * sum(not gone.issuperset(page) for page in pages_of(flat))
-        # a last page counts with the bytes that the tensor has of it
+        # A partial last page counts only with the bytes of the tensor.
         assert released <= sum(before) - sum(after) < released + PAGE * len(self.flats)
 
     def check_contents(self) -> None:
@@ -143,7 +143,7 @@ def pages_of(flat: torch.Tensor) -> list[range]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEP, max_size=12), st.sampled_from([PAGE - 3, 2 * PAGE + 10, 256 * 2**20]))
-def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps: list[tuple], piece: int) -> None:
+def test_any_sequence_restores_all_bytes_and_releases_whole_pages(steps: list[tuple], piece: int) -> None:
     rig = Rig()
     with mock.patch.object(offload_items, "_PIECE_NBYTES", piece):
         for step in steps:
@@ -154,22 +154,25 @@ def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps:
     rig.check_contents()
 
 
-def test_what_was_saved_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatch):
+def test_saved_parts_are_not_copied_again(monkeypatch: pytest.MonkeyPatch):
     flat = filled(4 * PAGE)
     offloader = offloader_of(flat)
     offloader._saves_ahead = True
-    copied = []
-    real = Copier.copy
-    monkeypatch.setattr(
-        Copier, "copy", lambda self, to, *rest, **_: (copied.append(to.numel()), real(self, to, *rest))[1]
-    )
+    num_copied = []
+    copy = Copier.copy
+
+    def counting(self: Copier, to: torch.Tensor, *arguments: object, **_: object) -> object:
+        num_copied.append(to.numel())
+        return copy(self, to, *arguments)
+
+    monkeypatch.setattr(Copier, "copy", counting)
     offloader.save_parts("param", [Part(flat, 0, PAGE)])
-    assert copied == [4 * PAGE]
+    assert num_copied == [4 * PAGE]
     assert offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) == 8 * PAGE
-    assert copied == [4 * PAGE, 4 * PAGE]
+    assert num_copied == [4 * PAGE, 4 * PAGE]
     offloader.save_parts("param", [Part(flat, 2 * PAGE, 3 * PAGE)])
     assert offloader.offload().copied_nbytes["param"] == 4 * PAGE
-    assert sum(copied) == flat.nbytes
+    assert sum(num_copied) == flat.nbytes
 
 
 def test_parts_of_dropped_storages_are_not_copied():
@@ -180,32 +183,34 @@ def test_parts_of_dropped_storages_are_not_copied():
     offloader.onload({"grad"})
     assert not flat.any()
     flat.fill_(1)
-    offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # ends within pages that stay
+    offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # both ends lie in pages that stay
     offloader.onload({"grad"})
     assert flat[:5].all()
     assert not flat[5 : PAGE + 5].any()
     assert flat[PAGE + 5 :].all()
 
 
-def test_parts_of_other_storages_wait_for_the_offload():
-    plain, elastic, stranger = torch.arange(PAGE), filled(PAGE), filled(PAGE)
+def test_parts_of_other_storages_stay_until_the_offload():
+    plain = torch.arange(PAGE)
+    elastic = filled(PAGE)
+    unknown = filled(PAGE)
     offloader = offloader_of(plain, elastic)
-    assert offloader.offload_parts("param", [whole(plain), whole(stranger)]) == 0
+    assert offloader.offload_parts("param", [whole(plain), whole(unknown)]) == 0
     assert plain.untyped_storage().nbytes() == 8 * PAGE
-    assert on_device(stranger) == 4 * PAGE
+    assert on_device(unknown) == 4 * PAGE
     offloader.offload()
     offloader.onload()
     assert torch.equal(plain, torch.arange(PAGE))
 
 
-def test_state_that_appears_after_the_first_part_leaves_too():
+def test_state_that_appears_after_the_first_part_is_offloaded():
     flats = [filled(PAGE, seed=1)]
     expected = [flats[0].clone()]
     offloader = MegatronOffloader(
         Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
     )
     offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
-    flats.append(filled(3 * PAGE, seed=2))  # the arena grows under what is in it
+    flats.append(filled(3 * PAGE, seed=2))  # the arena grows and must keep its contents
     expected.append(flats[1].clone())
     offloader.offload()
     assert on_device(flats[1]) == 0
@@ -214,7 +219,7 @@ def test_state_that_appears_after_the_first_part_leaves_too():
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
-def test_a_promise_not_to_write_saves_the_copy(as_parts: bool):
+def test_a_read_only_onload_needs_no_copy_back(as_parts: bool):
     flat = filled(4 * PAGE)
     expected = flat.clone()
     offloader = offloader_of(flat)
@@ -230,14 +235,14 @@ def test_a_promise_not_to_write_saves_the_copy(as_parts: bool):
     assert torch.equal(flat, expected)
 
 
-def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
+def test_a_writable_onload_or_another_inventory_is_copied_back():
     flats = [filled(PAGE)]
     offloader = MegatronOffloader(
         Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
     )
     offloader.offload()
     offloader.onload({"param"}, read_only=True)
-    offloader.onload({"param"})  # it is there already, and may be written from now on
+    offloader.onload({"param"})  # already resident, but may now be written
     flats[0][3] = 77
     assert offloader.offload().copied_nbytes["param"] == 4 * PAGE
     offloader.onload({"param"}, read_only=True)
@@ -259,7 +264,9 @@ def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
     ],
 )
 @pytest.mark.parametrize("then", ["onload", "parts", "offload"])
-def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int, then: str):
+def test_a_failure_of_parts_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int, then: str
+):
     flats = [filled(PAGE, seed=1), filled(2 * PAGE, seed=2)]
     expected = [flat.clone() for flat in flats]
     offloader = offloader_of(*flats)
@@ -286,17 +293,17 @@ def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: ty
         (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "weight: action 'copy'"),
     ],
 )
-def test_impossible_records(make, message: str):
+def test_invalid_records_are_refused(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
 @pytest.mark.parametrize("is_released", [False, True])
-def test_an_exception_while_pages_go_loses_no_contents(
+def test_a_failure_to_release_pages_loses_no_contents(
     as_parts: bool, is_released: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Before they are gone, or after: they are noted as gone first, so what was saved comes back."""
+    """Pages are recorded as released first, so saved contents are restored in either case."""
     flat = filled(4 * PAGE)
     expected = flat.clone()
     offloader = offloader_of(flat)
@@ -316,7 +323,7 @@ def test_an_exception_while_pages_go_loses_no_contents(
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
-def test_what_is_written_though_it_was_not_expected_is_kept(as_parts: bool):
+def test_unexpected_writes_are_kept(as_parts: bool):
     flat = filled(4 * PAGE)
     offloader = offloader_of(flat)
     offloader.offload()
@@ -342,9 +349,10 @@ def numbers(ranges: list[tuple[int, int]]) -> set[int]:
 
 
 @given(st.lists(RANGES, max_size=12), PAIRS)
-def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
+def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], queried: tuple[int, int]) -> None:
     """A range that ends before it starts is empty."""
-    spans, model = Spans(), set()
+    spans = Spans()
+    model = set()
     for start, stop in added:
         first, last = spans.add(start, stop)
         model |= numbers([(start, stop)])
@@ -353,9 +361,9 @@ def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], asked: tuple[in
     assert numbers(ranges) == model
     assert spans.nbytes == len(model)
     assert all(start < stop for start, stop in ranges)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges)), "not joined"
-    missing = spans.missing(*asked)
-    assert numbers(missing) == numbers([asked]) - model
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges)), "adjacent ranges are joined"
+    missing = spans.missing(*queried)
+    assert numbers(missing) == numbers([queried]) - model
     assert all(start < stop for start, stop in missing)
     spans.clear()
     assert list(spans) == []

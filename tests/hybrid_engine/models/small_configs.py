@@ -1,4 +1,4 @@
-"""Small configs of architectures without a name table, of sizes that vLLM's CPU kernels take."""
+"""Small configs of architectures without a name table, in sizes that vLLM's CPU kernels accept."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ AFMOE = {
     "route_scale": 1.0,
 }
 
+# Architecture -> keys of its config besides `SIZES`.
 SMALL: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"model_type": "afmoe", **EXPERTS, **AFMOE},
     "DeepseekV32ForCausalLM": {
@@ -160,7 +161,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "SeedOssForCausalLM": {"model_type": "seed_oss"},
     "SmolLM3ForCausalLM": {"model_type": "smollm3"},
 }
-"""Architecture -> what its config has beside `SIZES`."""
 
 
 def small_config(architecture: str) -> dict[str, Any]:

@@ -1,16 +1,20 @@
-"""Single changes of config.json: refused, or computed by vLLM as transformers computes them.
+"""Single changes of config.json: refused, or computed the same by vLLM and transformers.
 
-Whatever a file says, the training model and vLLM's model that are built from it must be one function. Each change is
-tried on both sides, as a job builds them:
+For every file, the training model and vLLM's model must be one function. Each change is tried on
+both sides like in a job:
 
-    trainer    load_config, name table, transformers' model with random weights, its tensors against the table
-    vLLM       check_settings, construction with the record of reads, what its loader reads and fills, live layers
-    tokens     log-probabilities of 200 tokens by the same weights: more than `check_compute` asks for
+    trainer    load_config, name table, transformers' model with random weights, its tensors
+               against the table
+    vLLM       check_settings, construction with recorded reads, the tensors its loader reads
+               and fills, live layers
+    tokens     log-probabilities of 200 tokens with the same weights, more than `check_compute`
+               compares
 
-vLLM's own model class computes, without an engine: attention alone is computed here, with the scale, window and cap
-that each layer's implementation was given. A sample of what is accepted is tried in real engines, too.
+vLLM's own model class computes without an engine; only attention is computed here, with the scale,
+window and cap of each layer's implementation. A sample of the accepted changes is also tried in
+real engines.
 
-    make test-long PYTEST_ARGS="-s -k 'computed_by_one_side and qwen3'"
+    make test-long PYTEST_ARGS="-s -k 'computed_differently and qwen3'"
 """
 
 from __future__ import annotations
@@ -53,20 +57,21 @@ from tests.zoo.tiny_models import randomise
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 200
-TOLERANCE = 1e-3
-"""In nats, of the largest difference; rounding of float32 makes less than 1e-4."""
-NUM_WITH_ENGINES = 2
-"""Changes of each family that are tried in real engines."""
-SAME, BOTH, ONE_SIDE = "same", "both changed", "one side"
+TOLERANCE = 1e-3  # nats; rounding of float32 makes differences below 1e-4
+NUM_WITH_ENGINES = 2  # changes of each family that are tried in real engines
+SAME = "same"
+BOTH = "both changed"
+ONE_SIDE = "one side"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a change came to.
+    """Result of a change.
 
     Attributes:
-        kind: SAME or BOTH where the two sides compute one function, ONE_SIDE where they do not, or who refused it.
-        text: the refusal, or how large the difference is.
+        kind: SAME or BOTH if the two sides compute one function, ONE_SIDE if not, or the side
+            that refused the change.
+        text: the refusal, or the size of the difference.
     """
 
     change: Change
@@ -76,10 +81,10 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """One change on its way through both sides.
+    """A change on its way through both sides.
 
     Attributes:
-        refusal: by whom, and with which error; None while it is accepted.
+        refusal: side and error; None while the change is accepted.
         attention: of the trainer's layers.
         weights: canonical tensors.
         trained, served: log-probabilities [tokens - 1] by transformers and by vLLM.
@@ -94,8 +99,8 @@ class Trial:
     served: torch.Tensor = field(default_factory=lambda: torch.full((NUM_TOKENS - 1,), torch.nan))
 
     @contextlib.contextmanager
-    def noting(self, side: str) -> Iterator[None]:
-        """Note an error, whoever raises it: none is a silent difference."""
+    def recording_errors(self, side: str) -> Iterator[None]:
+        """Record any error as a refusal: an error is not a silent difference."""
         try:
             yield
         except Exception as error:
@@ -103,7 +108,7 @@ class Trial:
             self.refusal = Verdict(self.change, kind, f"{type(error).__name__}: {error}")
 
     def verdict(self, unchanged: torch.Tensor) -> Verdict:
-        """`unchanged`: log-probabilities without any change."""
+        """Compare both sides; `unchanged` holds log-probabilities without any change."""
         if self.refusal is not None:
             return self.refusal
         if not _differ(self.trained, self.served):
@@ -112,36 +117,36 @@ class Trial:
         changed = [name for name, side in sides.items() if _differ(side, unchanged)]
         gap = (self.trained - self.served).abs()
         first = 1 + int((~(gap <= TOLERANCE)).nonzero()[0])
-        probe = Gap(
-            _tokens()[None, :LENGTH], *(ProbeAnswer(each[None, : LENGTH - 1], each.dtype) for each in sides.values())
-        )
+        answers = [ProbeAnswer(side[None, : LENGTH - 1], side.dtype) for side in sides.values()]
+        probe = Gap(_tokens()[None, :LENGTH], *answers)
         seen = "not seen" if probe.is_rounding else "seen"
         text = f"{gap.max():.3g} nats, from token {first} on, {seen} by the probe; changed: {', '.join(changed)}"
         return Verdict(self.change, ONE_SIDE, text)
 
 
 def sweep(root: str, family: str) -> list[Verdict]:
-    """Try the config without a change, then all changes. On one rank."""
+    """Try the unchanged config, then all changes, on one rank."""
     dist.init_process_group("gloo")
     trials = [Trial({}), *map(Trial, changes_of(family))]
     with contextlib.closing(Job.join(60)) as job:
         for number, trial in enumerate(trials):
-            with trial.noting("trainer"):
+            with trial.recording_errors("trainer"):
                 _train(trial, family, Path(root, str(number)))
         for trial in trials:
             if trial.refusal is None:
-                with trial.noting("vLLM"):
+                with trial.recording_errors("vLLM"):
                     _serve(trial, job)
     return [trial.verdict(trials[0].trained) for trial in trials]
 
 
-def with_engines(root: str, family: str, change: Change) -> float | str:
-    """The largest difference between a worker's vLLM and transformers, in nats; or the worker's refusal."""
+def gap_of_engines(root: str, family: str, change: Change) -> float | str:
+    """Return the largest difference in nats between a worker and transformers, or the refusal."""
     from safetensors.torch import save_file
 
-    trial, directory = Trial(change), Path(root)
+    trial = Trial(change)
+    directory = Path(root)
     _train(trial, family, directory)
-    save_file({name: each.contiguous() for name, each in trial.weights.items()}, directory / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in trial.weights.items()}, directory / "model.safetensors")
     try:
         with ActorHybridWorker(_job_config(directory, random_weights=False)) as worker, worker.rollout_context():
             (served,) = worker.inference.prompt_logprobs([_tokens().tolist()])
@@ -154,14 +159,14 @@ def _job_config(directory: Path, *, random_weights: bool) -> HybridConfig:
     values = {
         **{"model": str(directory), "random_weights": random_weights},
         "actor_config": {"params_dtype": "float32", "seq_length": NUM_TOKENS, "micro_batch_size": 1, "fsdp": {}},
-        # vLLM adds a token to a prompt that it scores
+        # vLLM adds a token to scored prompts.
         "generate_config": {"max_model_len": NUM_TOKENS + 1, "max_num_seqs": 8, "kv_cache_mb": 16},
     }
     return load_config(values, 1)
 
 
 def _train(trial: Trial, family: str, directory: Path) -> None:
-    """Have transformers compute, by the model that trainer/fsdp/actor.py builds, not sharded."""
+    """Compute with transformers, by the unsharded model of trainer/fsdp/actor.py."""
     from transformers import AutoModelForCausalLM
 
     from hybrid_engine.backends.fsdp.attention import settings_left_out
@@ -173,7 +178,7 @@ def _train(trial: Trial, family: str, directory: Path) -> None:
     write_config(directory, wide_config(family) | trial.change)
     trial.config = _job_config(directory, random_weights=True)
     table = table_for(trial.config.hf_config())
-    # first without memory, for a model of another type may have the sizes of its class
+    # First without memory, because models of another type may have the sizes of their class.
     bare = model_of_config(directory, dtype=torch.float32)
     packed_model(bare, bare.state_dict(keep_vars=True), table)
     model = AutoModelForCausalLM.from_config(bare.config, dtype=torch.float32).eval()
@@ -189,11 +194,12 @@ def _train(trial: Trial, family: str, directory: Path) -> None:
 
 
 def _serve(trial: Trial, job: Job) -> None:
-    """Have vLLM's model compute, constructed as `layout_of_position` does, but with memory."""
+    """Compute with vLLM's model, constructed like in `layout_of_position`, but with memory."""
     from vllm.forward_context import set_forward_context
 
     assert trial.config is not None
-    settings, table = inference_settings(trial.config, 1), table_for(trial.config.hf_config())
+    settings = inference_settings(trial.config, 1)
+    table = table_for(trial.config.hf_config())
     with contextlib.ExitStack() as undo:
         for context in (torch_defaults(), process_settings_kept(), _rotary_embeddings_kept()):
             undo.enter_context(context)
@@ -212,17 +218,20 @@ def _serve(trial: Trial, job: Job) -> None:
         reads.stop()
         layers = config.compilation_config.static_forward_context
         layout = trace_without_memory(model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0)
-        # as the planner and switch/logprob_check.py
-        if unread := trial.weights.keys() - {shard.region.tensor for shard in layout.shards}:
+        # The checks of the planner and of switch/logprob_check.py.
+        unread = trial.weights.keys() - {shard.region.tensor for shard in layout.shards}
+        if unread:
             raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
-        sides = (trial.attention, live_attention(model, layers))
-        trainer, vllm = ({number: [one] for number, one in side.items()} for side in sides)
-        if found := attention_differences(trainer, vllm, NUM_TOKENS):
-            raise ComputationError("; ".join(found))
+        trainer = {number: [attention] for number, attention in trial.attention.items()}
+        vllm = {number: [attention] for number, attention in live_attention(model, layers).items()}
+        differences = attention_differences(trainer, vllm, NUM_TOKENS)
+        if differences:
+            raise ComputationError("; ".join(differences))
         model.load_weights(trial.weights.items())
         support.process(model, config)
-        for layer in (each for each in layers.values() if hasattr(each, "impl")):
-            layer.forward = partial(_latent_attention if hasattr(layer, "kv_b_proj") else _attention, layer)
+        for layer in layers.values():
+            if hasattr(layer, "impl"):
+                layer.forward = partial(_latent_attention if hasattr(layer, "kv_b_proj") else _attention, layer)
         undo.enter_context(set_forward_context(None, config, num_tokens=NUM_TOKENS))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             hidden = model(_tokens(), torch.arange(NUM_TOKENS), None)
@@ -230,17 +239,18 @@ def _serve(trial: Trial, job: Job) -> None:
 
 
 def _attention(layer: Any, *tensors: torch.Tensor, **_: Any) -> torch.Tensor:
-    """In place of vLLM's kernel, for one sequence; `tensors`: query, key and value [tokens, heads * size]."""
-    impl, sizes = layer.impl, (layer.head_size, layer.head_size, layer.head_size_v)
+    """Replace vLLM's kernel; `tensors`: query, key and value [tokens, heads * size]."""
+    impl = layer.impl
+    sizes = (layer.head_size, layer.head_size, layer.head_size_v)
     assert (layer.attn_type, impl.alibi_slopes, impl.sinks) == ("decoder", None, None)
-    query, key, value = (each.unflatten(1, (-1, size)) for each, size in zip(tensors, sizes, strict=True))
+    query, key, value = (tensor.unflatten(1, (-1, size)) for tensor, size in zip(tensors, sizes, strict=True))
     return _attend(query, key, value, impl.scale, impl.sliding_window, impl.logits_soft_cap)
 
 
 def _latent_attention(
     layer: Any, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """The same for latent attention; `rotated`: the part of the keys that all heads share."""
+    """Replace latent attention; `rotated` is the part of the keys that all heads share."""
     heads = layer.kv_b_proj(latent)[0].unflatten(1, (layer.num_heads, -1))
     plain, value = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
     key = torch.cat([plain, rotated.expand(-1, layer.num_heads, -1)], dim=-1)
@@ -250,21 +260,22 @@ def _latent_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None
 ) -> torch.Tensor:
-    """Causal attention of [tokens, heads, size], in which heads may share keys; returns [tokens, heads * size]."""
+    """Causal attention of [tokens, heads, size] with shared keys; [tokens, heads * size]."""
     num_sharing = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(num_sharing, dim=1) for each in (key, value))
+    key = key.repeat_interleave(num_sharing, dim=1)
+    value = value.repeat_interleave(num_sharing, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)
     distance = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
-    sees = (distance >= 0) & (distance < (window if window is not None and window > 0 else NUM_TOKENS))
-    shares = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    # a kernel reads nothing that a query does not see, and 0 * NaN is NaN
+    is_visible = (distance >= 0) & (distance < (window if window is not None and window > 0 else NUM_TOKENS))
+    shares = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+    # Kernels do not read invisible values, and 0 * NaN is NaN.
     return torch.einsum("hqk,khd->qhd", shares, value.nan_to_num()).flatten(1)
 
 
 def _tokens() -> torch.Tensor:
-    """Of every vocabulary that a change leaves."""
+    """Return tokens within the vocabulary of every change."""
     return torch.randint(60, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
 
 
@@ -272,25 +283,25 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
     return logits[:-1].float().log_softmax(-1).gather(1, _tokens()[1:, None])[:, 0]
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two functions are not the same; NaN is none."""
-    return not bool((one - other).abs().max() <= TOLERANCE)
+def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two functions differ; NaN counts as a difference."""
+    return not bool((left - right).abs().max() <= TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_change_is_computed_by_one_side_alone(
+def test_no_change_is_computed_differently(
     engines: Ranks, tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ((unchanged, *found),) = engines.launch(sweep, 1, str(tmp_path), family, timeout=1500)
-    silent = [f"{each.change}: {each.text}" for each in found if each.kind == ONE_SIDE]
+    ((unchanged, *verdicts),) = engines.launch(sweep, 1, str(tmp_path), family, timeout=1500)
+    silent = [f"{verdict.change}: {verdict.text}" for verdict in verdicts if verdict.kind == ONE_SIDE]
     with capsys.disabled():
-        print(f"\n{family}: {len(found)} changes, {dict(Counter(each.kind for each in found))}")
+        print(f"\n{family}: {len(verdicts)} changes, {dict(Counter(verdict.kind for verdict in verdicts))}")
         print("\n    ".join([f"silent differences: {len(silent)}", *silent]))
     assert unchanged.kind == SAME
-    assert len(found) >= 100
+    assert len(verdicts) >= 100
     assert silent == []
-    accepted = [each for each in found if each.kind in (SAME, BOTH)]
-    for number, each in enumerate(random.Random(family).sample(accepted, NUM_WITH_ENGINES)):
-        (gap,) = engines.launch(with_engines, 1, str(tmp_path / f"engines {number}"), family, each.change)
-        assert isinstance(gap, float), f"{each}, by real engines {gap}"
-        assert gap <= TOLERANCE, each
+    accepted = [verdict for verdict in verdicts if verdict.kind in (SAME, BOTH)]
+    for number, verdict in enumerate(random.Random(family).sample(accepted, NUM_WITH_ENGINES)):
+        (gap,) = engines.launch(gap_of_engines, 1, str(tmp_path / f"engines {number}"), family, verdict.change)
+        assert isinstance(gap, float), f"{verdict}, by real engines {gap}"
+        assert gap <= TOLERANCE, verdict

@@ -1,4 +1,4 @@
-"""config.json is data from outside: what is published is accepted, what cannot be is refused by its own keys."""
+"""config.json as input: published files are accepted, invalid values are refused by their keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zoo import published_configs as published
 from tests.zoo.families import FAMILIES, served_config, tiny_config, write_config
 
 YARN = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
-# As others than the configs of the zoo spell it.
+# Spellings that the configs of the zoo do not have.
 SPELLINGS: dict[str, dict[str, Any]] = {
     "null for nothing": published.LLAMA_2_7B | {"rope_scaling": None, "pad_token_id": -1},
     "qwen2.5, windows": published.QWEN2_5_0_5B | {"use_sliding_window": True, "max_window_layers": 28},
@@ -27,7 +27,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "deepseek-v2": published.DEEPSEEK_V2,
     "deepseek-v3, YaRN and fp8": published.DEEPSEEK_V3
     | {"rope_scaling": YARN, "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "file.Class"}},
-    "gemma-3, without what is default": {
+    "gemma-3, without defaults": {
         key: value for key, value in published.GEMMA_3_1B.items() if key not in ("vocab_size", "num_attention_heads")
     },
     "gpt-2, as on the Hub": published.GPT2 | {"n_inner": None, "task_specific_params": {"text-generation": {}}},
@@ -42,27 +42,27 @@ def test_published_configs_are_accepted(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_missing_key_means_what_it_means_to_transformers(family: str, tmp_path: Path) -> None:
-    """And so to vLLM, which reads config.json by transformers' classes; also in its spelling. Neither computes layers
-    for multi-token prediction: of these a model has what the file says."""
-    transformers = pytest.importorskip("transformers", reason="says what its classes take for a missing key")
+def test_a_missing_key_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="its classes define the defaults")
     config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
     for whole in (dict(FAMILIES[family].published), tiny_config(family)):
         config_class.from_dict(dict(whole)).save_pretrained(tmp_path)
         assert read_model(tmp_path)[0] == table_for(whole)
+        # Neither transformers nor vLLM computes MTP layers, so their number has no default.
         for key in whole.keys() - {"architectures", "num_nextn_predict_layers"}:
             config = {name: value for name, value in whole.items() if name != key}
             try:
                 table = table_for(config)
             except ConfigError:
                 continue
+            # vLLM reads config.json by the same classes.
             filled = config_class.from_dict(dict(config)).to_dict()
             assert table == table_for({**filled, "architectures": config["architectures"]}), f"without {key}"
 
 
 LLAMA3 = published.LLAMA_3_8B["rope_scaling"]
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-# family, what is changed, and the key that is named
+# (family, changes of config.json, key named by the error)
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     *(("llama", {"hidden_size": value}, "hidden_size") for value in ("4", None, [], 0, -1, 1.5, True)),
     *(("llama", {key: 2**80}, key) for key in ("vocab_size", "intermediate_size", "rope_theta", "num_hidden_layers")),
@@ -125,35 +125,37 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "key"), WRONG)
-def test_what_cannot_be_is_refused(family: str, changes: dict[str, Any], key: str) -> None:
+def test_invalid_values_are_refused_by_key(family: str, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         table_for(tiny_config(family, **changes))
-    assert [found.key for found in caught.value.findings] == [key]
+    assert [finding.key for finding in caught.value.findings] == [key]
 
 
-def test_another_name_of_an_implied_value_is_to_be_written_as_it() -> None:
+def test_synonyms_of_implied_values_are_refused() -> None:
     with pytest.raises(ConfigError, check=has_violations(("hidden_act", "unsupported-value"))):
         table_for(tiny_config("mixtral", hidden_act="swish"))
 
 
 @pytest.mark.parametrize("architecture", sorted(TABLES))
-def test_each_required_key_is_named_where_it_is_missing(architecture: str) -> None:
-    required = {name for name, each in TABLES[architecture].schema.model_fields.items() if each.is_required()}
+def test_every_missing_required_key_is_named(architecture: str) -> None:
+    required = {name for name, info in TABLES[architecture].schema.model_fields.items() if info.is_required()}
     with pytest.raises(ConfigError) as caught:
         table_for({"architectures": [architecture]})
-    assert {found.key for found in caught.value.findings} == required
+    assert {finding.key for finding in caught.value.findings} == required
 
 
-def test_everything_wrong_is_said_at_once_with_the_file(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
     changes = {"hidden_size": "4", "vocab_size": 0, "rope_scaling": {"factor": None, "rope_type": 5}, "hidden_act": 1}
     write_config(tmp_path, tiny_config("llama", **changes))
     with pytest.raises(ConfigError) as caught:
         read_model(tmp_path)
     keys = {"hidden_size", "vocab_size", "rope_scaling.rope_type", "hidden_act"}
-    assert {found.key for found in caught.value.findings} == keys
-    assert all(f"in {tmp_path / 'config.json'}" in found.problem and found.remedy for found in caught.value.findings)
+    assert {finding.key for finding in caught.value.findings} == keys
+    for finding in caught.value.findings:
+        assert f"in {tmp_path / 'config.json'}" in finding.problem
+        assert finding.remedy
 
 
-def test_what_no_table_reads_is_let_through() -> None:
+def test_keys_that_no_table_reads_are_ignored() -> None:
     odd = {"num_labels": -1, "id2label": [[[]]], "hidden_activation": [], "layer_types": 5, "n_head": "x"}
     assert table_for(served_config("llama") | odd) == table_for(served_config("llama"))

@@ -1,4 +1,4 @@
-"""Tables derived from transformers' classes, beside what transformers saves and the written tables."""
+"""Tables derived from transformers' classes, compared with saved checkpoints and written tables."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import FAMILIES, tiny_config
 
-UNUSUAL = {"gpt2", "gemma2", "gemma3", "mixtral"}
-"""Families whose checkpoints have other names."""
+UNUSUAL = {"gpt2", "gemma2", "gemma3", "mixtral"}  # families with other names in checkpoints
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
 
 
 @pytest.mark.parametrize("architecture", SMALL)
-def test_a_derived_table_lists_what_transformers_saves(architecture: str, tmp_path: Path) -> None:
+def test_a_derived_table_equals_a_saved_checkpoint(architecture: str, tmp_path: Path) -> None:
     config = small_config(architecture)
     (tmp_path / "config.json").write_text(json.dumps(config))
     hf_config = AutoConfig.from_pretrained(tmp_path)
     model = model_class(architecture)._from_config(hf_config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
-    shapes, dtypes = {}, {}
+    shapes = {}
+    dtypes = {}
     with safe_open(tmp_path / "saved" / "model.safetensors", "torch") as file:
         names = file.keys()
         for name in names:
@@ -49,7 +49,7 @@ def test_a_derived_table_lists_what_transformers_saves(architecture: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_derived_table_agrees_with_a_written_one(family: str) -> None:
+def test_a_derived_table_equals_the_written_table(family: str) -> None:
     config = tiny_config(family)
     written = table_for(config)
     derived = derived_table(config, written.architecture)
@@ -59,7 +59,7 @@ def test_a_derived_table_agrees_with_a_written_one(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rules_by_convention_are_those_that_are_written(family: str) -> None:
+def test_rules_by_convention_equal_the_written_rules(family: str) -> None:
     config = tiny_config(family)
     written = table_for(config)
     derived = derived_table(config, written.architecture)
@@ -72,7 +72,7 @@ def test_rules_by_convention_are_those_that_are_written(family: str) -> None:
             assert match == derived.match(numbered)
 
 
-def test_rules_by_convention_cover_a_checkpoint_or_there_are_none() -> None:
+def test_rules_by_convention_cover_all_tensors_or_none() -> None:
     with_rules = {name for name in SMALL if table_for(small_config(name)).rules}
     assert with_rules == {
         "Glm4MoeForCausalLM",
@@ -85,11 +85,11 @@ def test_rules_by_convention_cover_a_checkpoint_or_there_are_none() -> None:
         "SmolLM3ForCausalLM",
     }
     table = table_for(small_config("MistralForCausalLM"))
-    more = {**table.shapes, "model.layers.2.self_attn.sinks": (4,)}
-    assert conventional_rules(more, table.dims) == ()
+    shapes = {**table.shapes, "model.layers.2.self_attn.sinks": (4,)}
+    assert conventional_rules(shapes, table.dims) == ()  # sinks follow no convention
 
 
-def test_names_that_a_class_ignores_are_ignored_in_a_checkpoint() -> None:
+def test_tensors_ignored_by_the_class_are_ignored() -> None:
     table = table_for(small_config("Qwen3NextForCausalLM"))
     assert table.is_ignored("mtp.layers.0.mlp.gate.weight")
     assert not table.is_ignored("model.layers.0.mlp.gate.weight")
@@ -113,7 +113,7 @@ def test_a_model_without_a_class_is_refused(config: dict[str, Any], words: tuple
         table_for(config)
 
 
-def test_megatron_needs_rules_and_models_of_its_own(tmp_path: Path) -> None:
+def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path) -> None:
     actor = {"seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
     values = {"model": str(tmp_path), "random_weights": True, "generate_config": {"max_model_len": 64}}
     (tmp_path / "config.json").write_text(json.dumps(small_config("GptOssForCausalLM")))
@@ -126,6 +126,7 @@ def test_megatron_needs_rules_and_models_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))
     with pytest.raises(ConfigError, check=has_violations(("model", "not-built"))):
         load_config({**values, "actor_config": actor}, 1)
+    # The user builds the model.
     config = load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)
     with pytest.raises(ConfigError, check=without_rules):
         plan_job(config, 1)

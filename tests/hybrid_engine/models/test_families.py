@@ -1,4 +1,4 @@
-"""Tables of the families against what transformers writes: checkpoints, configs of both its ages, published sizes."""
+"""Tables of the families against transformers: checkpoints, old and new configs, sizes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from tests.zoo.families import FAMILIES, SIZES, YARN, read_config, tiny_config
 from tests.zoo.tiny_models import read_canonical, save_model
 
 LLAMA3 = {**published_configs.LLAMA_3_8B["rope_scaling"], "original_max_position_embeddings": 16}
-TIED, UNTIED, BIASED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}
-# what is changed of each family's tiny model, beside nothing
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+BIASED = {"attention_bias": True}
+# Changes of each family's tiny model, besides the unchanged model.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "llama": [
         *(TIED, BIASED, {"mlp_bias": True}, {"head_dim": None}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
@@ -51,22 +53,24 @@ MODELS = [(family, changes) for family in FAMILIES for changes in ({}, *VARIANTS
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
-def test_tables_are_those_of_the_checkpoints_that_transformers_writes(
-    family: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = read_config(save_model(tmp_path, family, **changes))
-    table, dims = table_for(config), table_for(config).dims
+    table = table_for(config)
+    dims = table_for(config).dims
     served = {name: shape for name, shape in table.shapes.items() if table.is_served(name)}
     on_disk = {name: tuple(tensor.shape) for name, tensor in read_canonical(tmp_path).items()}
-    # without multi-token prediction, which transformers leaves out: see test_mbridge
+    # transformers saves no MTP layers; see test_mbridge.
     assert served == {name: shape for name, shape in on_disk.items() if table.is_served(name)}
     assert dims.tied_embeddings == config["tie_word_embeddings"]
 
-    # every tensor has a parameter, in the names of both layer specs; a rule may speak of what the model has not
+    # Every tensor has a parameter in both layer specs; rules may name tensors that a model lacks.
     packed = {pattern for rule in table.rules for pattern in rule.packing.tensors()}
-    layers, experts = range(dims.num_layers + dims.num_mtp_layers), range(max(1, dims.num_experts))
-    spoken_of = {pattern.format(layer=layer, expert=one) for pattern in packed for layer in layers for one in experts}
-    assert table.shapes.keys() <= spoken_of
+    layers = range(dims.num_layers + dims.num_mtp_layers)
+    experts = range(max(1, dims.num_experts))
+    covered = {
+        pattern.format(layer=layer, expert=expert) for pattern in packed for layer in layers for expert in experts
+    }
+    assert table.shapes.keys() <= covered
     names = [name for rule in table.rules for name in rule.names]
     assert len(names) == len(set(names))
     for rule in table.rules:
@@ -88,7 +92,7 @@ def test_tables_are_those_of_the_checkpoints_that_transformers_writes(
         *(("gemma3", names[0], name) for names in POST_NORM_NAMES for name in names),
     ],
 )
-def test_all_layer_specs_give_the_same_rule(family: str, local: str, transformer_engine: str) -> None:
+def test_both_layer_specs_have_the_same_rule(family: str, local: str, transformer_engine: str) -> None:
     table = table_for(tiny_config(family))
     match = table.match(f"decoder.layers.11.{local}")
     assert match is not None
@@ -103,9 +107,9 @@ def test_unknown_names_have_no_rule(name: str) -> None:
     assert table_for(tiny_config("llama")).match(name) is None
 
 
-# (architecture, keys as transformers 4 wrote them, the same as transformers 5 writes them)
+# name -> (architecture, keys written by transformers 4, the same written by transformers 5)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-BOTH_AGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+BOTH_VERSIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama 3.1": (
         "LlamaForCausalLM",
         {"rope_theta": 5e5, "rope_scaling": LLAMA3},
@@ -149,7 +153,8 @@ BOTH_AGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-SAID: dict[str, dict[str, Any]] = {
+# Settings that both spellings must result in.
+EXPECTED: dict[str, dict[str, Any]] = {
     "llama 3.1": {"rotary_scaling": RotaryScaling("llama3", 8.0, 1.0, 4.0, 16), "rotary_base": 5e5},
     "llama, linear, by the old name of the type": {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_base": 1e4},
     "qwen2": {"windows": (None, 4)},
@@ -159,31 +164,31 @@ SAID: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOTH_AGES)
-def test_configs_of_both_ages_give_one_table(name: str) -> None:
-    architecture, *ages = BOTH_AGES[name]
-    old, new = (table_for({"architectures": [architecture], **SIZES, **keys}) for keys in ages)
+@pytest.mark.parametrize("name", BOTH_VERSIONS)
+def test_configs_of_transformers_4_and_5_give_the_same_table(name: str) -> None:
+    architecture, *spellings = BOTH_VERSIONS[name]
+    old, new = (table_for({"architectures": [architecture], **SIZES, **keys}) for keys in spellings)
     assert old == new
     assert old.not_built == ()
-    extras = {each.name: getattr(old.extras, each.name) for each in fields(old.extras)}
-    assert {**old.transformer, **old.gpt, **extras}.items() >= SAID[name].items()
+    extras = {field.name: getattr(old.extras, field.name) for field in fields(old.extras)}
+    assert {**old.transformer, **old.gpt, **extras}.items() >= EXPECTED[name].items()
 
 
-def test_windows_that_are_off_do_not_matter() -> None:
+def test_windows_that_are_off_are_ignored() -> None:
     for keys in ({**WINDOWS, "use_sliding_window": False}, {**WINDOWS, "max_window_layers": 2}):
         table = table_for({"architectures": ["Qwen2ForCausalLM"], **SIZES, **keys})
         assert (table.extras.windows, table.layer_spec, table.not_built) == ((), "default", ())
 
 
-def test_experts_have_the_windows_that_transformers_gives_them() -> None:
-    """Every second layer of Qwen2-MoE below max_window_layers, every layer of Qwen3-MoE."""
+def test_expert_models_have_the_windows_of_transformers() -> None:
     switched_on = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 3}
     windows = [table_for(tiny_config(family, **switched_on)).extras.windows for family in ("qwen2_moe", "qwen3_moe")]
+    # Qwen2-MoE: every second layer below max_window_layers. Qwen3-MoE: every layer.
     assert windows == [(4, None, 4, None), (4, 4, 4, 4)]
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "what"),
+    ("family", "changes", "feature"),
     [
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling of type 'yarn'"),
         ("llama", {"rope_scaling": {"type": "lama3"}}, "rotary scaling of type 'lama3'"),
@@ -205,13 +210,13 @@ def test_experts_have_the_windows_that_transformers_gives_them() -> None:
         ("qwen3_moe", {"attention_bias": True}, "biases"),
     ],
 )
-def test_what_would_not_be_computed_is_named(family: str, changes: dict[str, Any], what: str) -> None:
-    """And nothing else; Megatron's names do not depend on it."""
-    plain, table = table_for(tiny_config(family)), table_for(tiny_config(family, **changes))
+def test_unsupported_features_are_named(family: str, changes: dict[str, Any], feature: str) -> None:
+    plain = table_for(tiny_config(family))
+    table = table_for(tiny_config(family, **changes))
     assert plain.not_built == ()
-    (said,) = table.not_built
-    assert what in said
-    assert table.rules == plain.rules
+    (reason,) = table.not_built
+    assert feature in reason
+    assert table.rules == plain.rules  # names do not depend on features
 
 
 # Parameters in billions, from the model cards and arXiv:2401.04088, 2405.04434, 2412.19437.
@@ -230,16 +235,16 @@ def billions(table: ModelTable, served: bool = True) -> float:
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_sizes_are_the_published_ones(model: str) -> None:
+def test_models_have_their_published_sizes(model: str) -> None:
     table = table_for(getattr(published_configs, model))
-    assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.1)
+    assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.1)  # published with one decimal
     assert table.not_built == ()
 
 
-def test_multi_token_prediction_of_deepseek_v3() -> None:
-    """14 billion parameters with the embedding and the head that its checkpoint repeats."""
+def test_mtp_layers_of_deepseek_v3() -> None:
     table = table_for(published_configs.DEEPSEEK_V3)
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
+    # 14 billion parameters with the embedding and head that the checkpoint repeats.
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
     assert not table.is_served("model.layers.61.eh_proj.weight")
     assert table.is_served("model.layers.6.mlp.gate.weight")
@@ -251,9 +256,9 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
     assert match == table.match("mtp.layers.61.transformer_layer.mlp.experts.linear_fc2.weight255")
 
 
-def test_routing_is_that_of_the_models() -> None:
-    """Where megatron-core has the setting; groups of experts are ranked by our own rule."""
-    v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(published_configs.DEEPSEEK_V2)
+def test_routing_settings_of_the_models() -> None:
+    v3 = table_for(published_configs.DEEPSEEK_V3)
+    v2 = table_for(published_configs.DEEPSEEK_V2)
     expected = {
         "moe_router_num_groups": 8,
         "moe_router_group_topk": 4,
@@ -262,6 +267,7 @@ def test_routing_is_that_of_the_models() -> None:
     }
     assert {key: v3.transformer[key] for key in expected} == expected
     lite = table_for(published_configs.DEEPSEEK_V2_LITE)
+    # megatron-core has no setting for this ranking of groups.
     assert [table.extras.experts_per_group_score for table in (v3, v2, lite)] == [2, 1, None]
     for normalized in (True, False):
         qwen = table_for({**published_configs.QWEN3_30B_A3B, "norm_topk_prob": normalized})
@@ -275,7 +281,8 @@ def test_without_architectures_there_is_no_table(architectures: list[str] | None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_model_has_a_head_of_one_row_and_nothing_else_changes(family: str) -> None:
+def test_a_value_model_differs_only_in_its_head(family: str) -> None:
+    # MTP layers are dropped.
     changes = {"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {}
     table = table_for(tiny_config(family, **changes))
     value = value_table(table)
@@ -292,21 +299,22 @@ def test_a_value_model_has_a_head_of_one_row_and_nothing_else_changes(family: st
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_of_a_value_model_is_on_the_last_stage_alone(tied: bool) -> None:
+def test_the_head_of_a_value_model_is_only_on_the_last_stage(tied: bool) -> None:
     table = value_table(table_for(tiny_config("qwen3", tie_word_embeddings=tied)))
     side = training_side(table, TrainParallelism(4, tensor=2, pipeline=2, make_vocab_size_divisible_by=8), "float32")
     owners = side.holdings.owners
-    assert [found.ranks.tolist() for found in owners[VALUE_HEAD]] == [[2, 3]]
-    assert sorted(rank for found in owners["model.embed_tokens.weight"] for rank in found.ranks.tolist()) == [0, 1]
+    assert [owner.ranks.tolist() for owner in owners[VALUE_HEAD]] == [[2, 3]]
+    embedding_owners = owners["model.embed_tokens.weight"]
+    assert sorted(rank for owner in embedding_owners for rank in owner.ranks.tolist()) == [0, 1]
 
 
 def test_the_page_about_models_is_up_to_date() -> None:
-    """It lists every architecture and every field, and what it quotes is in the sources."""
+    """The page lists every architecture and field, and quotes code from the sources."""
     page = (REPO_ROOT / "docs" / "models.md").read_text()
     listed = re.findall(r"^\| (\w+) \|.*\.py \|", page, re.MULTILINE)
     assert sorted(listed) == sorted(TABLES)
-    of_fields = page.partition("`ModelTable` (")[2].partition("Names in rules")[0]
-    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", of_fields, re.M)
+    field_table = page.partition("`ModelTable` (")[2].partition("Names in rules")[0]
+    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", field_table, re.M)
     sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert quoted

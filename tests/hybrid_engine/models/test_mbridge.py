@@ -1,14 +1,15 @@
-"""The tables against mbridge, which converts checkpoints to Megatron for verl and others.
+"""Model tables compared with mbridge, which converts checkpoints to Megatron for verl and others.
 
-Every element of a checkpoint is given its own number. mbridge says, for each parameter of each rank, which checkpoint
-tensors it is made of, joins them, and cuts the result over the ranks; the adaptor's records, followed from the same
-numbers, must fill the parameter with exactly these.
+Every element of a checkpoint gets a unique number. For each parameter of each rank, mbridge names
+the checkpoint tensors, joins them and splits the result over ranks. The adaptor's records, followed
+from the same numbers, must fill the parameter with the same numbers.
 
-What is real: mbridge's classes and their names, joins and cuts; megatron-core's GPTModel with its Transformer Engine
-layer specs, on every rank of layouts up to 8 ranks. What is a mock: Transformer Engine below that (names and shapes
-only, see `mock_transformer_engine`); the ranks, which are one process (`fake_ranks`); and of each mbridge object its
-constructor, which would ask Megatron for process groups and build a configuration for a GPU: its four attributes that
-the conversion reads are set by hand.
+Real: mbridge's classes with their names, joins and splits; megatron-core's GPTModel with its
+Transformer Engine layer specs, on every rank of layouts of up to 8 ranks.
+
+Mocked: Transformer Engine (names and shapes, see `mock_transformer_engine`); ranks, which share a
+process (`fake_ranks`); the constructor of mbridge objects, which would need process groups and
+build a configuration for a GPU. The attributes that the conversion reads are set by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.zoo.tiny_models import save_model
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the layouts, each with its number of ranks."""
+    """A model and its layouts, each with a number of ranks."""
 
     family: str
     model: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +60,7 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe", {}, EXPERTS),
     "deepseek_v3": Case("deepseek_v3", FOUR_LAYERS, EXPERTS),
     "deepseek_v3, plain queries": Case("deepseek_v3", {**FOUR_LAYERS, "q_lora_rank": None}, EXPERTS[1:2]),
-    # mbridge knows multi-token prediction for the real number of layers only
+    # mbridge supports MTP only for the real number of layers.
     "deepseek_v3, all layers": Case(
         "deepseek_v3",
         {"num_hidden_layers": 61, "n_routed_experts": 4, "num_experts_per_tok": 2, "mtp_layers": 1},
@@ -70,7 +71,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one case: how many parameters were compared, and what differed."""
+    """Results for one case: the number of compared parameters, and the differences."""
 
     num_parameters: int
     different: list[str]
@@ -85,25 +86,27 @@ def compare_all(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, Com
 
 def compare(case: Case, path: Path) -> Comparison:
     table = table_for(read_config(path))
-    numbers, start = {}, 0
+    numbers = {}
+    start = 0
     for name, shape in table.shapes.items():
         count = torch.Size(shape).numel()
+        # 0 stands for padding; float64 is exact.
         numbers[name] = torch.arange(start + 1, start + 1 + count, dtype=torch.float64).reshape(shape)
         start += count
-    found = Comparison(0, [], [], {})
+    total = Comparison(0, [], [], {})
     for world_size, actor in case.layouts:
         config = ActorConfig(**{**DENSE_FLOAT32, **actor})
         for rank in range(world_size):
             with fake_rank(config, rank, world_size):
-                one = compare_rank(config, table, path, numbers)
+                comparison = compare_rank(config, table, path, numbers)
             where = f"{actor}, rank {rank}: "
-            found = Comparison(
-                found.num_parameters + one.num_parameters,
-                found.different + [where + name for name in one.different],
-                sorted({*found.not_in_mbridge, *one.not_in_mbridge}),
-                one.shared,
+            total = Comparison(
+                total.num_parameters + comparison.num_parameters,
+                total.different + [where + name for name in comparison.different],
+                sorted({*total.not_in_mbridge, *comparison.not_in_mbridge}),
+                comparison.shared,
             )
-    return found
+    return total
 
 
 def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: dict[str, torch.Tensor]) -> Comparison:
@@ -112,13 +115,15 @@ def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: di
     from hybrid_engine.backends.megatron.model_tensors import ModelTensors
     from hybrid_engine.trainer.megatron import build
 
-    # which is otherwise said of GPUs only
+    # Without a GPU Transformer Engine counts as missing.
     build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
     chunks, _ = build.build_model(config, table, read_config(path), dist.get_world_size(), weights_only=True)
     adaptor = MegatronAdaptor(ModelTensors(chunks, table))
     records = filled_by_records(adaptor, numbers)
     bridge = mock_constructed_bridge(config, table, path)
-    count, different, unknown = 0, [], []
+    count = 0
+    different = []
+    unknown = []
     for chunk in chunks:
         tensors = {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
         for local_name, name in bridge._weight_name_mapping_mcore_local_to_global(chunk).items():
@@ -128,11 +133,11 @@ def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: di
                 unknown.append(name)
                 continue
             parameter = tensors[local_name]
-            of_experts = ".mlp.experts.linear_fc" in name
-            size = bridge.mpu.etp_size if of_experts else bridge.mpu.tp_size
+            is_expert = ".mlp.experts.linear_fc" in name
+            size = bridge.mpu.etp_size if is_expert else bridge.mpu.tp_size
             whole = bridge._weight_to_mcore_format(name, sources)
             parts = bridge._weight_split_across_tp(name, whole, parameter, size)
-            part = parts[bridge.mpu.etp_rank if of_experts else bridge.mpu.tp_rank]
+            part = parts[bridge.mpu.etp_rank if is_expert else bridge.mpu.tp_rank]
             count += 1
             if not torch.equal(part, records[parameter.data_ptr()].view(parameter.shape)):
                 different.append(name)
@@ -140,7 +145,7 @@ def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: di
 
 
 def filled_by_records(adaptor: Any, numbers: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Address of each parameter -> what the records put there; 0 where they put nothing."""
+    """Map the address of each parameter to the numbers written by records, 0 elsewhere."""
     buffers = {name: torch.zeros(flat.numel(), dtype=torch.float64) for name, flat in adaptor.buffers().items()}
     for shard in adaptor.layout().shards:
         region = tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
@@ -158,7 +163,8 @@ def mock_constructed_bridge(config: ActorConfig, table: ModelTable, path: Path) 
     hf_config = AutoConfig.from_pretrained(path)
     bridge_class = _MODEL_REGISTRY[hf_config.model_type]
     bridge_class = type("MockConstructed" + bridge_class.__name__, (bridge_class,), {})
-    bridge_class._DIRECT_MAPPING = dict(bridge_class._DIRECT_MAPPING)  # it changes its class for tied embeddings
+    # Bridges of tied embeddings modify the mapping of their class.
+    bridge_class._DIRECT_MAPPING = dict(bridge_class._DIRECT_MAPPING)
     bridge = bridge_class.__new__(bridge_class)
     bridge.hf_config = hf_config
     bridge.dtype = None
@@ -195,14 +201,14 @@ def comparisons(engines: Ranks, paths: dict[str, Path]) -> dict[str, Comparison]
     return engines.run_alone(compare_all, CASES, paths)
 
 
-def test_every_parameter_is_what_mbridge_makes_of_the_checkpoint(comparisons: dict[str, Comparison]) -> None:
-    for name, found in comparisons.items():
-        assert found.different == [], name
-        assert found.not_in_mbridge == [], name
-        assert found.num_parameters > 10 * CASES[name].model.get("num_hidden_layers", 2), name
+def test_every_parameter_equals_the_conversion_by_mbridge(comparisons: dict[str, Comparison]) -> None:
+    for name, comparison in comparisons.items():
+        assert comparison.different == [], name
+        assert comparison.not_in_mbridge == [], name
+        assert comparison.num_parameters > 10 * CASES[name].model.get("num_hidden_layers", 2), name
 
 
-def test_copies_are_those_that_mbridge_writes(comparisons: dict[str, Comparison], paths: dict[str, Path]) -> None:
+def test_copies_equal_those_of_mbridge(comparisons: dict[str, Comparison], paths: dict[str, Path]) -> None:
     name = "deepseek_v3, all layers"
     copies = {copy: names[0] for names in comparisons[name].shared.values() for copy in names[1:]}
     assert table_for(read_config(paths[name])).copies == copies

@@ -28,28 +28,28 @@ def numbered(rows: int, columns: int, tag: int) -> np.ndarray:
 
 
 def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]) -> None:
-    """Every rank's parameter, put together from what it holds, is the expected one."""
+    """Check every rank's parameter, assembled from its regions."""
     shapes = {name: values.shape for name, values in canonical.items()}
     for rank, expected in enumerate(locals_of_ranks):
-        found = np.full_like(expected, PADDING)
+        actual = np.full_like(expected, PADDING)
         taken = np.zeros(expected.shape, int)
         for held in held_regions(packing, {}, shapes, expected.shape, rank, len(locals_of_ranks)):
             part = canonical[held.region.tensor][tuple(map(slice, held.region.offsets, held.region.ends))]
             part = part.T if packing.transposed else part
             local = [slice(None)] * expected.ndim
             local[held.local_dim] = slice(held.start, held.start + part.shape[held.local_dim])
-            found[tuple(local)] = part
+            actual[tuple(local)] = part
             taken[tuple(local)] += 1
-        np.testing.assert_array_equal(found, expected)
-        assert taken.max(initial=0) <= 1
+        np.testing.assert_array_equal(actual, expected)
+        assert taken.max(initial=0) <= 1  # regions do not overlap
 
 
 @given(
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.sampled_from([4, 8]), st.booleans()
 )
-def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, head_dim: int, on_disk: bool) -> None:
-    """Group by group; with fewer groups than ranks the rows are split evenly all the same. Also fused on disk (as one
-    tensor, transposed)."""
+def test_qkv_is_packed_group_by_group(
+    tp_size: int, num_kv_heads: int, queries: int, head_dim: int, on_disk: bool
+) -> None:
     query = numbered(num_kv_heads * queries * head_dim, WIDTH, 1)
     key, value = (numbered(num_kv_heads * head_dim, WIDTH, tag) for tag in (2, 3))
     rows = []
@@ -60,7 +60,7 @@ def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, 
             rows += list(source[group * head_dim : (group + 1) * head_dim])
     canonical = {"q": query, "k": key, "v": value}
     spans = [Span(name) for name in "qkv"]
-    if on_disk:
+    if on_disk:  # one transposed tensor, like GPT-2's c_attn
         canonical = {"c": np.concatenate([query, key, value]).T}
         spans = [Span("c"), Span("c", len(query)), Span("c", len(query) + len(key))]
     packing = InterleavedQKV(*spans, num_kv_heads, queries, head_dim, dim=int(on_disk), transposed=on_disk)
@@ -68,9 +68,10 @@ def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, 
 
 
 @given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.booleans())
-def test_gate_and_up(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
+def test_gate_and_up_are_packed_in_sequence(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
     ffn = tp_size * rows_per_rank
-    gate, up = numbered(ffn, WIDTH, 1), numbered(ffn, WIDTH, 2)
+    gate = numbered(ffn, WIDTH, 1)
+    up = numbered(ffn, WIDTH, 2)
     ranks = [np.concatenate(pair) for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True)]
     assert_packs(GateUp(Span("gate"), Span("up")), {"gate": gate, "up": up}, ranks)
     fused = GateUp(Span("both"), Span("both", ffn), over=Over.EXPERT_TENSOR)
@@ -78,27 +79,28 @@ def test_gate_and_up(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
 
 
 @given(st.sampled_from([1, 2, 3]), st.integers(1, 4), st.integers(1, 3))
-def test_gate_and_up_in_alternating_blocks(tp_size: int, blocks_per_rank: int, block: int) -> None:
-    """Megatron undoes it on the outputs of the layer, which lie as its rows do: blocks, gate or up, within a block."""
+def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_rank: int, block: int) -> None:
     ffn = tp_size * blocks_per_rank * block
-    gate, up = numbered(ffn, WIDTH, 1), numbered(ffn, WIDTH, 2)
+    gate = numbered(ffn, WIDTH, 1)
+    up = numbered(ffn, WIDTH, 2)
     ranks = []
     for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True):
+        # Gate and up in turn, as Megatron reorders outputs.
         halves = np.concatenate(pair).reshape(2, blocks_per_rank, block, WIDTH)
         ranks.append(halves.swapaxes(0, 1).reshape(-1, WIDTH))
     assert_packs(GateUp(Span("gate"), Span("up"), block), {"gate": gate, "up": up}, ranks)
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 9))
-def test_padded_vocabulary(tp_size: int, vocab: int, multiple: int) -> None:
+def test_the_vocabulary_is_padded_at_the_end(tp_size: int, vocab: int, multiple: int) -> None:
     embedding = numbered(vocab, WIDTH, 1)
-    missing = -vocab % (multiple * tp_size)
+    missing = -vocab % (multiple * tp_size)  # every rank has a multiple of rows
     padded = np.concatenate([embedding, np.full((missing, WIDTH), PADDING)])
     assert_packs(Vocabulary("e", vocab), {"e": embedding}, np.split(padded, tp_size))
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 5), st.sampled_from([0, 1]), st.booleans())
-def test_split_and_replicated(tp_size: int, size_per_rank: int, dim: int, transposed: bool) -> None:
+def test_tensors_are_split_or_replicated(tp_size: int, size_per_rank: int, dim: int, transposed: bool) -> None:
     shape = (size_per_rank * tp_size, 4) if dim == 0 else (4, size_per_rank * tp_size)
     weight = numbered(*shape, 1)
     ranks = [part.T if transposed else part for part in np.split(weight, tp_size, axis=dim)]
@@ -107,7 +109,7 @@ def test_split_and_replicated(tp_size: int, size_per_rank: int, dim: int, transp
     assert_packs(Split("w", dim=dim, may_be_whole=True), {"w": weight}, [weight] * tp_size)
 
 
-def test_names_take_their_numbers() -> None:
+def test_names_are_filled_with_layer_and_expert() -> None:
     packing = Split("layers.{layer}.experts.{expert}.w", dim=0, over=Over.EXPERT_TENSOR)
     held = held_regions(packing, {"layer": 3, "expert": 7}, {"layers.3.experts.7.w": (4, 2)}, (2, 2), 1, 2)
     assert [(part.region.tensor, part.region.offsets) for part in held] == [("layers.3.experts.7.w", (2, 0))]
@@ -129,6 +131,6 @@ SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), 
         (Replicated("norm"), (3,), "no tensor norm"),
     ],
 )
-def test_what_does_not_fit(packing: Packing, local_shape: tuple[int, ...], message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(packing: Packing, local_shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         held_regions(packing, {}, SHAPES, local_shape, 0, 2)

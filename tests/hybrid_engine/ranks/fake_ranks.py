@@ -1,10 +1,9 @@
-"""Any rank of any world in one process, for what needs no communication: how large a model's parameters are and what
-they are called.
+"""Any rank of any world in one process, for checks of parameters without communication.
 
     for rank in range(8):
-        with fake_rank(ActorConfig(...), rank, world_size=8): ...   # Megatron believes it
+        with fake_rank(ActorConfig(...), rank, world_size=8): ...   # Megatron's state of that rank
 
-The process group is torch's own fake one, whose collectives do nothing. Use it in a process of its own.
+The process group is torch's fake one; its collectives do nothing. Use it in a separate process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hybrid_engine.config import ActorConfig
 
 @contextlib.contextmanager
 def fake_rank(config: ActorConfig, rank: int, world_size: int) -> Iterator[None]:
-    """The patches, and Megatron's parallel state as rank `rank` of `world_size` has it."""
+    """Apply the patches and initialise Megatron's parallel state of rank `rank` of `world_size`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import megatron_patches

@@ -1,4 +1,4 @@
-"""All ranks leave a phase together: in one process, and on two real ranks of which one fails, is silent or ends."""
+"""Ranks leave a phase together: in one process, and on two ranks that fail, stay silent or end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 
-SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
-LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before
+SILENCE_SECONDS = 1.0  # timeout of the agreement with a silent peer
+LOST_SECONDS = 60.0  # timeout with a peer that ends, which is noticed long before
 
 
 def outcome_of(call: Callable[[], object], expected: type[Exception] = Exception) -> str:
@@ -42,7 +42,7 @@ def outcome_of(call: Callable[[], object], expected: type[Exception] = Exception
 
 
 def code_of(call: Callable[[], object]) -> str:
-    """Return the type, code and message of this project's error that `call` raises, or its result."""
+    """Return type, code and message of this project's error raised by `call`, or its result."""
     try:
         return f"returned {call()}"
     except HybridEngineError as error:
@@ -50,7 +50,7 @@ def code_of(call: Callable[[], object]) -> str:
 
 
 def refusal_of(call: Callable[[], object]) -> str:
-    """Return the outcome of `call`, whose error must be one of this project."""
+    """Return the outcome of `call`; other errors than this project's are not caught."""
     return outcome_of(call, HybridEngineError)
 
 
@@ -59,7 +59,7 @@ def alone(job: None) -> Agreement:
     return Job.join(30).agreement
 
 
-def test_a_phase_that_succeeds_goes_on(alone: Agreement):
+def test_phases_succeed_on_one_rank(alone: Agreement):
     done = []
     with alone.phase("first"):
         done.append("first")
@@ -70,8 +70,8 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
     assert alone.is_same([3, -2], "shapes")
 
 
-def test_rounds_go_on_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hybrid_engine.ranks.agreement.SECONDS_OF_A_ROUND", 0.0)  # each step is one
+def test_rounds_continue_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hybrid_engine.ranks.agreement.SECONDS_OF_A_ROUND", 0.0)  # a step a round
     done = []
 
     def steps() -> Iterator[None]:
@@ -88,7 +88,7 @@ def test_rounds_go_on_until_all_steps_are_done(alone: Agreement, monkeypatch: py
         alone.rounds("work", steps())
 
 
-def test_a_closed_one_says_so(alone: Agreement):
+def test_a_closed_agreement_is_refused(alone: Agreement):
     alone.close()
     alone.close()
     for call in (lambda: alone.total(1), lambda: alone.gather(1, int), lambda: alone.conclude("phase")):
@@ -97,7 +97,7 @@ def test_a_closed_one_says_so(alone: Agreement):
 
 
 @pytest.mark.parametrize("error", [StateError("not now"), WeightError(["a: NaN", "b: NaN"]), RemoteError("far away")])
-def test_errors_of_the_engine_pass_as_they_are(alone: Agreement, error: Exception):
+def test_errors_of_the_engine_are_not_wrapped(alone: Agreement, error: Exception):
     with pytest.raises(type(error)) as by_phase, alone.phase("check"):
         raise error
     with pytest.raises(type(error)) as by_conclude:
@@ -106,7 +106,7 @@ def test_errors_of_the_engine_pass_as_they_are(alone: Agreement, error: Exceptio
     assert by_conclude.value is error
 
 
-def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement):
+def test_foreign_errors_become_reshard_errors_on_the_failing_rank(alone: Agreement):
     cause = MemoryError("no memory for 3 GB")
     foreign = has_code("unexpected-error", "prepare", "MemoryError: no memory for 3 GB")
     with pytest.raises(ReshardError, check=foreign) as failure, alone.phase("prepare"):
@@ -119,7 +119,7 @@ def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement
         pass
 
 
-def test_a_peers_error_keeps_its_code_beside_the_cause() -> None:
+def test_a_peer_error_keeps_its_code_and_names_the_cause() -> None:
     error = PeerTransportError("bucket 0, peer 1: it failed", code="peer-failed")
     failures = [("PeerTransportError: bucket 0", True), ("OSError: disk on fire", False)]
     agreed = _agreed_error("fill", error, failures, ReshardError)
@@ -127,13 +127,13 @@ def test_a_peers_error_keeps_its_code_beside_the_cause() -> None:
     assert has_code("peer-failed", "bucket 0, peer 1", "rank 1: OSError: disk on fire")(agreed)
 
 
-def test_an_interrupt_is_not_held_back(alone: Agreement):
+def test_an_interrupt_is_not_delayed(alone: Agreement):
     with pytest.raises(KeyboardInterrupt), alone.phase("prepare"):
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, OSError])
-def test_what_a_signals_handler_raises_in_a_collective_is_no_lost_rank(
+def test_an_error_of_a_signal_handler_in_a_collective_is_named(
     alone: Agreement, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ):
     def interrupted(values: object) -> None:
@@ -150,7 +150,7 @@ def test_what_a_signals_handler_raises_in_a_collective_is_no_lost_rank(
 
 Call = Callable[[Agreement], object]
 
-# Names in the message, call of rank 0, call of rank 1. Without the check gloo would abort both processes.
+# Texts of the message, call of rank 0, call of rank 1. Unchecked, gloo would abort both processes.
 DIFFERENT_CALLS: list[tuple[tuple[str, str], Call, Call]] = [
     (
         ("update on rank 0", "score on rank 1"),
@@ -185,9 +185,10 @@ def phase_outcome(agreement: Agreement, error: Exception | None) -> str:
     return outcome_of(run)
 
 
-def _without_memory(agreement: Agreement, rank: int) -> object:
-    """Rank 1 has none for what is shared."""
-    empty, message = torch.empty, b"told"
+def _share_without_memory(agreement: Agreement, rank: int) -> object:
+    """Share a message while rank 1 has no memory to receive it."""
+    empty = torch.empty
+    message = b"data"
 
     def full(nbytes: int, **arguments: object) -> torch.Tensor:
         if nbytes == len(message):
@@ -198,59 +199,60 @@ def _without_memory(agreement: Agreement, rank: int) -> object:
         return agreement.share([message])
 
 
-def _interrupted(agreement: Agreement) -> list[str]:
-    """Ctrl-C while this rank waits for the other, in the first of two collectives."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    found = []
+def _call_interrupted(agreement: Agreement) -> list[str]:
+    """Interrupt this rank while it waits for the other in each collective."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
+    outcomes = []
     for call in COLLECTIVES:
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
-            found.append(outcome_of(lambda call=call: call(agreement)))
+            outcomes.append(outcome_of(lambda call=call: call(agreement)))
         except KeyboardInterrupt:
-            found.append("KeyboardInterrupt")
+            outcomes.append("KeyboardInterrupt")
         timer.join()
-    return found
+    return outcomes
 
 
-def _late(agreement: Agreement) -> list[str]:
-    found = []
+def _call_late(agreement: Agreement) -> list[str]:
+    outcomes = []
     for call in COLLECTIVES:
-        time.sleep(0.4)
-        found.append(outcome_of(lambda call=call: call(agreement)))
-    return found
+        time.sleep(0.4)  # the other rank is interrupted after 0.1 s
+        outcomes.append(outcome_of(lambda call=call: call(agreement)))
+    return outcomes
 
 
 def fail_on_rank() -> dict[object, object]:
-    """Every way in which one rank or both fail; the agreement stays usable each time."""
+    """Fail on one rank or both in every way; the agreement stays usable."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     agreement = Job.join(60).agreement
-    foreign, own = OSError("disk on fire"), StateError("not now")
+    foreign = OSError("disk on fire")
+    known = StateError("not now")
     results: dict[object, object] = {"both well": phase_outcome(agreement, None)}
     results["rank 0, foreign"] = phase_outcome(agreement, foreign if rank == 0 else None)
-    results["rank 1, own"] = phase_outcome(agreement, own if rank == 1 else None)
-    results["both"] = phase_outcome(agreement, foreign if rank == 0 else own)
-    results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
+    results["rank 1, known"] = phase_outcome(agreement, known if rank == 1 else None)
+    results["both"] = phase_outcome(agreement, foreign if rank == 0 else known)
+    results["conclude"] = outcome_of(lambda: agreement.conclude("fill", known if rank == 0 else None))
     results["long text"] = len(phase_outcome(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
     results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
     results["share"] = agreement.share([b"of all", b"of rank %d" % rank, b""][: 3 - rank])
     with mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5):
         results["too much"] = code_of(lambda: agreement.share([b"123456"]))
-    other = b"damaged" if rank == 1 else b"told"
-    with mock.patch("hybrid_engine.ranks.agreement.content_digest", side_effect=[b"told", other]):
-        results["damaged"] = code_of(lambda: agreement.share([b"told"]))
-    results["no memory"] = code_of(lambda: _without_memory(agreement, rank))
+    digest = b"damaged" if rank == 1 else b"right"
+    with mock.patch("hybrid_engine.ranks.agreement.content_digest", side_effect=[b"right", digest]):
+        results["damaged"] = code_of(lambda: agreement.share([b"right"]))
+    results["no memory"] = code_of(lambda: _share_without_memory(agreement, rank))
     results["not encodable"] = code_of(lambda: agreement.gather("\udc80" if rank == 1 else "", str))
     with mock.patch("hybrid_engine.ranks.agreement.LIMIT", 8 * 2 * 100):
         results["clipped"] = phase_outcome(agreement, ValueError("x" * 1000) if rank == 1 else None)
     results["same"] = [
         agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
     ]
-    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
+    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]  # beyond 32 bits
     for names, *calls in DIFFERENT_CALLS:
         results[names] = code_of(lambda run=calls[rank]: run(agreement))
-    results["interrupted"] = _interrupted(agreement) if rank == 0 else _late(agreement)
+    results["interrupted"] = _call_interrupted(agreement) if rank == 0 else _call_late(agreement)
     results["both well again"] = phase_outcome(agreement, None)
     dist.destroy_process_group()
     return results
@@ -271,9 +273,9 @@ def test_all_ranks_raise_when_one_fails(failures: list[dict[str, object]]):
     for results in failures:
         assert "commit" in results["rank 0, foreign"]
         assert "OSError: disk on fire" in results["rank 0, foreign"]
-    assert of_rank_1["rank 1, own"] == "StateError: not now"
-    assert of_rank_0["rank 1, own"].startswith("RemoteError: ")
-    assert "rank 1: StateError: not now" in of_rank_0["rank 1, own"]
+    assert of_rank_1["rank 1, known"] == "StateError: not now"
+    assert of_rank_0["rank 1, known"].startswith("RemoteError: ")
+    assert "rank 1: StateError: not now" in of_rank_0["rank 1, known"]
     assert of_rank_0["conclude"] == "StateError: not now"
     assert "fill" in of_rank_1["conclude"]
     assert "rank 0: StateError: not now" in of_rank_1["conclude"]
@@ -287,13 +289,13 @@ def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, 
 
 
 @pytest.mark.parametrize("names", [names for names, *_ in DIFFERENT_CALLS])
-def test_ranks_that_make_different_calls_both_hear_of_both(failures: list[dict[object, str]], names: tuple[str, str]):
+def test_different_calls_are_named_on_both_ranks(failures: list[dict[object, str]], names: tuple[str, str]):
     for results in failures:
         assert results[names].startswith("DifferentCallsError different-calls: ")
         assert all(name in results[names] for name in names), results[names]
 
 
-def test_an_interrupt_comes_after_what_ranks_do_together(failures: list[dict[str, object]]):
+def test_an_interrupt_is_delivered_after_a_collective(failures: list[dict[str, object]]):
     of_rank_0, of_rank_1 = failures
     assert of_rank_0["interrupted"] == ["KeyboardInterrupt"] * 3
     assert of_rank_1["interrupted"] == ["returned [True, False]", "returned True", "returned ['y', 'y']"]
@@ -307,24 +309,24 @@ def test_gather_and_total(failures: list[dict[str, object]]):
         assert results["same"] == [True, False, True]
 
 
-def test_what_is_shared_comes_once(failures: list[dict[str, object]]) -> None:
+def test_equal_messages_are_shared_once(failures: list[dict[str, object]]) -> None:
     for results in failures:
-        told, messages = results["share"]
+        indices, messages = results["share"]
         assert messages == [b"of all", b"of rank 0", b"", b"of rank 1"]
-        assert told == [[0, 1, 2], [0, 3]]
+        assert indices == [[0, 1, 2], [0, 3]]
         assert results["too much"].startswith("MessageError message-too-long: ")
         assert all(number in results["too much"] for number in "65"), results["too much"]
 
 
-def test_what_fails_while_ranks_share_fails_on_all(failures: list[dict[str, object]]) -> None:
+def test_a_failure_to_share_is_raised_on_all_ranks(failures: list[dict[str, object]]) -> None:
     for name, kind, cause in (
         ("damaged", "MessageError malformed-message: ", "MessageError: "),
         ("no memory", "ReshardError unexpected-error: ", "MemoryError: full"),
         ("not encodable", "MessageError not-encodable: ", "MessageError: "),
         ("clipped", "ReshardError: ", "x" * 80),
     ):
-        remote, own = (results[name] for results in failures)
-        assert own.startswith(kind), own
+        remote, local = (results[name] for results in failures)
+        assert local.startswith(kind), local
         assert re.match(r"RemoteError( rank-failed)?: ", remote), remote
         assert cause in remote, remote
     assert "x" * 100 not in failures[0]["clipped"]
@@ -339,10 +341,10 @@ LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
 
 
 def lose_rank_1() -> dict[str, tuple[str, float]]:
-    """Rank 1 says nothing for a while, then leaves; rank 0 returns what each call gave, and after how many seconds."""
+    """Rank 1 stays silent, then leaves; rank 0 returns the outcome and seconds of each call."""
     dist.init_process_group("gloo")
     silent = Job.join(SILENCE_SECONDS).agreement
-    agreements = {name: Job.join(LOST_SECONDS).agreement for name in LOST_CALLS}  # one each: a loss is final
+    agreements = {name: Job.join(LOST_SECONDS).agreement for name in LOST_CALLS}  # losses are final
     if dist.get_rank() == 1:
         time.sleep(3 * SILENCE_SECONDS)
         dist.destroy_process_group()
@@ -363,7 +365,7 @@ def test_a_lost_rank_ends_every_wait(ranks: Ranks):
     for name, (outcome, seconds) in results.items():
         assert outcome.startswith("LostRankError: "), (name, outcome)
         assert "gloo" not in outcome, outcome
-        assert "GLHF" not in outcome, outcome
+        assert "GLHF" not in outcome, outcome  # part of torch's own error text
         assert seconds < LOST_SECONDS / 2, (name, seconds)
     assert "fill: OSError: disk on fire" in results["conclude with an error"][0]
     assert f"{SILENCE_SECONDS:g} s" in results["silent"][0]

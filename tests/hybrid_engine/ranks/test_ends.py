@@ -1,4 +1,4 @@
-"""What a rank has built ends, and errors of the end do not hide why."""
+"""Errors while a rank ends do not hide the error that caused the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ def fail() -> None:
     raise OSError("while it ended")
 
 
-def test_an_error_of_the_end_names_the_one_that_led_to_it() -> None:
+def test_an_error_while_ending_keeps_the_error_being_handled() -> None:
     """contextlib.ExitStack.close drops the exception that is being handled."""
-    inner, ends = Ends(), Ends()
+    inner = Ends()
+    ends = Ends()
     inner.callback(fail)
     ends.callback(inner.close)
     ends.callback(fail)
@@ -23,12 +24,12 @@ def test_an_error_of_the_end_names_the_one_that_led_to_it() -> None:
         finally:
             ends.close()
     second = raised.value.__context__
-    assert isinstance(second, OSError), "the other end that failed"
-    assert isinstance(second.__context__, KeyError), "what was being handled"
+    assert isinstance(second, OSError), "the other callback's error"
+    assert isinstance(second.__context__, KeyError), "the error being handled"
     assert second.__context__.__context__ is None
 
 
-def test_without_one_there_is_none() -> None:
+def test_an_error_while_ending_alone_has_no_context() -> None:
     ends = Ends()
     ends.callback(fail)
     with pytest.raises(OSError, match="while it ended") as raised:

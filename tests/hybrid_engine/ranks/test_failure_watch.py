@@ -1,4 +1,7 @@
-"""Ranks that part ways inside libraries: what each says, and that each ends; and those that only nearly do."""
+"""Ranks that diverge inside libraries: the errors they report, and that each ends.
+
+A healthy rank is not ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ CAUSES = {
     "stopped": r"rank 1 is stopped \(process \d+\)",
     "store goes": r"rank 0 has ended \(process \d+\)",
 }
-SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
+SECONDS_AT_MOST = 100  # a rank that hangs would wait for minutes
 
 
 @pytest.mark.ranks
@@ -32,31 +35,32 @@ SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
     "scenario",
     [name if name in ("raises", "ctrl-c") else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES],
 )
-def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
-    """One rank waits in a call that has no timeout, another in a collective, the third fails."""
+def test_every_rank_reports_the_cause_and_ends(scenario: str) -> None:
+    """A rank waits in a call without timeout, another in a collective; the third fails."""
     ended = run_ranks(["-m", "tests.hybrid_engine.ranks.watch_ranks", scenario], 3, timeout=SECONDS_AT_MOST)
-    cause, waiting = CAUSES[scenario], 1 if scenario == "store goes" else 0
+    cause = CAUSES[scenario]
+    waiting = 1 if scenario == "store goes" else 0
     assert ended.status is not None, f"a rank was left waiting:\n{ended.output}"
     assert re.search(rf"ERROR \[Reshard\] {cause} \(rank {waiting} is still in: generate\)", ended.output), ended.output
     end = rf"CRITICAL \[Reshard\] rank {waiting} ends: after \d+ s it still waits in 'generate'.*{cause}"
     assert re.search(end, ended.output), ended.output
-    if scenario in ("raises", "killed", "ctrl-c"):  # nothing tells a group that a member is stopped
+    if scenario in ("raises", "killed", "ctrl-c"):  # a group does not notice a stopped member
         assert re.search(rf"rank 2 LostRankError: generate: {cause}", ended.output), ended.output
     if scenario == "raises":
-        own = "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe other ranks did not come"
-        assert own in ended.output
-    assert "GLHF" not in ended.output
+        message = "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe other ranks did not come"
+        assert message in ended.output
+    assert "GLHF" not in ended.output  # part of torch's own error text
 
 
 @pytest.fixture
 def watch(job: None) -> Iterator[FailureWatch]:
-    """Of rank 0 of 2, whose peer never comes."""
-    with closing(FailureWatch(World(dist.HashStore(), 0, 2), 60.0)) as made:
-        yield made
+    """The watch of rank 0 of 2; rank 1 never starts."""
+    with closing(FailureWatch(World(dist.HashStore(), 0, 2), 60.0)) as failure_watch:
+        yield failure_watch
 
 
-def test_no_question_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python waits without end for a thread that finds no memory to begin."""
+def test_no_query_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory, Python would wait forever for a new thread to begin."""
 
     def start(self: threading.Thread) -> None:
         raise AssertionError(f"{self.name} was started")
@@ -67,7 +71,7 @@ def test_no_question_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.Mo
     assert watch.failures_of_others() == []
 
 
-def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatch) -> None:
+def test_missing_memory_fails_one_query_and_a_lost_store_all(watch: FailureWatch) -> None:
     def fail(error: Exception) -> str:
         raise error
 
@@ -77,31 +81,31 @@ def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatc
     assert watch._query(lambda: "answer", "otherwise") == "otherwise"
 
 
-def test_nothing_is_asked_of_a_store_whose_file_was_removed(job: None, tmp_path: Path) -> None:
-    """Trainers remove it when they end, and each call would then wait for the file to come back."""
+def test_a_store_with_a_removed_file_is_not_queried(job: None, tmp_path: Path) -> None:
+    """Trainers remove the file when they end, and each call would then wait for its return."""
     path = tmp_path / "store"
     watch = FailureWatch(World(dist.FileStore(str(path), -1), 0, 2), 60.0)
     path.unlink()
-    asked: list[int] = []
-    assert watch._query(lambda: asked.append(0), "otherwise") == "otherwise"
+    queries: list[int] = []
+    assert watch._query(lambda: queries.append(0), "otherwise") == "otherwise"
     watch.close()
-    assert asked == []
-    assert not path.exists()
+    assert queries == []
+    assert not path.exists()  # a query would create it again
 
 
-def test_a_rank_that_counts_again_while_it_is_looked_at_leaves_the_watch_intact(
+def test_a_rank_that_recovers_during_a_check_leaves_the_watch_intact(
     watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second look would find no cause, and its error would end the watching thread."""
+    """A second check would find no cause, and its error would end the watching thread."""
     failure = Failure(1, "", "did not respond for 60 s", -60.0, 1, beat="7")
-    looks = iter([False, True])
+    checks = iter([False, True])
     ended = []
-    monkeypatch.setattr(watch, "_is_forgiven", lambda failure: next(looks))
+    monkeypatch.setattr(watch, "_is_forgiven", lambda failure: next(checks))
     monkeypatch.setattr(watch, "_end", lambda cause, *arguments: ended.append(cause))
     with watch.inside("generate"):
         watch._react([failure])
     assert ended == [failure]
-    assert list(looks) == [True]
+    assert list(checks) == [True]
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +115,11 @@ def outcomes(ranks: Ranks) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "paused elsewhere", "building"])
 def test_no_healthy_rank_is_ended(outcomes: list[dict[str, str]], scenario: str) -> None:
-    assert [each[scenario] for each in outcomes] == ["returned None"] * 3
+    assert [results[scenario] for results in outcomes] == ["returned None"] * 3
 
 
-def test_a_replica_that_takes_its_time_is_not_ended_for_another_that_failed(outcomes: list[dict[str, str]]) -> None:
-    by_rank = [each["slow replica"] for each in outcomes]
+def test_a_slow_replica_is_not_ended_when_another_fails(outcomes: list[dict[str, str]]) -> None:
+    by_rank = [results["slow replica"] for results in outcomes]
     assert by_rank[0] == by_rank[1] == "ReshardError: generate: MemoryError: no memory for 3 GB"
     assert by_rank[2].startswith("RemoteError: generate failed on 2 rank(s)")
 
@@ -124,14 +128,14 @@ def test_a_replica_that_takes_its_time_is_not_ended_for_another_that_failed(outc
     ("scenario", "cause"),
     [("nested", "MemoryError: no memory for 3 GB"), ("not a peer", "DistBackendError: NCCL error: creating shared")],
 )
-def test_the_cause_is_everywhere(outcomes: list[dict[str, str]], scenario: str, cause: str) -> None:
-    by_rank = [each[scenario] for each in outcomes]
+def test_every_rank_reports_the_cause(outcomes: list[dict[str, str]], scenario: str, cause: str) -> None:
+    by_rank = [results[scenario] for results in outcomes]
     assert by_rank[1].startswith(f"ReshardError: building: {cause}")
-    assert all(each.startswith("RemoteError: ") and f"rank 1: {cause}" in each for each in (by_rank[0], by_rank[2]))
+    assert all(text.startswith("RemoteError: ") and f"rank 1: {cause}" in text for text in (by_rank[0], by_rank[2]))
 
 
-def test_there_is_no_agreement_after_the_ranks_have_parted(outcomes: list[dict[str, str]]) -> None:
-    """Or a later phase of one rank would meet the failed one of another, and both would call it a success."""
-    for each in outcomes:
-        assert each["after the end"].startswith("StateError: the ranks have parted, end the job: generate: ")
-        assert "MemoryError: no memory for 3 GB" in each["after the end"]
+def test_no_phase_succeeds_after_the_ranks_have_parted(outcomes: list[dict[str, str]]) -> None:
+    """Otherwise different phases of two ranks could meet, and both would succeed."""
+    for results in outcomes:
+        assert results["after the end"].startswith("StateError: the ranks have parted, end the job: generate: ")
+        assert "MemoryError: no memory for 3 GB" in results["after the end"]

@@ -1,4 +1,7 @@
-"""A forked child ends nothing of the rank's, at once; without the mechanism it hangs, or is killed by SIGSEGV."""
+"""A forked child exits at once and ends nothing of its parent rank.
+
+Without protection it would hang, or be killed by SIGSEGV.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.harness.launch import REPO_ROOT, Ranks
 
-SECONDS_TO_EXIT = 120  # of interpreters on a busy machine
+SECONDS_TO_EXIT = 120  # for interpreters on a busy machine
 
 EXITING = """
 import os, signal, sys, threading
@@ -28,36 +31,37 @@ if child:
     deadline.start()
     print(os.waitpid(child, 0)[1])
     deadline.cancel()
-    job.agreement.conclude("the job goes on")
+    job.agreement.conclude("the job is still usable")
 job.close()
-sys.exit(0)  # in the child, too
+sys.exit(0)  # in the child too
 """
 
 
 class Owner(SwitchContexts):
-    """Of a job, and of a group that torch does not know."""
+    """Owner of a job and of a group unknown to torch."""
 
     def __init__(self) -> None:
-        self.job, self.ends = Job.join(60), ExitStack()
+        self.job = Job.join(60)
+        self.ends = ExitStack()
         self.group = self.job.new_host_group(self.ends)
 
     def start(self) -> None:
-        """There is no switch."""
+        """A no-op, because there is no switch."""
 
     def shutdown(self) -> None:
         self.job.close()
 
 
 def status_of(call: Callable[[], object]) -> int | None:
-    """How a child ends in which that is called; None if it does not."""
+    """Run `call` in a forked child; returns its exit status, or None if it hangs."""
     child = os.fork()
     if child == 0:
         try:
             call()
-            os._exit(0)
+            os._exit(0)  # without Python's exit handlers
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 5  # a child that waits for its peers would hang
     while time.monotonic() < deadline:
         if (ended := os.waitpid(child, os.WNOHANG))[0]:
             return ended[1]
@@ -67,7 +71,7 @@ def status_of(call: Callable[[], object]) -> int | None:
     return None
 
 
-def leave_by_an_error(owner: Owner) -> None:
+def leave_with_an_error(owner: Owner) -> None:
     try:
         with owner:
             raise KeyError
@@ -75,27 +79,27 @@ def leave_by_an_error(owner: Owner) -> None:
         pass
 
 
-def fork() -> tuple[list[int | None], float]:
+def fork_children() -> tuple[list[int | None], float]:
     owner = Owner()
-    calls = [owner.shutdown, lambda: leave_by_an_error(owner), owner.group.close]
-    found = [status_of(call) for call in calls]
-    owner.job.agreement.conclude("the job goes on")
+    calls = [owner.shutdown, lambda: leave_with_an_error(owner), owner.group.close]
+    statuses = [status_of(call) for call in calls]
+    owner.job.agreement.conclude("the job is still usable")
     values = torch.tensor([float(owner.job.rank)])
     owner.group.end_maximum(owner.group.begin_maximum(values))
     owner.shutdown()
-    return found, values.item()
+    return statuses, values.item()
 
 
-def test_a_child_that_shuts_down_ends_nothing(ranks: Ranks) -> None:
-    assert ranks.launch(fork, 2) == [([0, 0, 0], 1.0)] * 2
+def test_a_child_that_shuts_down_does_not_affect_its_parent(ranks: Ranks) -> None:
+    assert ranks.launch(fork_children, 2) == [([0, 0, 0], 1.0)] * 2
 
 
-def test_a_child_that_exits_ends_nothing() -> None:
-    """Where the last references to groups go: Python's own exit."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def test_a_child_that_exits_does_not_affect_its_parent() -> None:
+    """Python's exit drops the last references to groups."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     output = subprocess.run(
         [sys.executable, "-c", EXITING],
-        env={**os.environ, **place, "PYTHONPATH": str(REPO_ROOT)},
+        env={**os.environ, **environment, "PYTHONPATH": str(REPO_ROOT)},
         capture_output=True,
         text=True,
         timeout=SECONDS_TO_EXIT,

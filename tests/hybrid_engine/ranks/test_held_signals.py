@@ -1,4 +1,4 @@
-"""Signals wait for the end of a block, and come once."""
+"""Signals are held until the end of a block, and then delivered once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @pytest.fixture
-def handle() -> Iterator[Callable[[int, Handler], None]]:
+def set_signal() -> Iterator[Callable[[int, Handler], None]]:
     before: dict[int, object] = {}
 
-    def put(number: int, handler: Handler) -> None:
+    def set_handler(number: int, handler: Handler) -> None:
         before.setdefault(number, signal.getsignal(number))
         signal.signal(number, handler)
 
-    yield put
+    yield set_handler
     for number, handler in before.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -33,63 +33,64 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_handler_runs_at_the_end_of_the_block(handle: Callable[[int, Handler], None]) -> None:
-    came: list[int] = []
-    handle(signal.SIGUSR1, lambda number, _frame: came.append(number))
-    with signals_held(), signals_held():
+def test_a_handler_runs_at_the_end_of_the_block(set_signal: Callable[[int, Handler], None]) -> None:
+    received: list[int] = []
+    set_signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
+    with signals_held(), signals_held():  # the outer block decides
         send(signal.SIGUSR1)
-        assert came == []
-    assert came == [signal.SIGUSR1]
+        assert received == []
+    assert received == [signal.SIGUSR1]
     send(signal.SIGUSR1)
-    assert came == [signal.SIGUSR1] * 2
+    assert received == [signal.SIGUSR1] * 2
 
 
-def test_every_handler_runs_though_one_raises(handle: Callable[[int, Handler], None]) -> None:
-    came: list[int] = []
+def test_every_handler_runs_even_if_another_raises(set_signal: Callable[[int, Handler], None]) -> None:
+    received: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    handle(signal.SIGUSR1, stop)
-    handle(signal.SIGUSR2, lambda number, _frame: came.append(number))
+    set_signal(signal.SIGUSR1, stop)
+    set_signal(signal.SIGUSR2, lambda number, _frame: received.append(number))
     with pytest.raises(KeyboardInterrupt), signals_held():
         send(signal.SIGUSR1)
         send(signal.SIGUSR2)
-    assert came == [signal.SIGUSR2]
+    assert received == [signal.SIGUSR2]
     assert signal.getsignal(signal.SIGUSR1) is stop
 
 
-def test_every_handler_is_put_back_and_runs_though_one_that_is_back_raises(
-    handle: Callable[[int, Handler], None], monkeypatch: pytest.MonkeyPatch
+def test_every_handler_is_restored_and_runs_even_if_another_raises(
+    set_signal: Callable[[int, Handler], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came, put = list[int](), signal.signal
+    received = list[int]()
+    set_handler = signal.signal
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def put_and_send(number: int, handler: Handler) -> None:
-        put(number, handler)
+    def set_and_send(number: int, handler: Handler) -> None:
+        set_handler(number, handler)
         if handler is stop:
             send(number)
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def record(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
 
-    handlers = {signal.SIGUSR1: note, signal.SIGUSR2: stop, signal.SIGWINCH: note}
+    handlers = {signal.SIGUSR1: record, signal.SIGUSR2: stop, signal.SIGWINCH: record}
     for number, handler in handlers.items():
-        handle(number, handler)
+        set_signal(number, handler)
     with pytest.raises(KeyboardInterrupt), signals_held():
         send(signal.SIGUSR1)
         send(signal.SIGWINCH)
-        monkeypatch.setattr(signal, "signal", put_and_send)
+        monkeypatch.setattr(signal, "signal", set_and_send)
     monkeypatch.undo()
-    assert came == [signal.SIGUSR1, signal.SIGWINCH]
+    assert received == [signal.SIGUSR1, signal.SIGWINCH]
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
-def test_who_listens_at_the_file_descriptor_hears_of_it_once(handle: Callable[[int, Handler], None]) -> None:
-    """Twice would be a second Ctrl-C."""
-    handle(signal.SIGUSR1, lambda _number, _frame: None)
+def test_the_wakeup_descriptor_gets_a_signal_once(set_signal: Callable[[int, Handler], None]) -> None:
+    """A second delivery would count as a second Ctrl-C."""
+    set_signal(signal.SIGUSR1, lambda _number, _frame: None)
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)
@@ -103,14 +104,14 @@ def test_who_listens_at_the_file_descriptor_hears_of_it_once(handle: Callable[[i
             signal.set_wakeup_fd(before)
 
 
-def test_other_threads_hold_nothing() -> None:
-    found: list[object] = []
+def test_other_threads_do_not_hold_signals() -> None:
+    handlers: list[object] = []
 
-    def look() -> None:
+    def read_handler() -> None:
         with signals_held():
-            found.append(signal.getsignal(signal.SIGINT))
+            handlers.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=read_handler)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
+    assert handlers == [signal.getsignal(signal.SIGINT)]

@@ -1,4 +1,4 @@
-"""What a rank knows of its job, and what it ends."""
+"""Joining, leaving and describing a job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def test_a_job_is_joined_in_the_process_group_that_is_there(job: None) -> None:
+def test_a_job_joins_an_existing_process_group(job: None) -> None:
     joined = Job.join(30, device=torch.device("meta"))
     assert (joined.rank, joined.world_size, joined.hosts) == (0, 1, (host_id(),))
     assert (joined.device.type, joined.timeout_seconds) == ("meta", 30)
     joined.close()
-    joined.close()
+    joined.close()  # idempotent
     assert dist.is_initialized()
     with pytest.raises(StateError, check=has_code("agreement-is-closed")):
         joined.agreement.conclude("phase")
@@ -47,28 +47,30 @@ def test_groups_end_with_their_owner(job: None) -> None:
         group.gather(b"own")
 
 
-def test_gpus_are_connected_by_all_ranks_of_a_part(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be seen without one: what torch is asked for."""
-    new_group, asked = dist.new_group, []
+def test_an_nccl_group_is_created_in_the_default_world_only(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments passed to torch, because there is no GPU."""
+    new_group = dist.new_group
+    arguments = []
 
-    def of_gloo(ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-        asked.append((ranks, timeout, backend))
+    def new_gloo_group(ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        arguments.append((ranks, timeout, backend))
         return new_group(ranks, timeout, "gloo")
 
-    monkeypatch.setattr(dist, "new_group", of_gloo)
-    joined, before = Job.join(30), num_groups()
+    monkeypatch.setattr(dist, "new_group", new_gloo_group)
+    joined = Job.join(30)
+    before = num_groups()
     with ExitStack() as owner:
         joined.new_nccl_group(owner, [[0]])
         assert num_groups() == before + 1
-    assert asked == [([0], timedelta(seconds=60), "nccl")]
+    assert arguments == [([0], timedelta(seconds=60), "nccl")]
     assert num_groups() == before
-    beside = Job.join(30, world=World(dist.HashStore(), 0, 1))
+    in_own_world = Job.join(30, world=World(dist.HashStore(), 0, 1))
     not_default = has_violations(("generate_config.transport", "not-default-group"))
     with pytest.raises(ConfigError, check=not_default), ExitStack() as owner:
-        beside.new_nccl_group(owner)
+        in_own_world.new_nccl_group(owner)
 
 
-def test_nothing_is_left_of_a_job_that_cannot_be_joined(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_join_leaves_no_group(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> str:
         raise OSError("no /proc")
 
@@ -79,24 +81,24 @@ def test_nothing_is_left_of_a_job_that_cannot_be_joined(job: None, monkeypatch: 
     assert num_groups() == before
 
 
-def test_without_torchrun_and_a_process_group_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_needs_torchrun_or_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="RANK", check=has_violations(("environment", "missing-variables"))):
         Job.join(30)
 
 
 def join_on_two_hosts() -> tuple[object, ...]:
-    """Without a process group: the job makes one, and ends it. Each rank is alone in its part of a group."""
+    """Join without a process group: the job creates and ends one. Each rank is a group part."""
     job = Job.join(60, host=f"host {os.environ['RANK']}")
     with ExitStack() as owner:
         part = list(job.new_group(owner, [[1], [0]]).ranks)
         assert job.new_group(owner).gather(bytes([job.rank])) == {0: b"\0", 1: b"\1"}
-    found = (job.rank, job.hosts, part, dist.is_initialized())
+    results = (job.rank, job.hosts, part, dist.is_initialized())
     job.close()
-    return (*found, dist.is_initialized())
+    return (*results, dist.is_initialized())
 
 
-def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ranks: Ranks) -> None:
+def test_a_job_exchanges_hosts_and_ends_its_own_process_group(ranks: Ranks) -> None:
     hosts = ("host 0", "host 1")
     assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, [0], True, False), (1, hosts, [1], True, False)]
 
@@ -104,7 +106,7 @@ def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ra
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
-    """Stores raise different things for what does not come."""
+    """Stores raise different errors for a missing key."""
     store = dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 4)
     store.set("started/2", "")
     with pytest.raises(LostRankError, check=has_code("ranks-not-started", "1, 3", "4", "0.2 s")):
@@ -115,34 +117,34 @@ def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_may_come_some_seconds_later_to_a_store_in_a_file(tmp_path: Path) -> None:
-    """Each look at the store ends after a second."""
+def test_a_server_may_reach_a_file_store_seconds_later(tmp_path: Path) -> None:
+    """Each query of the store ends after a second."""
     path = str(tmp_path / "store")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_meet, dist.FileStore(path, 2), 0, 2, 30)
-        time.sleep(1.5)
+        time.sleep(1.5)  # longer than a query of the store
         assert _meet(dist.FileStore(path, 2), 1, 2, 30, "later") == waiting.result() == ["", "later"]
 
 
 def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for the others' start is bounded by a floor of its own, and so is that for their store."""
+    """Waiting for other ranks to start, and for their store, has a minimum timeout."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    asked: list[float] = []
+    timeouts: list[float] = []
 
     def rendezvous(url: str, timeout: object) -> object:
-        asked.append(timeout.total_seconds())
+        timeouts.append(timeout.total_seconds())
         yield dist.HashStore(), 0, 1
 
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
     assert join_process_group(timeout_seconds=5.0)
     dist.destroy_process_group()
-    assert asked == [SECONDS_TO_BUILD]
+    assert timeouts == [SECONDS_TO_BUILD]
 
 
 @pytest.mark.slow
-def test_ranks_of_a_world_have_started(tmp_path: Path) -> None:
-    """A job with servers is joined by ranks that run: who does not come is not waited for as one that imports is."""
+def test_ranks_of_a_world_must_have_started(tmp_path: Path) -> None:
+    """Ranks of a job with servers already run, so a missing rank gets no time to import."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     store.set_timeout(timedelta(seconds=30))
     started = time.monotonic()
@@ -163,22 +165,24 @@ def test_ranks_of_a_world_have_started(tmp_path: Path) -> None:
 def test_each_rank_takes_its_gpu(
     monkeypatch: pytest.MonkeyPatch, num_visible: int, current: int, local_rank: str | None, expected: int
 ) -> None:
-    """torch.cuda is replaced: no GPU is needed to choose one."""
-    taken: list[int] = []
+    """torch.cuda is replaced, because there is no GPU."""
+    set_devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "set_device", set_devices.append)
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert own_device() == torch.device("cuda", expected)
-    assert taken == [expected]
+    assert set_devices == [expected]
 
 
 @pytest.mark.parametrize(("has_gpus", "expected"), [(True, "nccl"), (False, "gloo")])
-def test_on_gpus_no_group_has_gloo_beside_nccl(monkeypatch: pytest.MonkeyPatch, has_gpus: bool, expected: str) -> None:
-    """Megatron's groups take the backends of the default one."""
+def test_the_default_backend_is_nccl_on_gpus_and_gloo_without(
+    monkeypatch: pytest.MonkeyPatch, has_gpus: bool, expected: str
+) -> None:
+    """Megatron's groups use the backends of the default group."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
     assert default_backend() == expected

@@ -1,4 +1,4 @@
-"""The private names of torch that the engine uses are those of the installed version."""
+"""Private names of torch that the engine uses exist in the installed version."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def test_the_installed_torch_has_the_name(private: PrivateName) -> None:
 
 
 @pytest.mark.parametrize("target", ["torch:nothing", "torch.no_module:name", "torch.nn:Linear.nothing"])
-def test_a_name_that_is_gone_is_noticed(target: str) -> None:
+def test_a_missing_name_is_detected(target: str) -> None:
     assert not exists(PrivateName(target, "a test"))
 
 
-def test_storages_are_told_apart_without_memory() -> None:
-    one, other = (torch.zeros(4).untyped_storage() for _ in range(2))
-    view = torch.empty(0).set_(one)
-    for storage in (one, other):
+def test_storages_without_memory_are_distinguished() -> None:
+    first, second = (torch.zeros(4).untyped_storage() for _ in range(2))
+    view = torch.empty(0).set_(first)
+    for storage in (first, second):
         storage.resize_(0)
-    assert storage_id(view.untyped_storage()) == storage_id(one) != storage_id(other)
+    assert storage_id(view.untyped_storage()) == storage_id(first) != storage_id(second)
 
 
-def test_no_group_is_not_alive() -> None:
+def test_a_missing_group_is_not_alive() -> None:
     assert not is_alive(None)
 
 
@@ -37,14 +37,14 @@ def product() -> torch.Tensor:
     return torch.full((2, 2), 1.001) @ torch.ones(2, 2)
 
 
-def test_modes_of_the_caller_are_suspended_and_come_back() -> None:
+def test_modes_of_the_caller_are_suspended_and_restored() -> None:
     expected = product()
     with other_torch_modes():
         for _ in range(2):
-            found = product()
-            assert found.dtype is torch.float32
-            assert torch.equal(found, expected)
-            assert not found.is_inference()
+            result = product()
+            assert result.dtype is torch.float32
+            assert torch.equal(result, expected)
+            assert not result.is_inference()
             outside = torch.ones(2, 2, dtype=torch.float32) @ torch.ones(2, 2, dtype=torch.float32)
             assert outside.is_inference()
             assert outside.dtype is torch.ones(1).dtype is torch.bfloat16

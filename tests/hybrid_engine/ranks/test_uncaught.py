@@ -1,4 +1,4 @@
-"""What ranks print that end by an error which nobody catches, as new processes under a launcher."""
+"""Output of ranks that end by an uncaught error, as new processes under a launcher."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hybrid_engine.errors import ConfigError, Violation
 def end_the_wait():
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.01)
-    print("rank 2 waits, and is told to end", flush=True)
+    print("rank 2 waits and gets SIGTERM", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 if os.environ["RANK"] == "0":
     time.sleep(3)
-if os.environ["RANK"] == "2":  # the launcher does so where another rank has ended
+if os.environ["RANK"] == "2":  # as the launcher does once another rank has ended
     threading.Thread(target=end_the_wait, daemon=True).start()
 key = "rank 2" if os.environ["RANK"] == "2" else "two ranks"
 raise ConfigError([Violation(key, "is wrong", "Change it")])
@@ -66,26 +66,26 @@ print("ended with", subprocess.run([sys.executable, "-c", sys.argv[1]]).returnco
 """
 
 
-def printed(program: str, *arguments: str) -> list[str]:
-    """Lines of three ranks, without torch's prefix and its warnings."""
+def run_and_read(program: str, *arguments: str) -> list[str]:
+    """Return the lines that three ranks print, without torch's prefix and warnings."""
     ended = run_ranks(["-c", program, *arguments], 3, 100)
     assert ended.status not in (0, None), ended.output
     lines = [re.sub(r"^\[rank\d\]: ", "", line) for line in ended.output.splitlines()]
     return [line for line in lines if line and not re.match(r"\[rank\d\]:\[W|\[W\d", line)]
 
 
-def shortened(lines: list[str]) -> list[str]:
+def short_lines(lines: list[str]) -> list[str]:
     return sorted(line for line in lines if re.match(r"rank \d ends by", line))
 
 
-def test_what_rank_0_prints_others_do_not_and_what_only_one_rank_has_it_prints() -> None:
-    lines = printed(BEFORE_RANKS_MEET)
-    assert shortened(lines) == ["rank 1 ends by ConfigError; rank 0 prints the cause"]
+def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too() -> None:
+    lines = run_and_read(BEFORE_RANKS_MEET)
+    assert short_lines(lines) == ["rank 1 ends by ConfigError; rank 0 prints the cause"]
     assert lines.count("Traceback (most recent call last):") == 0
     assert lines.count("  in <string>:16") == 2, "the caller's line in place of a traceback"
     assert lines.count("  - two ranks: is wrong. Change it") == 1
     assert lines.count("  - rank 2: is wrong. Change it") == 1
-    assert lines.count("rank 2 waits, and is told to end") == 1
+    assert lines.count("rank 2 waits and gets SIGTERM") == 1
 
 
 @pytest.mark.parametrize(
@@ -104,35 +104,39 @@ def test_a_configuration_that_rank_0_refused_ends_all_ranks_alike() -> None:
     assert re.findall(r"ended with (\d)", ended.output) == ["2"] * 3, ended.output
 
 
-def test_a_failed_rank_prints_its_traceback_and_the_first_one_names_it() -> None:
-    lines = printed(IN_A_PHASE, "one")
-    assert shortened(lines) == ["rank 2 ends by RemoteError; rank 0 prints the cause"]
+def test_a_failed_rank_prints_its_traceback_and_rank_0_the_cause() -> None:
+    lines = run_and_read(IN_A_PHASE, "one")
+    assert short_lines(lines) == ["rank 2 ends by RemoteError; rank 0 prints the cause"]
     assert "hybrid_engine.errors.RemoteError: checking failed on 1 rank(s):" in lines
-    assert "LookupError: of rank 1" in lines  # rank 1's own, with where it was raised
-    assert lines.count("Traceback (most recent call last):") == 3  # of LookupError, what became of it, and rank 0
-    assert lines[-1] == "rank 2 ends by RemoteError; rank 0 prints the cause", lines  # the launcher may end all now
+    assert "LookupError: of rank 1" in lines  # the traceback of rank 1
+    assert (
+        lines.count("Traceback (most recent call last):") == 3
+    )  # two on rank 1 (LookupError, its ReshardError), one on rank 0
+    assert lines[-1] == "rank 2 ends by RemoteError; rank 0 prints the cause", (
+        lines
+    )  # the launcher may now end all ranks
 
 
-def test_a_failure_of_the_first_rank_is_one_line_of_each_of_the_others() -> None:
-    lines = printed(IN_A_PHASE, "first")
-    assert shortened(lines) == [f"rank {rank} ends by RemoteError; rank 0 prints the cause" for rank in (1, 2)]
+def test_a_failure_of_rank_0_is_one_line_on_other_ranks() -> None:
+    lines = run_and_read(IN_A_PHASE, "first")
+    assert short_lines(lines) == [f"rank {rank} ends by RemoteError; rank 0 prints the cause" for rank in (1, 2)]
     assert lines.count("LookupError: of rank 0") == 1
 
 
-def test_a_killed_rank_is_one_line_of_each_of_the_others() -> None:
-    lines = printed(IN_A_PHASE, "killed")
+def test_a_killed_rank_is_one_line_on_other_ranks() -> None:
+    lines = run_and_read(IN_A_PHASE, "killed")
     assert "Traceback (most recent call last):" not in lines
     lost = r"rank [02] ends by LostRankError: checking: rank 1 has ended \(process \d+\)\. The job cannot go on"
-    assert len(shortened(lines)) == 2
-    assert all(re.fullmatch(lost, line) for line in shortened(lines)), lines
-    assert len(lines) <= 4, lines  # with one of the watch's on each, where it was quicker
+    assert len(short_lines(lines)) == 2
+    assert all(re.fullmatch(lost, line) for line in short_lines(lines)), lines
+    assert len(lines) <= 4, lines  # each rank may also print a line of the failure watch
 
 
-# -- in this process ---------------------------------------------------------------------------------------------------
+# -- in this process --
 
 
 class Notes:
-    """The launcher's store."""
+    """Stand-in for the launcher's store."""
 
     left: ClassVar[dict[str, str]] = {}
 
@@ -154,16 +158,16 @@ def print_as(rank: str, error: HybridEngineError) -> None:
     uncaught._print_as_rank(rank, error, lambda: traceback.print_exception(error))
 
 
-def caused(error: HybridEngineError, cause: BaseException) -> HybridEngineError:
+def with_cause(error: HybridEngineError, cause: BaseException) -> HybridEngineError:
     error.__cause__ = cause
     return error
 
 
 @pytest.mark.parametrize("printed_cause", ["of rank 0", "another"])
-def test_a_rank_says_less_only_if_rank_0_has_printed_its_cause(
+def test_a_rank_prints_one_line_only_if_rank_0_printed_the_cause(
     printed_cause: str, notes: type[Notes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_as("0", caused(ReshardError("checking"), LookupError(printed_cause)))
+    print_as("0", with_cause(ReshardError("checking"), LookupError(printed_cause)))
     error = RemoteError("checking failed on 1 rank(s)")
     error.cause_on_rank_0 = "LookupError: of rank 0"
     print_as("2", error)
@@ -172,21 +176,20 @@ def test_a_rank_says_less_only_if_rank_0_has_printed_its_cause(
 
 
 @pytest.mark.parametrize("is_explained", [True, False])
-def test_a_lost_rank_for_no_known_reason_is_printed_whole(
+def test_an_unexplained_lost_rank_is_printed_in_full(
     is_explained: bool, notes: type[Notes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv")
-    error = caused(LostRankError("update: a rank did not respond"), cause)
+    error = with_cause(LostRankError("update: a rank did not respond"), cause)
     assert isinstance(error, LostRankError)
     error.is_explained = is_explained
     print_as("1", error)
     assert ("Timed out waiting 1000ms" in capsys.readouterr().err) == (not is_explained)
 
 
-def test_rank_0_has_written_its_text_out_before_others_hear_of_it(
-    notes: type[Notes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, held = io.StringIO(), io.StringIO()
+def test_rank_0_flushes_its_output_before_notifying_others(notes: type[Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = io.StringIO()
+    held = io.StringIO()
     written = []
 
     def leave(self: Notes, key: str, note: str) -> None:
@@ -195,7 +198,7 @@ def test_rank_0_has_written_its_text_out_before_others_hear_of_it(
 
     monkeypatch.setattr(Notes, "leave", leave)
     monkeypatch.setattr(sys, "__stderr__", real)
-    monkeypatch.setattr(sys, "stderr", held)  # as torch's hook has it
+    monkeypatch.setattr(sys, "stderr", held)  # as torch's exception hook does
     print_as("0", ReshardError("checking"))
     assert written == [real.getvalue()]
     assert "[rank0]: hybrid_engine.errors.ReshardError: checking\n" in real.getvalue()

@@ -1,7 +1,7 @@
-"""Three ranks that part ways, or nearly, for test_failure_watch.py; constants of the watch are shortened.
+"""Scenarios for test_failure_watch.py: three ranks that diverge, or nearly; timeouts are short.
 
-python -m tests.hybrid_engine.ranks.watch_ranks SCENARIO      a job that ends: each rank prints what it raised
-ranks.launch(all_survived, 3)                           those after which ranks meet again
+python -m tests.hybrid_engine.ranks.watch_ranks SCENARIO   a job that ends; ranks print errors
+ranks.launch(all_survived, 3)                              scenarios that ranks survive
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
 FOR_EVER = 600.0
 PATIENCE = SILENCE = 1.5
-LONGER_THAN_ALL_PATIENCE = 4.0  # more than patience, silence, and what is added to them
+LONGER_THAN_ALL_PATIENCE = 4.0  # more than patience, silence and the seconds added to them
 
 
 def main(scenario: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     _shorten()
-    failure_watch._SECONDS_TO_SPARE = 3.0  # for those that can end by themselves
+    failure_watch._SECONDS_TO_SPARE = 3.0  # for ranks that can end by themselves
     store = _store_of_rank_0() if scenario == "store goes" else None
-    place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": 3}
-    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=FOR_EVER), **place)
+    arguments = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": 3}
+    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=FOR_EVER), **arguments)
     rank = dist.get_rank()
     agreement = Job.join(SILENCE if scenario == "stopped" else FOR_EVER).agreement
     print(f"rank {rank}", outcome_of(lambda: ENDING[scenario](rank, agreement)), flush=True)
-    os._exit(3)
+    os._exit(3)  # without waiting for other ranks
 
 
 def all_survived() -> dict[str, str]:
-    """Each scenario with an agreement of its own; what came of it on this rank."""
+    """Run each scenario with a new agreement; returns this rank's outcomes."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
-    found = {}
+    outcomes = {}
     for name, scenario in SURVIVED.items():
         _shorten()
         agreement = Job.join(FOR_EVER).agreement
-        found[name] = outcome_of(lambda run=scenario, one=agreement: run(dist.get_rank(), one))
+        outcomes[name] = outcome_of(lambda run=scenario, agreement=agreement: run(dist.get_rank(), agreement))
         agreement.close()
         dist.barrier()
     dist.destroy_process_group()
-    return found
+    return outcomes
 
 
 def _shorten() -> None:
@@ -64,7 +64,7 @@ def _shorten() -> None:
 
 
 def _store_of_rank_0() -> dist.Store:
-    """As without torchrun: the store is in a rank."""
+    """Create a store inside rank 0, as without torchrun."""
     meeting, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -73,16 +73,16 @@ def _store_of_rank_0() -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
 
 
-def part(how: Callable[[], None], patience: float = PATIENCE) -> Callable[[int, Agreement], None]:
-    """Rank 1 fails. Rank 0 waits in a call that has no timeout, rank 2 in a collective."""
+def fail_on_rank_1(how: Callable[[], None], patience: float = PATIENCE) -> Callable[[int, Agreement], None]:
+    """Rank 1 fails; rank 0 waits in a call without timeout, rank 2 in a collective."""
 
     def scenario(rank: int, agreement: Agreement) -> None:
         with agreement.phase("generate", patience):
             if rank == 1:
-                time.sleep(0.5)  # the others are waiting by then
+                time.sleep(0.5)  # until the others wait
                 how()
             if rank == 0:
-                time.sleep(FOR_EVER)  # as in a library that hears no signal and has no timeout
+                time.sleep(FOR_EVER)  # like a library without timeout that ignores signals
             dist.recv(torch.zeros(1), src=1)
 
     return scenario
@@ -97,8 +97,8 @@ def _interrupt() -> None:
 
 
 def after_the_end(rank: int, agreement: Agreement) -> None:
-    """Rank 1 fails alone, its caller goes on; the others come too late for the agreement, and meet no other one."""
-    failure_watch._SECONDS_TO_SPARE = 30.0  # they are late, not stuck, however slow the machine is
+    """Rank 1 fails alone and continues; the others must not meet its next agreement."""
+    failure_watch._SECONDS_TO_SPARE = 30.0  # late ranks are not stuck, even on a slow machine
     with contextlib.suppress(LostRankError), agreement.phase("generate", 0.5):
         if rank == 1:
             _raise()
@@ -108,7 +108,7 @@ def after_the_end(rank: int, agreement: Agreement) -> None:
 
 
 def interrupted(rank: int, agreement: Agreement) -> None:
-    """Ctrl-C in a notebook on all ranks, then the same call again, which takes longer than anybody's patience."""
+    """Ctrl-C in a notebook on all ranks, then the same call again, longer than all patience."""
     try:
         with agreement.phase("generate", PATIENCE):
             raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def interrupted(rank: int, agreement: Agreement) -> None:
 
 
 def slow_replica(rank: int, agreement: Agreement) -> None:
-    """Ranks 0 and 1 are a replica and fail; rank 2 is another one, which takes its time."""
+    """Ranks 0 and 1 are a replica and fail; rank 2 is another, slow replica."""
     with agreement.phase("generate", PATIENCE, waiting=[0, 1] if rank < 2 else [2]):
         if rank < 2:
             _raise()
@@ -127,7 +127,7 @@ def slow_replica(rank: int, agreement: Agreement) -> None:
 
 
 def store_error(rank: int, agreement: Agreement) -> None:
-    """The store fails to answer rank 1's thread a few times."""
+    """The store fails to answer rank 1's thread several times."""
     agreement._watch.set_silence(SILENCE)
     if rank == 1:
         agreement._watch._threads_store = _Flaky(agreement._watch._threads_store)
@@ -137,7 +137,8 @@ def store_error(rank: int, agreement: Agreement) -> None:
 
 class _Flaky:
     def __init__(self, store: dist.Store) -> None:
-        self._store, self._until = store, time.monotonic() + 1.2
+        self._store = store
+        self._until = time.monotonic() + 1.2
 
     def __getattr__(self, name: str) -> object:
         if time.monotonic() < self._until:
@@ -146,38 +147,41 @@ class _Flaky:
 
 
 def paused(rank: int, agreement: Agreement, *, is_elsewhere: bool = False) -> None:
-    """Rank 1 is stopped until the others know; then it goes on, and their patience is over.
+    """Rank 1 is stopped until the others notice, then continues after their patience has ended.
 
-    It does not count for as long as they look, as on a host too busy to give its thread any time. On another host they
-    cannot see that it runs: there it counts again before their patience is over. No step of this waits for a time.
+    It sends no beats while they check, like a rank on a host too busy to run its thread. Ranks on
+    another host cannot see its process, so there it sends beats again before their patience ends.
+    Every step waits for an event, none for a time.
     """
     failure_watch._SECONDS_TO_SPARE = FOR_EVER
-    watch, stalled = agreement._watch, _Stalled(agreement._watch._threads_store)
+    watch = agreement._watch
+    stalled = _Stalled(agreement._watch._threads_store)
     with agreement.phase("generate"):
         if rank == 1:
             if not is_elsewhere:
                 watch._threads_store = stalled
-                stalled.has_come.wait()
+                stalled.is_waiting.wait()
             os.kill(os.getpid(), signal.SIGSTOP)
-            _await(lambda: watch.num_at("looked") == 2)
-            stalled.goes_on.set()
+            _wait_until(lambda: watch.num_at("checked") == 2)
+            stalled.may_continue.set()
             return
-        _await(lambda: 1 in watch._pids)
+        _wait_until(lambda: 1 in watch._pids)
         pid = watch._pids[1]
         if is_elsewhere:
-            watch._space, watch._pids = None, {}
-        if rank == 0:  # its neighbour
+            watch._space = None
+            watch._pids = {}
+        if rank == 0:  # the rank that watches rank 1
             watch.set_silence(SILENCE)
-        _await(lambda: [each for each in watch._known.failures if each.rank == 1])
+        _wait_until(lambda: [failure for failure in watch._known.failures if failure.rank == 1])
         (failure,) = watch._known.failures
-        watch.num_at("heard", arriving=True)
-        _await(lambda: watch.num_at("heard") == 2)
+        watch.num_at("noticed", arriving=True)
+        _wait_until(lambda: watch.num_at("noticed") == 2)
         os.kill(pid, signal.SIGCONT)
-        _await(lambda: not state_of(pid) and (_count(watch, 1) != failure.beat if is_elsewhere else True))
+        _wait_until(lambda: not state_of(pid) and (_count(watch, 1) != failure.beat if is_elsewhere else True))
         failure_watch._SECONDS_TO_SPARE = 0.5
         first = int(_count(watch, rank))
-        _await(lambda: int(_count(watch, rank)) > first + 4)
-        watch.num_at("looked", arriving=True)
+        _wait_until(lambda: int(_count(watch, rank)) > first + 4)
+        watch.num_at("checked", arriving=True)
 
 
 def paused_elsewhere(rank: int, agreement: Agreement) -> None:
@@ -185,19 +189,21 @@ def paused_elsewhere(rank: int, agreement: Agreement) -> None:
 
 
 class _Stalled:
-    """A store in which this rank's thread stops until it `goes_on`."""
+    """A store in which this rank's thread waits for `may_continue`."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self.has_come, self.goes_on = store, threading.Event(), threading.Event()
+        self._store = store
+        self.is_waiting = threading.Event()
+        self.may_continue = threading.Event()
 
     def __getattr__(self, name: str) -> object:
-        self.has_come.set()
-        self.goes_on.wait()
+        self.is_waiting.set()
+        self.may_continue.wait()
         return getattr(self._store, name)
 
 
-def _await(is_so: Callable[[], object]) -> None:
-    while not is_so():
+def _wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
         time.sleep(0.05)
 
 
@@ -206,7 +212,7 @@ def _count(watch: failure_watch.FailureWatch, rank: int) -> str:
 
 
 def building(rank: int, agreement: Agreement) -> None:
-    """While engines are built a rank may be silent for longer than the timeout."""
+    """A rank may be silent for longer than the timeout while engines are built."""
     agreement.timeout_seconds = SILENCE
     with agreement.building(), agreement.phase("importing"):
         if rank == 1:
@@ -219,7 +225,7 @@ def _stop_for(seconds: float) -> None:
 
 
 def nested(rank: int, agreement: Agreement) -> None:
-    """Rank 1 fails before the agreement within the phase, which the others reach."""
+    """Rank 1 fails before an agreement inside the phase; the others reach it."""
     with agreement.phase("building"):
         if rank == 1:
             _raise()
@@ -227,7 +233,7 @@ def nested(rank: int, agreement: Agreement) -> None:
 
 
 def not_a_peer(rank: int, agreement: Agreement) -> None:
-    """A library's error about connections whose reason nobody knows: it is the cause, not an echo."""
+    """A library's connection error without a known reason is the cause, not a consequence."""
     with agreement.phase("building"):
         if rank == 1:
             raise dist.DistBackendError("NCCL error: creating shared memory segment /dev/shm/nccl-x")
@@ -235,7 +241,7 @@ def not_a_peer(rank: int, agreement: Agreement) -> None:
 
 def store_goes(rank: int, agreement: Agreement) -> None:
     with agreement.phase("generate", PATIENCE):
-        time.sleep(2.0)  # for the others to have seen who is there
+        time.sleep(2.0)  # until the others have seen every rank
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(FOR_EVER)
@@ -244,10 +250,10 @@ def store_goes(rank: int, agreement: Agreement) -> None:
 Scenario = Callable[[int, Agreement], None]
 
 ENDING: dict[str, Scenario] = {
-    "raises": part(_raise),
-    "ctrl-c": part(_interrupt, FOR_EVER),
-    "killed": part(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "stopped": part(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "raises": fail_on_rank_1(_raise),
+    "ctrl-c": fail_on_rank_1(_interrupt, FOR_EVER),
+    "killed": fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "stopped": fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "store goes": store_goes,
 }
 

@@ -1,4 +1,4 @@
-"""Records, buffers and layouts check themselves."""
+"""Checks of shards, buffers and layouts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.planning.cases import Case, cases, elements_of, whole
 
 
-def test_ranks_that_disagree_are_all_named() -> None:
-    one, other = whole("t", (4,), 0, "b"), whole("t", (5,), 0, "b")
+def test_all_disagreements_of_ranks_are_named() -> None:
+    first = whole("t", (4,), 0, "b")
+    second = whole("t", (5,), 0, "b")
     with pytest.raises(PlanError) as caught:
-        Layout.merge([one, other])
+        Layout.merge([first, second])
     assert "t: shape (4,) on one rank, (5,) on another" in str(caught.value)
     assert "described twice" in str(caught.value)
     assert len(caught.value.findings) == 2
 
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 2), (-1, 2)])
-def test_an_extent_is_an_interval(start: int, stop: int) -> None:
+def test_an_invalid_extent_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="invalid interval"):
         Extent(start, stop)
 
 
-def test_records_and_buffers_check_themselves() -> None:
+def test_invalid_shards_and_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"my\.tensor: 1 strides for 2 dims"):
         Shard(Region("my.tensor", (0, 0), (2, 2)), Place(BufferId(0, "b"), 0, (1,)))
     with pytest.raises(ValueError, match="unknown dtype 'int3'; known are float64"):
@@ -44,9 +45,10 @@ BUFFER = BufferId(3, "weight")
 
 
 @st.composite
-def one_buffer(draw: st.DrawFn) -> Layout:
-    """A buffer with a few records and padding that need not fit: strides, offsets and sizes at random."""
-    tensors, shards = {}, []
+def layouts_of_one_buffer(draw: st.DrawFn) -> Layout:
+    """Draw a buffer with random shards and padding, which need not fit."""
+    tensors = {}
+    shards = []
     for number in range(draw(st.integers(0, 3))):
         shape = draw(st.lists(st.integers(1, 3), max_size=3).map(tuple))
         dense = draw(st.permutations(contiguous_strides(shape)))
@@ -63,10 +65,10 @@ def one_buffer(draw: st.DrawFn) -> Layout:
     return Layout(tensors, {BUFFER: Buffer(numel, "float32", padding=tuple(padding))}, tuple(shards))
 
 
-@given(one_buffer())
+@given(layouts_of_one_buffer())
 def test_coverage_is_exact(layout: Layout) -> None:
     buffer = layout.buffers[BUFFER]
-    counts = np.zeros(200, int)
+    counts = np.zeros(200, int)  # writes of each element, also beyond the buffer's end
     for shard in layout.shards:
         for _, position in elements_of(shard):
             counts[position] += 1
@@ -86,12 +88,12 @@ def test_coverage_is_exact(layout: Layout) -> None:
 
 
 @given(cases())
-def test_sound_layouts_have_no_faults(case: Case) -> None:
+def test_valid_layouts_have_no_faults(case: Case) -> None:
     assert layout_faults(case.source, exact=False) == []
     assert layout_faults(case.destination, exact=True) == []
 
 
-def test_negative_steps_are_inside_when_their_ends_are() -> None:
+def test_negative_strides_within_the_buffer_are_accepted() -> None:
     shard = Shard(Region("t", (0,), (4,)), Place(BUFFER, 3, (-1,)))
     layout = Layout({"t": (4,)}, {BUFFER: Buffer(4, "int8")}, (shard,))
     assert layout_faults(layout, exact=True) == []
@@ -100,7 +102,7 @@ def test_negative_steps_are_inside_when_their_ends_are() -> None:
     assert "elements [-1, 2]" in fault
 
 
-def test_shards_of_nothing_known() -> None:
+def test_shards_of_unknown_tensors_and_buffers_are_faults() -> None:
     shards = (
         Shard(Region("unknown", (0,), (4,)), Place(BUFFER, 0, (1,))),
         Shard(Region("t", (2, 0), (3, 4)), Place(BUFFER, 0, (4, 1))),
@@ -116,7 +118,7 @@ def test_shards_of_nothing_known() -> None:
     ]
 
 
-def test_padding_beyond_the_end_is_no_cover_for_a_gap() -> None:
+def test_padding_beyond_the_end_does_not_cover_a_gap() -> None:
     buffer = Buffer(10, "int8", padding=(Extent(8, 13),))
     shard = Shard(Region("t", (0,), (5,)), Place(BUFFER, 0, (1,)))
     (fault,) = layout_faults(Layout({"t": (5,)}, {BUFFER: buffer}, (shard,)), exact=True)

@@ -1,4 +1,4 @@
-"""Box algebra against sets of indices, and boxes of copies against the copies that torch makes."""
+"""Box algebra compared with sets of indices, and boxes of copies with torch's copies."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def several_regions(smallest: int, largest: int) -> st.SearchStrategy[list[Regio
 
 
 @given(several_regions(2, 2))
-def test_intersection_is_that_of_the_elements(pair: list[Region]) -> None:
-    one, other = pair
-    common = one.intersect(other)
-    assert (elements(common) if common else set()) == elements(one) & elements(other)
-    assert common == other.intersect(one)
+def test_intersection_equals_that_of_elements(pair: list[Region]) -> None:
+    first, second = pair
+    common = first.intersect(second)
+    assert (elements(common) if common else set()) == elements(first) & elements(second)
+    assert common == second.intersect(first)
 
 
 @given(several_regions(2, 2))
-def test_difference_is_that_of_the_elements(pair: list[Region]) -> None:
-    one, other = pair
-    pieces = one.subtract(other)
-    assert len(pieces) <= max(1, 2 * len(one.offsets))
-    assert_disjoint_cover(pieces, elements(one) - elements(other))
+def test_difference_equals_that_of_elements(pair: list[Region]) -> None:
+    first, second = pair
+    pieces = first.subtract(second)
+    assert len(pieces) <= max(1, 2 * len(first.offsets))
+    assert_disjoint_cover(pieces, elements(first) - elements(second))
 
 
 @given(several_regions(1, 5), st.data())
-def test_subtracting_several(boxes: list[Region], data: st.DataObject) -> None:
+def test_subtracting_several_regions(boxes: list[Region], data: st.DataObject) -> None:
     others = data.draw(st.lists(regions(len(boxes[0].offsets)), max_size=4))
-    taken = set().union(*map(elements, others))
-    assert_disjoint_cover(subtract_all(boxes[:1], others), elements(boxes[0]) - taken)
+    subtracted = set().union(*map(elements, others))
+    assert_disjoint_cover(subtract_all(boxes[:1], others), elements(boxes[0]) - subtracted)
     assert_disjoint_cover(union(boxes), set().union(*map(elements, boxes)))
 
 
@@ -69,17 +69,18 @@ def assert_disjoint_cover(pieces: list[Region], expected: set[Index]) -> None:
     assert sum(piece.numel for piece in pieces) == len(expected)
 
 
-def test_other_tensors_share_nothing() -> None:
-    one, other = Region("a", (0,), (3,)), Region("b", (0,), (3,))
-    assert one.intersect(other) is None
-    assert one.subtract(other) == [one]
+def test_regions_of_different_tensors_are_disjoint() -> None:
+    first = Region("a", (0,), (3,))
+    second = Region("b", (0,), (3,))
+    assert first.intersect(second) is None
+    assert first.subtract(second) == [first]
 
 
 @pytest.mark.parametrize(
     ("offsets", "lengths", "numbers"),
     [((0, 0), (1,), "2 offsets but 1 lengths"), ((-1,), (1,), r"\(-1,\)"), ((0,), (0,), r"\(0,\)")],
 )
-def test_what_is_no_box_cannot_be_made(offsets: Index, lengths: Index, numbers: str) -> None:
+def test_an_invalid_region_is_refused(offsets: Index, lengths: Index, numbers: str) -> None:
     with pytest.raises(ValueError, match=rf"my\.tensor: .*{numbers}"):
         Region("my.tensor", offsets, lengths)
 
@@ -111,8 +112,9 @@ def permuted(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshaped(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
-    """To a random factorisation, where torch can do it without a copy."""
-    left, shape = tensor.numel(), []
+    """Reshape to a random factorisation if torch can do so without a copy."""
+    left = tensor.numel()
+    shape = []
     while left > 1 and len(shape) < 4:
         factor = draw(st.sampled_from([size for size in range(1, left + 1) if left % size == 0]))
         shape.append(factor)
@@ -134,7 +136,7 @@ def expanded(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(canonical tensor, a view of it, a strided view of another storage that has the view's shape)."""
+    """Draw a canonical tensor, a view of it, and a strided view of other memory."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     canonical = torch.arange(math.prod(shape)).reshape(shape)
     source = canonical
@@ -143,7 +145,7 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if source.dim():
             steps += [narrowed, stepped, selected, chunked, permuted]
         changed = draw(st.sampled_from(steps))(draw, source)
-        if changed.numel() <= 300:
+        if changed.numel() <= 300:  # expanding must not grow without bound
             source = changed
     assert source.untyped_storage().data_ptr() == canonical.untyped_storage().data_ptr()
     return canonical, source, draw(destinations(tuple(source.shape)))
@@ -151,8 +153,9 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @st.composite
 def destinations(draw: st.DrawFn, shape: Index) -> torch.Tensor:
-    """A view without overlap: dims in a random order in memory, with gaps between them and before them."""
-    strides, step = [0] * len(shape), draw(st.integers(1, 2))
+    """Draw a view without overlap: dims in random memory order, with gaps."""
+    strides = [0] * len(shape)
+    step = draw(st.integers(1, 2))
     for dim in draw(st.permutations(range(len(shape)))):
         strides[dim] = step
         step = step * shape[dim] + draw(st.sampled_from([0, 0, 0, 2]))
@@ -177,8 +180,8 @@ def test_boxes_copy_what_torch_copies(copy: tuple[torch.Tensor, torch.Tensor, to
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2), (3, 1, 4), (2, 1, 2, 3)])
-def test_windows_that_run_over_the_ends_of_rows(shape: Index) -> None:
-    """Every run and every grid of a flattened tensor: few of them are boxes."""
+def test_windows_across_row_ends_are_copied(shape: Index) -> None:
+    """Every run and every grid of a flattened tensor; few of them are boxes."""
     canonical = torch.arange(math.prod(shape)).reshape(shape)
     for start, length in itertools.product(range(12), range(1, 13)):
         for width, step in itertools.product(range(1, 4), range(1, 7)):
@@ -188,24 +191,24 @@ def test_windows_that_run_over_the_ends_of_rows(shape: Index) -> None:
 
 
 def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """The boxes write what torch's copy writes, each element in exactly one of them, and stay inside the tensor."""
+    """Assert that boxes write like torch's copy, each element once, and stay inside the tensor."""
     boxes = boxes_of_copy(tuple(canonical.shape), view_of(source), view_of(destination))
     written = torch.zeros_like(flat(destination))
-    found = flat(destination).clone()
+    copied = flat(destination).clone()
     for box in boxes:
         assert len(box.offsets) == len(box.lengths) == len(box.dst_strides) == canonical.dim()
         part = canonical
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            part = part.narrow(dim, offset, length)  # raises where the box leaves the tensor
-        found.as_strided(box.lengths, box.dst_strides, box.dst_offset).copy_(part)
+            part = part.narrow(dim, offset, length)  # raises if the box leaves the tensor
+        copied.as_strided(box.lengths, box.dst_strides, box.dst_offset).copy_(part)
         written.as_strided(box.lengths, box.dst_strides, box.dst_offset).add_(1)
     destination.copy_(source)
-    assert torch.equal(found, flat(destination))
-    assert torch.equal(written, (flat(destination) >= 0).long()), "an element is in no box or in several"
+    assert torch.equal(copied, flat(destination))
+    assert torch.equal(written, (flat(destination) >= 0).long()), "an element is in no box or in several boxes"
 
 
 def test_common_copies_are_single_boxes() -> None:
-    """What loaders do most must not fall apart into many records."""
+    """Frequent copies of loaders must not split into many shards."""
     weight = torch.arange(48 * 32).reshape(48, 32)
     views = {
         "rows": weight[12:24],
@@ -222,5 +225,5 @@ def test_common_copies_are_single_boxes() -> None:
 
 
 @given(st.lists(st.integers(1, 5), max_size=4))
-def test_contiguous_strides_are_those_of_torch(shape: list[int]) -> None:
+def test_contiguous_strides_equal_torch(shape: list[int]) -> None:
     assert contiguous_strides(tuple(shape)) == torch.empty(shape).stride()

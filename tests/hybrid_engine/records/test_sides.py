@@ -1,4 +1,4 @@
-"""What all ranks hold, told in messages: nothing is lost, what is repeated comes once, and no message does harm."""
+"""Holdings of all ranks and their messages: lossless, without repetition, and safe to decode."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.hybrid_engine.layouts.cases import EXPERTS
 from tests.hybrid_engine.planning.cases import Case, cases, whole
 
 
-def as_records(layout: Layout) -> object:
+def sorted_records(layout: Layout) -> object:
     return layout.tensors, layout.buffers, sorted(layout.shards, key=repr)
 
 
-def as_arrays(side: PlacedHoldings) -> object:
-    """All that is said of every tensor, without identities."""
+def contents_of(side: PlacedHoldings) -> object:
+    """Return the contents of all tensors' holdings, without identities."""
     holdings = side.holdings
     owners = {
         name: [(box.offsets, box.lengths, box.ranks.tolist()) for box in boxes]
@@ -43,19 +43,19 @@ def as_arrays(side: PlacedHoldings) -> object:
 
 
 @given(cases())
-def test_a_side_says_what_the_ranks_layouts_say(case: Case) -> None:
+def test_a_side_equals_the_layouts_of_its_ranks(case: Case) -> None:
     for layout in (case.source, case.destination):
         num_ranks = len(case.hosts)
         side = Side.split(layout, num_ranks)
         ranks = [side.of_rank(rank) for rank in range(num_ranks)]
-        assert as_records(Layout.merge(ranks)) == as_records(layout)
-        assert as_arrays(side.placed) == as_arrays(placed_holdings(layout, num_ranks))
+        assert sorted_records(Layout.merge(ranks)) == sorted_records(layout)
+        assert contents_of(side.placed) == contents_of(placed_holdings(layout, num_ranks))
         assert dict(side.buffers) == dict(layout.buffers)
         assert len(side.buffers) == len(layout.buffers)
 
 
-def test_ranks_that_hold_the_same_are_said_once() -> None:
-    """Kinds are those of tensor, pipeline and expert parallel positions, however many replicas there are."""
+def test_ranks_with_the_same_holdings_are_stored_once() -> None:
+    """Kinds depend on tensor, pipeline and expert parallel positions, not on replicas."""
     table = table_for(EXPERTS)
     counts = []
     for num_ranks in (8, 32):
@@ -63,10 +63,10 @@ def test_ranks_that_hold_the_same_are_said_once() -> None:
         side = Side.of([computed.layout_of(rank) for rank in range(num_ranks)])
         assert len(side.kinds) == len(first_members(rank_classes(computed.holdings)))
         counts.append(len(side.kinds))
-    assert counts[0] == counts[1] < 8
+    assert counts[0] == counts[1] < 8  # 32 ranks have more replicas, not more kinds
 
 
-def test_the_fingerprint_is_of_what_a_plan_depends_on() -> None:
+def test_the_fingerprint_ignores_the_order_of_buffers_and_shards() -> None:
     layouts = [whole("t", (4,), rank, "b") for rank in range(2)]
     fingerprint = Side.of(layouts).fingerprint
     two = Layout.merge([layouts[0], whole("u", (2,), 0, "c")])
@@ -74,10 +74,10 @@ def test_the_fingerprint_is_of_what_a_plan_depends_on() -> None:
     renamed = replace(two, tensors=dict(reversed(two.tensors.items())))
     assert Side.of([two]).fingerprint == Side.of([turned]).fingerprint
     others = [[two], [renamed], layouts[:1], [layouts[0], whole("t", (4,), 1, "c")]]
-    assert len({fingerprint, *(Side.of(each).fingerprint for each in others)}) == 5
+    assert len({fingerprint, *(Side.of(other).fingerprint for other in others)}) == 5
 
 
-def test_records_of_what_is_not_declared_are_all_named() -> None:
+def test_shards_of_undeclared_tensors_and_buffers_are_refused() -> None:
     layout = whole("t", (4,), 0, "b")
     with pytest.raises(PlanError) as caught:
         Side.of([replace(layout, buffers={}), replace(layout, tensors={})])
@@ -86,7 +86,7 @@ def test_records_of_what_is_not_declared_are_all_named() -> None:
         Side.of([layout]).buffers[BufferId(1, "b")]
 
 
-def test_ten_thousand_mutated_messages_end_in_one_kind_of_error() -> None:
+def test_ten_thousand_mutated_messages_raise_only_message_errors() -> None:
     table = table_for(EXPERTS)
     side = training_side(table, TrainParallelism(4, tensor=2, expert=2, expert_tensor=1))
     messages = layout_messages(side.layout_of(0))
@@ -110,10 +110,10 @@ def test_ten_thousand_mutated_messages_end_in_one_kind_of_error() -> None:
             Side.from_messages([[0, 1]], list(map(bytes, mutated)))
         except MessageError:
             refused += 1
-    assert refused > 8_000
+    assert refused > 8_000  # some mutations leave a valid message
 
 
-def test_padding_and_exports_are_said() -> None:
+def test_padding_and_exports_are_in_messages() -> None:
     buffer_id = BufferId(0, "b")
     buffer = Buffer(6, "int8", "group", (Extent(4, 6),), exported=True)
     layout = Layout({"t": (4,)}, {buffer_id: buffer}, (Shard(Region("t", (0,), (4,)), Place(buffer_id, 0, (1,))),))

@@ -1,4 +1,4 @@
-"""A worker without engines."""
+"""A stand-in for a worker with engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest import mock
 
 
 def stand_in(micro_batch_size: int = 1, dp_size: int = 1, **attributes: Any) -> Any:
-    """A mock that a `Loop` takes: a character is a token, and rows have 301 of them."""
+    """Return a mock worker for a `Loop`: a character is a token, and a row holds 301 tokens."""
     worker = mock.MagicMock(**attributes)
     worker.train.limits = mock.Mock(micro_batch_size=micro_batch_size, dp_size=dp_size)
     worker.config.actor_config.seq_length = 300

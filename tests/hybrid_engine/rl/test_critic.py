@@ -1,4 +1,4 @@
-"""PPO's part of a step against a plain loop over the tokens of each completion."""
+"""Advantages, value losses and critic settings of PPO, compared with a plain loop over tokens."""
 
 from __future__ import annotations
 
@@ -22,105 +22,116 @@ from tests.harness.errors import has_violation
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.hybrid_engine.trainer.reference_and_critic.test_advantages import by_definition
 
-NUM_ROWS, LENGTH = 6, 7
-MOVED = 0.3  # of values, from before the step to each optimizer step
+NUM_ROWS = 6
+LENGTH = 7
+VALUE_CHANGE = 0.3  # between the values before the step and those at each optimizer step
 
 
 class Model:
-    """Stands in for the critic's engine: values that are given, and a record of what its optimizer steps were told."""
+    """Stand-in for the critic's model: fixed values; records minibatches and learning rates."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.given, self.parts, self.rates = values, list[Mapping[str, torch.Tensor]](), list[float]()
+        self._values = values
+        self.parts = list[Mapping[str, torch.Tensor]]()
+        self.rates = list[float]()
         self.engine = mock.Mock(learning_rate=0.5)
-        self.set_learning_rate, self.copy_actor = self.rates.append, mock.Mock()
+        self.set_learning_rate = self.rates.append
+        self.copy_actor = mock.Mock()
 
     def train_context(self) -> nullcontext[None]:
         return nullcontext()
 
     def values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.given
+        return self._values
 
     def update(self, part: Mapping[str, torch.Tensor], loss: Any) -> dict[str, float]:
         self.parts.append(part)
-        return {name: float(value) for name, value in loss(part, part["old_values"] + MOVED)[1].items()}
+        return {name: float(value) for name, value in loss(part, part["old_values"] + VALUE_CHANGE)[1].items()}
 
 
-def made(model: Model, config: PpoConfig, *, own_model: str | None = None) -> Critic:
+def build_critic(model: Model, config: PpoConfig, *, critic_model: str | None = None) -> Critic:
     worker = mock.MagicMock()
-    worker.config.critic_config.model = own_model
-    with mock.patch.object(critic, "ValueModel", return_value=model) as built:
-        made = Critic(worker, config)
-    assert built.call_args.kwargs == {"load_weights": own_model is not None}
-    return made
+    worker.config.critic_config.model = critic_model
+    with mock.patch.object(critic, "ValueModel", return_value=model) as value_model:
+        built = Critic(worker, config)
+    assert value_model.call_args.kwargs == {"load_weights": critic_model is not None}
+    return built
 
 
-def drawn(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A batch of completions of 1 to 4 tokens, the critic's values and the rewards."""
+def random_batch(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return completions of 1 to 4 tokens, the critic's values and the rewards."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 5, (NUM_ROWS,), generator=generator).tolist()
     batch = build_batch([[1, 2, 3]] * NUM_ROWS, [[4] * length for length in lengths], LENGTH)
-    values, rewards = (torch.randn(shape, generator=generator) for shape in ((NUM_ROWS, LENGTH), (NUM_ROWS,)))
+    values = torch.randn((NUM_ROWS, LENGTH), generator=generator)
+    rewards = torch.randn(NUM_ROWS, generator=generator)
     return batch, values, rewards
 
 
 def by_token(
     mask: torch.Tensor, values: torch.Tensor, rewards: torch.Tensor, gamma: float, lam: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Row, column and advantage of each token; a reward is earned by the last one."""
+    """Yield row, column and advantage of each token; the last token earns the reward."""
     for row in range(NUM_ROWS):
         columns = [column for column in range(LENGTH) if mask[row, column]]
         earned = [0.0] * (len(columns) - 1) + [float(rewards[row])]
         advantages, _ = by_definition(earned, values[row, columns].tolist(), gamma, lam)
-        yield from ((row, column, one) for column, one in zip(columns, advantages, strict=True))
+        for column, advantage in zip(columns, advantages, strict=True):
+            yield row, column, advantage
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]))
-def test_advantages_and_losses_are_those_of_a_loop_over_tokens(seed: int, gamma: float, lam: float) -> None:
-    batch, values, rewards = drawn(seed)
-    mask, model = batch["mask"], Model(values)
+def test_advantages_and_losses_equal_a_loop_over_tokens(seed: int, gamma: float, lam: float) -> None:
+    batch, values, rewards = random_batch(seed)
+    mask = batch["mask"]
+    model = Model(values)
     config = PpoConfig(gamma=gamma, lam=lam, value_clip=0.2, critic_epochs=2, minibatches=3)
-    report = made(model, config).learn(batch, rewards, 1, torch.Generator().manual_seed(0))
+    report = build_critic(model, config).learn(batch, rewards, 1, torch.Generator().manual_seed(0))
 
     plain = list(by_token(mask, values, rewards, gamma, lam))
-    mean = sum(one for _, _, one in plain) / len(plain)
-    deviation = math.sqrt(sum((one - mean) ** 2 for _, _, one in plain) / len(plain))
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for row, column, one in plain:
-        advantages[row, column], returns[row, column] = (one - mean) / deviation, one + float(values[row, column])
+    mean = sum(advantage for _, _, advantage in plain) / len(plain)
+    deviation = math.sqrt(sum((advantage - mean) ** 2 for _, _, advantage in plain) / len(plain))
+    advantages = torch.zeros_like(values)
+    returns = torch.zeros_like(values)
+    for row, column, advantage in plain:
+        advantages[row, column] = (advantage - mean) / deviation
+        returns[row, column] = advantage + float(values[row, column])
     torch.testing.assert_close(batch["advantages"], advantages, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(batch["returns"], returns)
 
     losses = []
-    for part in model.parts:  # each a third of the rows; the mean is over its own tokens
-        told = []
-        for old, wanted in zip(part["old_values"][part["mask"] == 1], part["returns"][part["mask"] == 1], strict=True):
-            squares = [(float(old + moved) - float(wanted)) ** 2 for moved in (MOVED, 0.2)]  # further than the clip
-            told.append(max(squares) / 2)
-        losses.append(sum(told) / len(told))
-    assert len(losses) == 6
+    for part in model.parts:  # a third of the rows; the mean is over the tokens of the part
+        token_losses = []
+        for old, target in zip(part["old_values"][part["mask"] == 1], part["returns"][part["mask"] == 1], strict=True):
+            # The change exceeds the clip range of 0.2; the larger loss counts.
+            squares = [(float(old + change) - float(target)) ** 2 for change in (VALUE_CHANGE, 0.2)]
+            token_losses.append(max(squares) / 2)
+        losses.append(sum(token_losses) / len(token_losses))
+    assert len(losses) == 6  # 2 epochs x 3 minibatches
     assert report["value_loss"] == pytest.approx(sum(losses) / 6, rel=1e-4)
-    assert report["value_clip_fraction"] == pytest.approx(1)
+    assert report["value_clip_fraction"] == pytest.approx(1)  # every change exceeds the range
 
 
-def test_a_reward_belongs_to_the_last_token() -> None:
+def test_the_last_token_gets_the_reward() -> None:
     mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
     rewards = at_last_tokens(torch.tensor([1.0, 2.0, 3.0]), mask)
     assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
 
 
-def test_the_critic_has_its_own_learning_rate_by_the_schedule_of_the_run() -> None:
-    batch, values, rewards = drawn(0)
+def test_the_critic_learning_rate_follows_the_schedule_of_the_run() -> None:
+    batch, values, rewards = random_batch(0)
+    weights = mean_weights(batch["mask"])
     for rate, start in ((None, 0.5), (0.1, 0.1)):
         model = Model(values)
         config = PpoConfig(critic_learning_rate=rate, schedule="linear", steps=4, warmup_steps=1)
-        made(model, config).learn({**batch, "weights": mean_weights(batch["mask"])}, rewards, 3, torch.Generator())
+        build_critic(model, config).learn({**batch, "weights": weights}, rewards, 3, torch.Generator())
         assert model.rates == pytest.approx([start, start * config.learning_rate_share(3)])
 
 
-def test_a_critic_with_a_model_of_its_own_keeps_its_weights() -> None:
+def test_a_separate_critic_model_keeps_its_weights() -> None:
     models = [Model(torch.zeros(1)) for _ in range(2)]
-    made(models[0], PpoConfig())
-    made(models[1], PpoConfig(), own_model="org/critic")
+    build_critic(models[0], PpoConfig())
+    build_critic(models[1], PpoConfig(), critic_model="org/critic")
     assert [model.copy_actor.called for model in models] == [True, False]
 
 

@@ -1,6 +1,6 @@
-"""A hundred damaged run directories: each is refused by an error of ours, or goes on as if nothing were wrong with it.
+"""Over a hundred damaged run directories: each is refused by an error of ours or resumes unharmed.
 
-python -m tests.hybrid_engine.rl.test_damaged_runs          # a line for each, and the counts
+python -m tests.hybrid_engine.rl.test_damaged_runs          # one line per damage, and the counts
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_co
 ROWS = [{"step": step, "reward": 0.5} for step in (0, 10, 20)]
 NEWEST = Progress(20, ROWS[-1], "0123456789abcdef")
 PROGRESS = "checkpoints/step-000020/progress.json"
-SECONDS = 5
+SECONDS = 5  # a read that waits for a pipe or a terminal is stopped
 
 Damage = Callable[[Path], object]
 
 
-def replaced(make: Damage) -> Damage:
+def replace_by(make: Damage) -> Damage:
     def damage(path: Path) -> None:
         path.unlink()
         make(path)
@@ -37,48 +37,48 @@ def replaced(make: Damage) -> Damage:
     return damage
 
 
-def listening(path: Path) -> None:
-    where = os.getcwd()
-    os.chdir(path.parent)  # a socket's name has 107 bytes at most
+def make_socket(path: Path) -> None:
+    directory = os.getcwd()
+    os.chdir(path.parent)  # a socket's address has at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path.name)
     finally:
-        os.chdir(where)
+        os.chdir(directory)
 
 
-def of_text(text: str | bytes) -> Damage:
+def write_text(text: str | bytes) -> Damage:
     return lambda path: path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-def of_json(value: Any) -> Damage:
-    return of_text(json.dumps(value) + "\n")
+def write_json(value: Any) -> Damage:
+    return write_text(json.dumps(value) + "\n")
 
 
-def moved_and_linked(path: Path) -> None:
+def move_and_link(path: Path) -> None:
     elsewhere = path.parent.parent / f"elsewhere-{path.name}"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
 
 
-TO_ANY_FILE: dict[str, Damage] = {
-    "a pipe": replaced(os.mkfifo),
-    "a directory": replaced(Path.mkdir),
-    "a device": replaced(lambda path: path.symlink_to("/dev/zero")),
-    "a terminal": replaced(lambda path: path.symlink_to("/dev/tty")),
-    "a link to nothing": replaced(lambda path: path.symlink_to("nothing/there")),
-    "a link to itself": replaced(lambda path: path.symlink_to(path.name)),
-    "a socket": replaced(listening),
-    "empty": of_text(""),
-    "bytes": of_text(bytes(range(256)) * 4),
-    "zeros": of_text(bytes(4096)),
+FILE_DAMAGES: dict[str, Damage] = {
+    "a pipe": replace_by(os.mkfifo),
+    "a directory": replace_by(Path.mkdir),
+    "a device": replace_by(lambda path: path.symlink_to("/dev/zero")),
+    "a terminal": replace_by(lambda path: path.symlink_to("/dev/tty")),
+    "a link to nothing": replace_by(lambda path: path.symlink_to("nothing/there")),
+    "a link to itself": replace_by(lambda path: path.symlink_to(path.name)),
+    "a socket": replace_by(make_socket),
+    "empty": write_text(""),
+    "bytes": write_text(bytes(range(256)) * 4),
+    "zeros": write_text(bytes(4096)),
     "2 GB": lambda path: os.truncate(path, 1 << 31),
-    "nested": of_text("[" * 100_000),
-    "nested mappings": of_text('{"a":' * 50_000),
+    "nested": write_text("[" * 100_000),
+    "nested mappings": write_text('{"a":' * 50_000),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "a moved file": moved_and_linked,
+    "a moved file": move_and_link,
 }
-PROGRESSES: dict[str, Any] = {
+PROGRESS_VALUES: dict[str, Any] = {
     **{f"step {step!r}": {"step": step, "row": ROWS[-1]} for step in (-1, 2.5, True, 7, "20", None, [20], 10**400)},
     **{f"row {row!r}": {"step": 20, "row": row} for row in ([], None, "row", 5, {}, {"step": 19}, {"step": 20.0})},
     "without a row": {"step": 20},
@@ -88,7 +88,7 @@ PROGRESSES: dict[str, Any] = {
     "a list": [20, ROWS[-1]],
     "a number": 20,
 }
-RUNS: dict[str, Any] = {
+RUN_VALUES: dict[str, Any] = {
     **{f"{value!r}": value for value in ([], "run", 5, None, {}, {"seed": 3})},
     "a section that is a number": SETTINGS | {"rl_config": 5},
     "a section that is a list": SETTINGS | {"rl_config": [1]},
@@ -103,7 +103,7 @@ ROW_LINES: dict[str, str] = {
     },
     "a long row": json.dumps({"step": 20, "text": "x" * (1 << 21)}),
 }
-TO_CHECKPOINTS: dict[str, Damage] = {
+CHECKPOINTS_DAMAGES: dict[str, Damage] = {
     "a copy beside it": lambda place: shutil.copytree(place / "step-000020", place / "step-000020-best1"),
     "a copy with a number": lambda place: shutil.copytree(place / "step-000020", place / "step-9"),
     "a copy with a long number": lambda place: shutil.copytree(place / "step-000020", place / "step-0000020"),
@@ -112,36 +112,38 @@ TO_CHECKPOINTS: dict[str, Damage] = {
     "a file in its place": lambda place: (place / "step-000030").write_text(""),
     "a link to nothing in its place": lambda place: (place / "step-000030").symlink_to("nothing"),
     "a pipe in its place": lambda place: os.mkfifo(place / "step-000030"),
-    "the newest is a link": lambda place: moved_and_linked(place / "step-000020"),
-    "an old one is a link": lambda place: moved_and_linked(place / "step-000010"),
-    "all are elsewhere": moved_and_linked,
+    "the newest is a link": lambda place: move_and_link(place / "step-000020"),
+    "an old one is a link": lambda place: move_and_link(place / "step-000010"),
+    "all are elsewhere": move_and_link,
     "a file": lambda place: (shutil.rmtree(place), place.write_text("")),
     "a link to nothing": lambda place: (shutil.rmtree(place), place.symlink_to("nothing")),
 }
-OF_PLACES: Mapping[str, Mapping[str, Damage]] = {
-    "lock": TO_ANY_FILE,
-    "run.json": {**TO_ANY_FILE, **{name: of_json(value) for name, value in RUNS.items()}},
+DAMAGES_BY_PATH: Mapping[str, Mapping[str, Damage]] = {
+    "lock": FILE_DAMAGES,
+    "run.json": {**FILE_DAMAGES, **{name: write_json(value) for name, value in RUN_VALUES.items()}},
     "metrics.jsonl": {
-        **TO_ANY_FILE,
+        **FILE_DAMAGES,
         **{
-            name: of_text("".join(f"{json.dumps(row)}\n" for row in ROWS[:2]) + line + "\n")
+            name: write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[:2]) + line + "\n")
             for name, line in ROW_LINES.items()
         },
     },
     PROGRESS: {
-        **TO_ANY_FILE,
-        **{name: of_json(value) for name, value in PROGRESSES.items()},
-        "step NaN": of_text('{"step": NaN, "row": {"step": 20}}'),
-        "two steps": of_text('{"step": 20, "step": 10, "row": {"step": 20}}'),
+        **FILE_DAMAGES,
+        **{name: write_json(value) for name, value in PROGRESS_VALUES.items()},
+        "step NaN": write_text('{"step": NaN, "row": {"step": 20}}'),
+        "two steps": write_text('{"step": 20, "step": 10, "row": {"step": 20}}'),
     },
-    "checkpoints": TO_CHECKPOINTS,
+    "checkpoints": CHECKPOINTS_DAMAGES,
 }
-DAMAGES = {f"{place}: {name}": (place, damage) for place, of in OF_PLACES.items() for name, damage in of.items()}
+DAMAGES = {
+    f"{path}: {name}": (path, damage) for path, damages in DAMAGES_BY_PATH.items() for name, damage in damages.items()
+}
 
 
 def make_run(out: Path) -> None:
     files = RunFiles(out, num_kept=2)
-    files.lock().close()
+    files.lock().close()  # creates the lock file
     files.begin(SETTINGS)
     for row in ROWS:
         files.weights(row["step"]).mkdir(parents=True)
@@ -149,8 +151,8 @@ def make_run(out: Path) -> None:
         files.metrics.append(row)
 
 
-def go_on(out: Path) -> None:
-    """What `train` does with these files, twice. Fails where it went on from something else than was there."""
+def resume_run(out: Path) -> None:
+    """Access the files like `train`, twice; fails unless it resumes from the newest checkpoint."""
     files = RunFiles(out, num_kept=1)
     for step in (30, 40):
         files.check(SETTINGS)
@@ -158,7 +160,7 @@ def go_on(out: Path) -> None:
             files.begin(SETTINGS)
             progress = files.progress()
             newest = NEWEST if step == 30 else Progress(30, {"step": 30})
-            assert progress == newest, f"went on from {progress}"
+            assert progress == newest, f"resumed from {progress}"
             files.metrics.has(newest.step)
             files.weights(step).mkdir(parents=True)
             files.complete(Progress(step, {"step": step}))
@@ -168,7 +170,7 @@ def go_on(out: Path) -> None:
 
 
 class HangError(BaseException):
-    """Something waited for a file. Not an Exception: readers turn those into errors about the file."""
+    """A wait for a file timed out. Not an Exception, which readers turn into a file error."""
 
 
 @contextmanager
@@ -176,59 +178,61 @@ def time_limit(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise HangError
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def outcome_of(pristine: Path, out: Path, name: str) -> str:
-    """What came of one damage to a copy: "went on", "refused: ..." or what is wrong."""
+    """Damage a copy and resume it; returns "resumed", "refused: ..." or the defect."""
     shutil.copytree(pristine, out)
-    place, damage = DAMAGES[name]
-    damage(out / place)
+    path, damage = DAMAGES[name]
+    damage(out / path)
     try:
         with time_limit(SECONDS):
-            go_on(out)
+            resume_run(out)
     except HybridEngineError as error:
         text = str(error)
         return f"refused: {text}" if len(text) < 2000 else "wrong: a long message"
     except AssertionError as error:
-        return f"accepted wrong: {error}"
+        return f"wrong: {error}"
     except HangError:
         return "hang"
     except Exception as error:
         return f"raw: {type(error).__name__}: {error}"
-    return "went on"
+    return "resumed"
 
 
-def test_damage_is_refused_or_does_no_harm(tmp_path: Path) -> None:
+def test_damage_is_refused_or_harmless(tmp_path: Path) -> None:
     make_run(tmp_path / "pristine")
-    go_on_without_damage = tmp_path / "as it was"
-    shutil.copytree(tmp_path / "pristine", go_on_without_damage)
-    go_on(go_on_without_damage)
-    found = {
+    undamaged = tmp_path / "undamaged"
+    shutil.copytree(tmp_path / "pristine", undamaged)
+    resume_run(undamaged)
+    outcomes = {
         name: outcome_of(tmp_path / "pristine", tmp_path / str(number), name) for number, name in enumerate(DAMAGES)
     }
-    assert {name: what for name, what in found.items() if not what.startswith(("refused", "went on"))} == {}
-    for name, what in found.items():
-        place = DAMAGES[name][0]
-        assert what == "went on" or Path(place).name in what or "the run in" in what, f"{name}: names another file"
+    defects = {name: outcome for name, outcome in outcomes.items() if not outcome.startswith(("refused", "resumed"))}
+    assert defects == {}
+    for name, outcome in outcomes.items():
+        file_name = Path(DAMAGES[name][0]).name
+        is_named = file_name in outcome or "the run in" in outcome
+        assert outcome == "resumed" or is_named, f"{name}: the error names another file"
 
 
-def test_strangers_beside_checkpoints_stay_and_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_foreign_files_among_checkpoints_stay_and_are_ignored(tmp_path: Path) -> None:
     for number, name in enumerate(["a copy beside it", "a copy with a number", "the newest is a link"]):
         out = tmp_path / str(number)
         make_run(out)
-        TO_CHECKPOINTS[name](out / "checkpoints")
-        go_on(out)
+        CHECKPOINTS_DAMAGES[name](out / "checkpoints")
+        resume_run(out)
     names = [sorted(path.name for path in (tmp_path / str(number) / "checkpoints").iterdir()) for number in range(3)]
     kept = ["step-000000", "step-000040"]
     assert names == [[kept[0], "step-000020-best1", kept[1]], [*kept, "step-9"], kept]
-    assert (tmp_path / "2" / "elsewhere-step-000020" / "progress.json").exists(), "what the link led to"
+    assert (tmp_path / "2" / "elsewhere-step-000020" / "progress.json").exists(), "the target of the link"
 
 
 def main() -> None:
@@ -236,9 +240,9 @@ def main() -> None:
         make_run(Path(directory, "pristine"))
         counts: Counter[str] = Counter()
         for number, name in enumerate(DAMAGES):
-            what = outcome_of(Path(directory, "pristine"), Path(directory, str(number)), name)
-            counts[what.partition(":")[0]] += 1
-            print(f"{name}: {what}")
+            outcome = outcome_of(Path(directory, "pristine"), Path(directory, str(number)), name)
+            counts[outcome.partition(":")[0]] += 1
+            print(f"{name}: {outcome}")
         print(f"{counts.total()} damaged runs: {dict(counts)}")
 
 

@@ -1,4 +1,4 @@
-"""The loop with both real engines: it learns, and a run that was interrupted goes on to the same rows."""
+"""The RL loop with both real engines: learning, resuming, and its configuration."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CONFIG: dict[str, Any] = {
     **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
     **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
 }
-IN_TURNS = {**CONFIG, "max_tokens_per_turn": 2}
-OF_PPO = {**CONFIG, "critic_warmup_steps": 1, "critic_epochs": 2, "critic_learning_rate": 2e-2}
+CONFIG_OF_TURNS = {**CONFIG, "max_tokens_per_turn": 2}
+CONFIG_OF_PPO = {**CONFIG, "critic_warmup_steps": 1, "critic_epochs": 2, "critic_learning_rate": 2e-2}
 
 
 def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -43,27 +43,29 @@ def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 
 def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
     sampling = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
-    ((one,),) = converse(worker, [[5, 6]], sampling, goes_on, max_tokens_per_turn=2)
-    return {"last_token": float(one.turns[1].token_ids[0])}
+    ((conversation,),) = converse(worker, [[5, 6]], sampling, reply_once, max_tokens_per_turn=2)
+    return {"last_token": float(conversation.turns[1].token_ids[0])}
 
 
-def goes_on(prompt: Any) -> Any:
+def reply_once(prompt: Any) -> Any:
     replies = iter([[7, 8]])
     return lambda answer: next(replies, None)
 
 
-def interrupted(prompt: Mapping[str, Any], completion: Completion) -> float:
-    interrupted.calls += 1
-    return reward(prompt, completion) if interrupted.calls <= 16 else float("nan")
+def failing_reward(prompt: Mapping[str, Any], completion: Completion) -> float:
+    failing_reward.calls += 1
+    return reward(prompt, completion) if failing_reward.calls <= 16 else float("nan")
 
 
-interrupted.calls = 0
+failing_reward.calls = 0
 
 
-def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]) -> dict[str, Any]:
-    """Rows of a whole run, of one that is stopped after step 1 and whose reward fails in step 3, and of the same call
-    again."""
-    actor, critic = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}, {"critic_config": {}}
+def run_all(
+    model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Run at once, then stop after step 1, fail in step 3 and resume; returns rows and errors."""
+    actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
+    critic = {"critic_config": {}}
     with workers.build_worker(model, actor, **(critic if algorithm is PpoConfig else {})) as worker:
         worker.save_checkpoint(out / "start")
         reports: list[ReshardReport] = []
@@ -76,112 +78,116 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
             if begins:
                 with worker.train_context():
                     worker.load_checkpoint(out / "start")
-            config, places = algorithm(**{**settings, **changed}), {"out": out / name, "evaluate": evaluate}
+            config = algorithm(**{**settings, **changed})
+            places = {"out": out / name, "evaluate": evaluate}
             if config.max_tokens_per_turn:
-                places["environment"] = goes_on
+                places["environment"] = reply_once
             done: list[dict[str, Any]] = []
             return train(
                 worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
             )
 
-        found: dict[str, Any] = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
-        found["model"] = (out / "resumed" / "model").exists()
-        for name, place, failing, changed in (
-            ("failed", "resumed", interrupted, {}),
+        results: dict[str, Any] = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
+        results["model"] = (out / "resumed" / "model").exists()
+        for name, place, reward_function, changed in (
+            ("failed", "resumed", failing_reward, {}),
             ("same worker", "resumed", reward, {"begins": False}),
             ("refused", "resumed", reward, {"seed": 1}),
             ("rows", "rows", reward, {"minibatches": 3}),
         ):
             with pytest.raises(HybridEngineError) as caught:
-                run(place, failing, **changed)
-            found[name] = violations_of(caught.value), str(caught.value)
-        found["resumed"] = run("resumed", reward)
-        found["again"] = run("resumed", reward)
-        found["hooks"] = worker.sharding._end_hooks == hooks
-        found["talk"] = talk(worker, algorithm)
-    return found
+                run(place, reward_function, **changed)
+            results[name] = violations_of(caught.value), str(caught.value)
+        results["resumed"] = run("resumed", reward)
+        results["again"] = run("resumed", reward)
+        results["hooks"] = worker.sharding._end_hooks == hooks
+        results["conversations"] = run_conversations(worker, algorithm)
+    return results
 
 
-def asks_twice(prompt: Any) -> Any:
+def reply_twice(prompt: Any) -> Any:
     replies = iter([[{"role": "tool", "content": "7"}, {"role": "user", "content": "?"}], "so:"])
     return lambda answer: next(replies, None)
 
 
-def talk(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> dict[str, Any]:
-    """Two steps of conversations: what vLLM was given and drew, what was rewarded (rank 0), what was trained on."""
-    found: dict[str, Any] = {"answered": [], "rewarded": [], "batches": []}
-    generate, update = worker.inference.llm.generate, worker.update
+def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> dict[str, Any]:
+    """Train two steps on conversations; returns vLLM's tokens, turns (rank 0) and batches."""
+    results: dict[str, Any] = {"answered": [], "rewarded": [], "batches": []}
+    generate = worker.inference.llm.generate
+    update = worker.update
 
-    def answered(*asked: Any, **how: Any) -> Any:
-        outputs = generate(*asked, **how)
-        found["answered"] += [
-            (tuple(each.prompt_token_ids), tuple(one.token_ids)) for each in outputs for one in each.outputs
+    def record_answers(*arguments: Any, **options: Any) -> Any:
+        outputs = generate(*arguments, **options)
+        results["answered"] += [
+            (tuple(output.prompt_token_ids), tuple(answer.token_ids)) for output in outputs for answer in output.outputs
         ]
         return outputs
 
-    def trained(batch: Any, loss: Any) -> dict[str, float]:
-        found["batches"].append(dict(batch))
+    def record_batch(batch: Any, loss: Any) -> dict[str, float]:
+        results["batches"].append(dict(batch))
         return update(batch, loss)
 
     def reward(prompt: Any, conversation: Conversation) -> float:
-        found["rewarded"].append([(one.prompt_token_ids, one.token_ids, one.logprobs) for one in conversation.turns])
+        turns = [(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in conversation.turns]
+        results["rewarded"].append(turns)
         return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
 
     settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
+    # Half of all tokens end an answer, so that conversations have different lengths.
     config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
     with (
-        mock.patch.object(worker.inference.llm, "generate", answered),
-        mock.patch.object(worker, "update", trained),
+        mock.patch.object(worker.inference.llm, "generate", record_answers),
+        mock.patch.object(worker, "update", record_batch),
     ):
-        found["rows"] = train(
-            worker, chats, reward, config, environment=asks_twice, chat_template_kwargs={"suffix": ""}
+        results["rows"] = train(
+            worker, chats, reward, config, environment=reply_twice, chat_template_kwargs={"suffix": ""}
         )
-    check_faults(worker, chats)
-    return found
+    check_failures(worker, chats)
+    return results
 
 
-def check_faults(worker: ActorHybridWorker, chats: list[Any]) -> None:
-    """What fails on one rank is raised on both, and the next call is as if it had not been."""
+def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
+    """A failure of one rank is raised on both and does not affect the next call."""
 
     def failing(prompt: Any) -> Any:
-        reply = asks_twice(prompt)
+        reply = reply_twice(prompt)
         return lambda answer: reply(answer) if len(answer.prompt_token_ids) < 12 else 1 / 0
 
     sampling = Sampling(n=2, max_tokens=26, seed=1, stop_token_ids=list(range(0, 100, 2)))
-    of_one_rank = Sampling(max_tokens=None) if worker.rank else sampling
+    own_sampling = Sampling(max_tokens=None) if worker.rank else sampling
     with worker.rollout_context():
-        before = converse(worker, chats, sampling, asks_twice)
+        before = converse(worker, chats, sampling, reply_twice)
         with pytest.raises(HybridEngineError, match="max_tokens") as unbounded:
-            converse(worker, chats, of_one_rank, asks_twice)
+            converse(worker, chats, own_sampling, reply_twice)
         with pytest.raises(HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d") as failed:
             converse(worker, chats, sampling, failing)
-        # The other rank raises RemoteError, which has the text of this one's error.
+        # The other rank raises RemoteError with the text of this rank's error.
         codes = [violations_of(error.value) for error in (unbounded, failed)]
         if worker.rank:
             assert codes == [[("sampling", "unbounded-sampling")], []]
         else:
             assert codes == [[], [("environment", "callback-failed")]]
-        assert converse(worker, chats, sampling, asks_twice) == before
+        assert converse(worker, chats, sampling, reply_twice) == before
 
 
-def check_talk(*of_ranks: dict[str, Any]) -> None:
-    """What is trained on is what vLLM was given and drew, and nothing else counts."""
-    first, second = of_ranks
-    answered, conversations = Counter(first["answered"] + second["answered"]), first["rewarded"]
-    turns = Counter((given, drawn) for turns in conversations for given, drawn, _ in turns)
-    assert answered.keys() == turns.keys(), "what vLLM itself was given and drew, each replica its share"
-    assert max(len(turns) for turns in conversations) == 3
+def check_conversations(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Training batches hold exactly the prompts and answers of vLLM, and learn only the answers."""
+    answered = Counter(first["answered"] + second["answered"])
+    conversations = first["rewarded"]
+    turns = Counter((prompt, drawn) for turns in conversations for prompt, drawn, _ in turns)
+    assert answered.keys() == turns.keys(), "prompts and answers of vLLM, over both replicas"
+    assert max(len(turns) for turns in conversations) == 3  # two replies at most
     assert second["rewarded"] == []
     whole = {}
     for turns in conversations:
-        given, drawn, _ = turns[-1]
+        prompt, drawn, _ = turns[-1]
         columns = [
-            (len(given) + at - 1, token, logprob)
-            for given, drawn, logprobs in turns
-            for at, (token, logprob) in enumerate(zip(drawn, logprobs, strict=True))
+            (len(prompt) + index - 1, token, logprob)
+            for prompt, drawn, logprobs in turns
+            for index, (token, logprob) in enumerate(zip(drawn, logprobs, strict=True))
         ]
-        whole[(*given, *drawn)] = columns
+        whole[(*prompt, *drawn)] = columns
     num_rows = 0
     for batch in first["batches"]:
         rows = torch.cat([batch["tokens"][:, :1], batch["labels"]], dim=1).tolist()
@@ -207,27 +213,27 @@ def check_talk(*of_ranks: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, IN_TURNS), (PpoConfig, OF_PPO)])
-def test_a_resumed_run_has_the_rows_of_one_without_interruption(
+@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, CONFIG_OF_TURNS), (PpoConfig, CONFIG_OF_PPO)])
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(
     engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
 ) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     save_characters(model)
-    first, second = engines.launch(runs, 2, model, tmp_path, algorithm, settings)
+    first, second = engines.launch(run_all, 2, model, tmp_path, algorithm, settings)
     assert first["whole"] == second["whole"]
     assert ([row["step"] for row in first["stopped"]], first["model"]) == ([1], False)
     whole, resumed = (rows_of(tmp_path / name) for name in ("whole", "resumed"))
     assert [row["step"] for row in whole] == [1, 2, 3]
     assert whole == resumed
-    assert [row["step"] for row in first["resumed"]] == [3], "step 2 had a checkpoint"
+    assert [row["step"] for row in first["resumed"]] == [3], "the checkpoint of step 2 was complete"
     assert first["again"] == []
-    assert first["hooks"], "none of a run that has ended, or failed"
-    check_talk(first["talk"], second["talk"])
+    assert first["hooks"], "runs that ended or failed leave no hooks"
+    check_conversations(first["conversations"], second["conversations"])
     trained = whole
     if algorithm is PpoConfig:
         trained = whole[1:]
-        assert "policy_loss" not in whole[0], "only the critic learns at first"
-        assert whole[0]["explained_variance"] == 0, "its head begins with zeros"
+        assert "policy_loss" not in whole[0], "the first step trains only the critic"
+        assert whole[0]["explained_variance"] == 0, "the value head starts with zeros"
         assert [row["weight_version"] for row in whole] == [whole[0]["weight_version"] + more for more in (0, 4, 8)]
         assert all(row["value_loss"] > 0 and row["explained_variance"] <= 1 for row in whole)
         assert whole[2]["value_loss"] < whole[0]["value_loss"]
@@ -243,21 +249,21 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
     assert ["last_token" in row for row in whole] == [False, True, True]
     assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
-    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
+    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "an evaluation needs another switch"
     assert first["refused"][0] == [(f"{algorithm.__name__}.seed", "differs-from-run")]
     assert (f"{algorithm.__name__}.minibatches", "not-divisible") in first["rows"][0]
-    for of_rank in (first, second):
-        listed = of_rank["same worker"][0]
-        assert listed == [("model", "different-reference")], "it has the weights of step 2, not of step 0"
+    for results in (first, second):
+        listed = results["same worker"][0]
+        assert listed == [("model", "different-reference")], "the worker has the weights of step 2, not of step 0"
     assert set(first["failed"][0]) == {("reward", "invalid-reward")}
-    for of_rank in (first, second):
-        assert "nan for prompt 5, completion 0" in of_rank["failed"][1], "rank 1 has the text of rank 0's error"
+    for results in (first, second):
+        assert "nan for prompt 5, completion 0" in results["failed"][1], "rank 1 has the text of rank 0's error"
     assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
     assert (tmp_path / "resumed" / "model" / "config.json").exists()
 
 
 def rows_of(out: Path) -> list[dict[str, float]]:
-    """The rows written, without what the clock and the memory say."""
+    """Return the rows of a run without times and memory."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     measured = ("seconds", "rss_bytes", "peak_bytes")
     return [{key: value for key, value in row.items() if not key.endswith(measured)} for row in rows]
@@ -276,7 +282,7 @@ def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) ->
     assert [config.learning_rate_share(step) for step in range(1, 6)] == pytest.approx(rates)
 
 
-def test_a_configuration_names_everything_that_is_wrong() -> None:
+def test_all_wrong_keys_are_named() -> None:
     refused = has_violations(
         ("GrpoConfig.samples_per_prompt", "wrong-value"),
         *((f"GrpoConfig.{name}", "unknown-key") for name in ("clipratio", "beta", "max_new_tokens")),
@@ -288,18 +294,19 @@ def test_a_configuration_names_everything_that_is_wrong() -> None:
         assert suggestion in remedies[name]
 
 
-def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
+def test_aliases_of_other_frameworks_map_to_existing_keys() -> None:
     known = {path[-1] for section in (HybridConfig, GrpoConfig) for path in paths_of(section)}
     assert set().union(*ALIASES.values()) <= known
 
 
-def test_what_a_run_does_not_take_is_named() -> None:
+def test_an_unknown_argument_is_named() -> None:
     with pytest.raises(ConfigError, check=has_violation("enviroment", "unknown-argument", "environment?")):
         Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
 
 
-def test_a_bound_of_turns_is_for_conversations() -> None:
-    worker, config = stand_in(), GrpoConfig(max_tokens_per_turn=5)
+def test_max_tokens_per_turn_requires_an_environment() -> None:
+    worker = stand_in()
+    config = GrpoConfig(max_tokens_per_turn=5)
     needed = has_violation("GrpoConfig.max_tokens_per_turn", "needs-environment", "5", "`environment`")
     with pytest.raises(ConfigError, check=needed):
         Loop(worker, "ab", mock.Mock(), config)
@@ -309,46 +316,47 @@ def test_a_bound_of_turns_is_for_conversations() -> None:
     assert converse.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7]}
 
 
-def without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
+def loop_without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
     return Loop(stand_in(), prompts, mock.Mock(), GrpoConfig(**settings))
 
 
 @pytest.mark.slow  # imports vLLM
-def test_every_step_of_every_run_samples_with_a_seed_of_its_own() -> None:
-    seeds = [without_engines(seed=seed)._sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
+def test_each_step_of_each_run_has_its_own_seed() -> None:
+    seeds = [loop_without_engines(seed=seed)._sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
     assert len(set(seeds)) == 10
 
 
-def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
-    loop = without_engines(prompts_per_step=2)
+def test_each_epoch_shuffles_all_prompts() -> None:
+    loop = loop_without_engines(prompts_per_step=2)
     drawn = [prompt for step in range(1, 11) for prompt in loop._prompts_of(step)[1]]
     passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
-    assert {"".join(sorted(one)) for one in passes} == {"abcde"}
+    assert {"".join(sorted(prompts)) for prompts in passes} == {"abcde"}
     assert all("abcde"[name] == prompt for name, prompt in zip(*loop._prompts_of(3), strict=True))
     assert len(passes) > 1
 
 
-def test_a_function_gives_the_prompts_of_a_step_and_no_more() -> None:
-    loop = without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
+def test_a_prompt_function_must_return_one_step_of_prompts() -> None:
+    loop = loop_without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
     assert loop._prompts_of(7) == (range(2), [7, 7])
     with pytest.raises(ArgumentError, check=has_violation("prompts", "wrong-length", "1 for step 1", "Return 2")):
         loop._prompts_of(1)
 
 
-def test_prompts_without_room_are_refused_before_anything_is_drawn() -> None:
-    """In a row of seq_length 300 are 301 tokens, whose first no token is before."""
-    without_engines(["a" * 45], max_tokens=256)
+def test_prompts_without_room_are_refused_before_generation() -> None:
+    """A row of seq_length 300 holds 301 tokens, since the first is only an input."""
+    loop_without_engines(["a" * 45], max_tokens=256)
     numbers = ("2 of 3", "prompts[2]: 47 tokens", "256 of max_tokens", "301")
     with pytest.raises(ConfigError, check=has_violation("prompts", "prompts-too-long", *numbers)):
-        without_engines(["a", "a" * 46, "a" * 47], max_tokens=256)
-    loop = without_engines(lambda step: ["a" * 45 * step], prompts_per_step=1, max_tokens=256)
+        loop_without_engines(["a", "a" * 46, "a" * 47], max_tokens=256)
+    loop = loop_without_engines(lambda step: ["a" * 45 * step], prompts_per_step=1, max_tokens=256)
     with pytest.raises(ConfigError, check=has_violation("prompts", "prompts-too-long", "1 of 1")):
         loop.learn(2)
     assert not loop.worker.rollout_context.called
 
 
-def test_advantages_and_loss_may_be_functions_of_the_caller() -> None:
-    rewards, groups = torch.tensor([[0.0, 3.0]]), [[mock.Mock(), mock.Mock()]]
+def test_advantages_and_loss_may_be_user_functions() -> None:
+    rewards = torch.tensor([[0.0, 3.0]])
+    groups = [[mock.Mock(), mock.Mock()]]
     config = GrpoConfig(samples_per_prompt=2)
 
     def loop_with(advantages: Any) -> Loop:
@@ -374,53 +382,41 @@ def test_advantages_and_loss_may_be_functions_of_the_caller() -> None:
         Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=ranks)
 
 
-def test_settings_of_a_loss_reach_it() -> None:
-    config = GrpoConfig(
-        clip_ratio=0.1,
-        clip_ratio_high=0.3,
-        ratio="sequence",
-        clipping="cispo",
-        dual_clip=3.0,
-        kl_coefficient=0.5,
-        kl_estimator="k2",
-        importance_cap=2.0,
-        entropy_coefficient=0.25,
-    )
+def test_loss_settings_are_passed_on() -> None:
+    options = {
+        "clip_ratio_high": 0.3,
+        "clipping": "cispo",
+        "dual_clip": 3.0,
+        "kl_estimator": "k2",
+        "importance_cap": 2.0,
+        "entropy_coefficient": 0.25,
+    }
+    config = GrpoConfig(clip_ratio=0.1, kl_coefficient=0.5, ratio="sequence", **options)
     with mock.patch("hybrid_engine.rl.config.policy_loss") as policy_loss:
         config.policy_loss()
-    assert policy_loss.call_args == mock.call(
-        0.1,
-        0.5,
-        clip_ratio_high=0.3,
-        importance_cap=2.0,
-        ratio_of="sequence",
-        clipping="cispo",
-        dual_clip=3.0,
-        kl_estimator="k2",
-        entropy_coefficient=0.25,
-    )
+    assert policy_loss.call_args == mock.call(0.1, 0.5, ratio_of="sequence", **options)
 
 
 @pytest.mark.parametrize(("value", "word", "recorded"), [(True, "group", True), (False, "none", False)])
-def test_a_flag_of_older_runs_names_a_scale(value: bool, word: str, recorded: bool) -> None:
+def test_scale_rewards_accepts_a_flag_of_older_runs(value: bool, word: str, recorded: bool) -> None:
     config = GrpoConfig(scale_rewards=value)  # type: ignore[arg-type]
     assert config.scale_rewards == word
     assert config.shared()["GrpoConfig"]["scale_rewards"] is recorded
     assert GrpoConfig(scale_rewards="batch").shared()["GrpoConfig"]["scale_rewards"] == "batch"
 
 
-def test_callbacks_that_are_not_awaited_are_refused() -> None:
+def test_coroutine_functions_are_refused() -> None:
     async def late(*_: Any) -> Any: ...
 
-    given: Any = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
-    named = [(name, "coroutine-function") for name in ("prompts", *given)]
+    functions: Any = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
+    named = [(name, "coroutine-function") for name in ("prompts", *functions)]
     refused = has_violations(("configuration", "unreadable-file"), *named)
     with pytest.raises(ConfigError, check=refused):
-        train("no such configuration", late, late, GrpoConfig(), **given)  # type: ignore[arg-type]
+        train("no such configuration", late, late, GrpoConfig(), **functions)  # type: ignore[arg-type]
 
 
-def test_figures_of_an_evaluation_take_no_column() -> None:
-    loop = without_engines()
+def test_evaluation_figures_do_not_overwrite_columns() -> None:
+    loop = loop_without_engines()
     loop._meter.take = lambda _: {"seconds": 2.0, "rss_bytes": 1.0}  # type: ignore[method-assign]
     row = loop.finish({"reward": 0.5}, lambda _: {"reward": 0.25, "seconds": 7, "accuracy": torch.tensor(0.75)})
     figures = {"held_out_reward": 0.25, "held_out_seconds": 7, "accuracy": 0.75}
@@ -433,8 +429,10 @@ def test_figures_of_an_evaluation_take_no_column() -> None:
             loop.finish({}, lambda _, figures=figures: figures)  # type: ignore[misc]
 
 
-def test_a_closed_loop_hears_of_no_more_switches() -> None:
-    worker, hooks, prompts = stand_in(sharding=SwitchHooks()), [], ["a"]
+def test_a_closed_loop_records_no_more_switches() -> None:
+    worker = stand_in(sharding=SwitchHooks())
+    hooks = []
+    prompts = ["a"]
     worker.on_reshard_end = worker.sharding.on_reshard_end
     worker.sharding.on_reshard_end(hooks.append)
     first, second = (Loop(worker, prompts, mock.Mock(), GrpoConfig()) for _ in range(2))
@@ -446,12 +444,13 @@ def test_a_closed_loop_hears_of_no_more_switches() -> None:
     second.close()
 
 
-def test_figures_of_ranks_and_of_parts_of_a_step_are_combined() -> None:
-    loop, started = without_engines(), []
+def test_figures_of_ranks_and_phases_are_combined() -> None:
+    loop = loop_without_engines()
+    started = []
     worker = loop.worker
     worker.reports_cover_all_ranks = False
-    other = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
-    worker.job.agreement.gather = lambda own, *_: [own, {**dict.fromkeys(own, 0), **other}]
+    of_rank_1 = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
+    worker.job.agreement.gather = lambda values, *_: [values, {**dict.fromkeys(values, 0), **of_rank_1}]
     loop._meter = meter = StepMeter(lambda phase, step: started.append((phase, step)))
     values: dict[str, Any] = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
     meter.begin(3)
@@ -471,7 +470,7 @@ def test_figures_of_ranks_and_of_parts_of_a_step_are_combined() -> None:
     assert combine_ranks([row, row], are_totals=True)["bytes_received"] == 125
 
 
-def test_the_page_has_every_option() -> None:
+def test_the_documentation_has_every_option() -> None:
     page = (REPO_ROOT / "docs" / "rl.md").read_text()
     options = {*GrpoConfig.model_fields, *PpoConfig.model_fields}
     assert [name for name in options if f"`{name}`" not in page] == []

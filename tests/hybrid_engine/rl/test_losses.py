@@ -1,4 +1,4 @@
-"""GRPO's arithmetic against examples worked out by hand, and against a plain loop over tokens."""
+"""Advantages and losses, compared with examples worked out by hand and a plain loop over tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def test_advantages_by_hand() -> None:
 
 
 def test_policy_loss_by_hand() -> None:
-    """Two sequences, one padded. Ratios: unchanged, doubled with advantage 2 (clipped to 1.2), halved with -1 (0.8)."""
+    """Two sequences, one padded.
+
+    Ratios: 1; 2 with advantage 2, clipped to 1.2; 0.5 with advantage -1, clipped to 0.8.
+    """
     old = torch.log(torch.tensor([[0.5, 0.4], [0.6, 0.9]]))
     new = torch.log(torch.tensor([[0.5, 0.8], [0.3, 0.1]])).requires_grad_()
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -42,7 +45,7 @@ def test_policy_loss_by_hand() -> None:
     loss, report = losses.policy_loss(clip_ratio=0.2, kl_coefficient=0.1)(batch, new)
     # min(1*2, 1*2), min(2*2, 1.2*2), min(0.5*-1, 0.8*-1), over three tokens
     policy = -(2.0 + 2.4 - 0.8) / 3
-    # the reference is half as likely in the first place only: r - log r - 1 with r = 1/2
+    # r - log r - 1; the reference differs only at the first token, where r = 1/2
     kl = (0.5 + math.log(2) - 1) / 3
     assert report["policy_loss"].item() == pytest.approx(policy, rel=1e-6)
     assert report["kl"].item() == pytest.approx(kl, rel=1e-6)
@@ -64,16 +67,18 @@ def test_cross_entropy_by_hand() -> None:
 def brute_force(
     batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor, aggregation: Aggregation, length: int
 ) -> tuple[float, float]:
-    """The loss of `LOSS`, token by token in Python, and the mean KL per token."""
-    sums, kls = list[list[float]](), list[float]()
+    """Compute the loss of `LOSS` token by token in Python, and the mean KL per token."""
+    sums = list[list[float]]()
+    kls = list[float]()
     for row in range(len(log_probs)):
         sums.append([])
-        for place in (place for place in range(log_probs.shape[1]) if batch["mask"][row, place]):
+        for column in (column for column in range(log_probs.shape[1]) if batch["mask"][row, column]):
             new, old, sampled, ref = (
-                float(of[row, place])
-                for of in (log_probs, batch["old_log_probs"], batch["sampled_log_probs"], batch["ref_log_probs"])
+                float(tensor[row, column])
+                for tensor in (log_probs, batch["old_log_probs"], batch["sampled_log_probs"], batch["ref_log_probs"])
             )
-            ratio, advantage = math.exp(new - old), float(batch["advantages"][row])
+            ratio = math.exp(new - old)
+            advantage = float(batch["advantages"][row])
             gain = min(ratio * advantage, min(max(ratio, 1 - 0.2), 1 + 0.4) * advantage)
             kls.append(math.exp(ref - new) - (ref - new) - 1)
             sums[-1].append(-gain * min(math.exp(old - sampled), 1.1) + 0.3 * kls[-1])
@@ -90,7 +95,7 @@ LOSS = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, importance_cap=1.1)
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A batch of completions of 1 to `length` tokens, and new log-probabilities; float64."""
+    """Return completions of 1 to `length` tokens, and new log-probabilities; float64."""
     generator = torch.Generator().manual_seed(seed)
     first, old, sampled, ref = -torch.rand(4, rows, length, generator=generator, dtype=torch.float64)
     lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
@@ -104,8 +109,8 @@ def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[dict[str, t
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.sampled_from([1, 2, 4, 8]))
-def test_a_loss_is_that_of_the_whole_batch_however_it_is_split(seed: int, aggregation: Aggregation, size: int) -> None:
-    """The mean over micro batches of `size` rows, which is what an update takes, with its gradient."""
+def test_the_loss_does_not_depend_on_micro_batches(seed: int, aggregation: Aggregation, size: int) -> None:
+    """The mean over micro batches of `size` rows, as in an update, with its gradient."""
     batch, log_probs = random_batch(seed)
     (whole,) = losses.minibatches(batch, 1, torch.Generator(), aggregation, 7)
     new = log_probs[whole["tokens"][:, 0]].requires_grad_()
@@ -119,8 +124,8 @@ def test_a_loss_is_that_of_the_whole_batch_however_it_is_split(seed: int, aggreg
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert kl.item() == pytest.approx(expected_kl, rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, new)
-    (at_once,) = torch.autograd.grad(LOSS(whole, new)[0], new)
-    torch.testing.assert_close(gradient, at_once)
+    (whole_gradient,) = torch.autograd.grad(LOSS(whole, new)[0], new)
+    torch.testing.assert_close(gradient, whole_gradient)
     assert gradient[whole["mask"] == 0].eq(0).all()
 
 
@@ -135,39 +140,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def gradient_by_formula(name: str, batch: Mapping[str, torch.Tensor], new: torch.Tensor) -> torch.Tensor:
-    """The gradient of the mean over tokens, by each paper's formula, token by token in Python."""
+    """Compute the gradient of the mean over tokens by each paper's formula, token by token."""
     gradient = torch.zeros_like(new)
     num_tokens = float(batch["mask"].sum())
     for row in range(len(new)):
-        places = [place for place in range(new.shape[1]) if batch["mask"][row, place]]
-        log_ratios = {place: float(new[row, place] - batch["old_log_probs"][row, place]) for place in places}
+        columns = [column for column in range(new.shape[1]) if batch["mask"][row, column]]
+        log_ratios = {column: float(new[row, column] - batch["old_log_probs"][row, column]) for column in columns}
         mean_ratio = math.exp(statistics.fmean(log_ratios.values()))
         advantage = float(batch["advantages"][row])
         is_positive = advantage > 0
-        for place in places:
-            ratio = mean_ratio if name == "gspo" else math.exp(log_ratios[place])
-            # The gradient of a ratio is the ratio times that of its logarithm. PPO's is zero where
-            # the clipped gain is the lesser.
+        for column in columns:
+            ratio = mean_ratio if name == "gspo" else math.exp(log_ratios[column])
+            # d(ratio) = ratio * d(log ratio); PPO's gradient is 0 if the clipped gain is smaller.
             is_clipped = ratio > 1.4 if is_positive else ratio < 0.8
             slope = 0.0 if is_clipped else ratio * advantage
             if name == "cispo":
                 slope = min(max(ratio, 0.8), 1.4) * advantage
             if name == "dual clip" and not is_positive and ratio > 1.5:
                 slope = 0.0
-            difference = float(batch["ref_log_probs"][row, place] - new[row, place])
+            difference = float(batch["ref_log_probs"][row, column] - new[row, column])
             kl_slope = {"k1": 1.0, "k2": -difference}.get(name, 1 - math.exp(difference))
             if name == "gspo":
                 # Each token's ratio depends on every token of the row, by 1 / length.
-                for other in places:
-                    gradient[row, other] += -slope / len(places) / num_tokens
+                for other_column in columns:
+                    gradient[row, other_column] += -slope / len(columns) / num_tokens
             else:
-                gradient[row, place] -= slope / num_tokens
-            gradient[row, place] += 0.3 * kl_slope / num_tokens
+                gradient[row, column] -= slope / num_tokens
+            gradient[row, column] += 0.3 * kl_slope / num_tokens
     return gradient
 
 
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(VARIANTS)))
-def test_gradients_are_those_of_the_papers(seed: int, name: str) -> None:
+def test_gradients_equal_the_formulas_of_the_papers(seed: int, name: str) -> None:
     batch, log_probs = random_batch(seed)
     (whole,) = losses.minibatches(batch, 1, torch.Generator())
     new = log_probs[whole["tokens"][:, 0]].requires_grad_()
@@ -178,15 +182,15 @@ def test_gradients_are_those_of_the_papers(seed: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
+def test_nothing_is_clipped_at_a_ratio_of_one(name: str) -> None:
     batch, log_probs = random_batch(3)
-    batch["old_log_probs"] = log_probs
+    batch["old_log_probs"] = log_probs  # makes every ratio 1
     (whole,) = losses.minibatches(batch, 1, torch.Generator())
     new = whole["old_log_probs"].clone().requires_grad_()
     loss, report = losses.policy_loss(0.2, 0.0, **VARIANTS[name])(whole, new)
     assert report["clip_fraction"] == 0
     (gradient,) = torch.autograd.grad(loss, new)
-    # The plain policy gradient: the advantage of each token, weighted.
+    # The plain policy gradient: the weighted advantage of each token.
     expected = -whole["advantages"][:, None] * whole["weights"] / len(new)
     if name == "gspo":
         expected = expected.sum(dim=1, keepdim=True) * whole["mask"] / whole["mask"].sum(dim=1, keepdim=True)
@@ -194,17 +198,17 @@ def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped(name: str) ->
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6))
-def test_the_baseline_may_leave_out_the_own_reward(seed: int, size: int) -> None:
+def test_the_baseline_may_exclude_the_completion(seed: int, size: int) -> None:
     rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     expected = [
-        [own - statistics.fmean(group[:place] + group[place + 1 :]) for place, own in enumerate(group)]
+        [reward - statistics.fmean(group[:index] + group[index + 1 :]) for index, reward in enumerate(group)]
         for group in rewards.tolist()
     ]
     advantages = losses.group_advantages(rewards, baseline="others", scale="none")
     torch.testing.assert_close(advantages, torch.tensor(expected).double())
 
 
-def test_advantages_may_be_scaled_over_all_completions_of_a_step() -> None:
+def test_advantages_may_be_scaled_by_the_whole_batch() -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
     advantages = losses.group_advantages(rewards, epsilon=0.0, scale="batch")
     centred = [-0.5, 0.5, -1.5, 1.5]
@@ -212,7 +216,7 @@ def test_advantages_may_be_scaled_over_all_completions_of_a_step() -> None:
     assert advantages.flatten().tolist() == pytest.approx([value / scale for value in centred])
 
 
-def test_truncated_completions_have_no_weight_and_keep_their_figures() -> None:
+def test_truncated_completions_have_no_weight_in_the_loss() -> None:
     batch, log_probs = random_batch(5)
     is_whole = torch.tensor([1.0, 0.0] * 4)[:, None]
     batch["learned_mask"] = batch["mask"] * is_whole
@@ -220,9 +224,9 @@ def test_truncated_completions_have_no_weight_and_keep_their_figures() -> None:
     assert whole["weights"].bool().equal((batch["learned_mask"])[whole["tokens"][:, 0]].bool())
     assert whole["token_weights"].bool().equal(whole["mask"].bool())
     batch["learned_mask"] = torch.zeros_like(batch["mask"])
-    (none,) = losses.minibatches(batch, 1, torch.Generator())
+    (unweighted,) = losses.minibatches(batch, 1, torch.Generator())
     new = log_probs.clone().requires_grad_()
-    loss, _ = losses.policy_loss(0.2, 0.0)(none, new)
+    loss, _ = losses.policy_loss(0.2, 0.0)(unweighted, new)
     (gradient,) = torch.autograd.grad(loss, new)
     assert loss.item() == 0
     assert not gradient.any()
@@ -242,8 +246,8 @@ def test_advantages_may_keep_the_scale_of_rewards(seed: int, size: int) -> None:
     )
 
 
-def test_no_gradient_passes_through_importance_weights() -> None:
-    """Weights 2 and, capped, 3 of a ratio of 1: they multiply the gain and its gradient."""
+def test_importance_weights_have_no_gradient() -> None:
+    """Importance weights of 2 and 3 (capped) multiply the gain and its gradient."""
     old = torch.log(torch.tensor([[0.4, 0.8]]))
     sampled = torch.log(torch.tensor([[0.2, 0.1]]))
     new = old.clone().requires_grad_()
@@ -261,7 +265,7 @@ def test_weights_need_tokens_and_a_length() -> None:
         losses.loss_weights({"mask": torch.ones(2, 3)}, "constant")
 
 
-def test_log_probs_go_where_their_tokens_are() -> None:
+def test_log_probs_are_aligned_with_their_tokens() -> None:
     batch = build_batch([[5, 6, 7, 8], [1, 2, 3, 4, 5]], [[9, 9], [8, 8, 8]], seq_length=8)
     aligned = losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch)
     assert aligned.tolist() == [[0, 0, 0, -1, -2, 0, 0, 0], [0, 0, 0, 0, -3, -4, -5, 0]]
@@ -270,15 +274,15 @@ def test_log_probs_go_where_their_tokens_are() -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "code"), [(8, "several-sequences"), (5, "rows-reordered")])
-def test_what_takes_a_row_for_a_sequence_refuses_packed_rows(seq_length: int, code: str) -> None:
-    """Two rows of one sequence are packed rows, too: the long one comes first."""
+def test_packed_rows_are_refused_if_rows_must_be_sequences(seq_length: int, code: str) -> None:
+    """Rows of one sequence each count as packed if reordered, since longer ones come first."""
     batch = pack([[1, 2], [3, 4, 5, 6]], [[9, 9], [8, 8]], seq_length).batch
     with pytest.raises(BatchError, check=has_violations(("sequence_ids", code))):
         losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0]], batch)
     if seq_length == 8:
         with pytest.raises(BatchError, check=has_violations(("sequence_ids", code))):
             losses.loss_weights(batch, "sequence")
-    else:  # the order of rows does not change a mean
+    else:  # row order does not affect a mean
         assert losses.loss_weights(batch, "sequence").sum() == 2
     torch.testing.assert_close(losses.loss_weights(batch, "token"), mean_weights(batch["mask"]))
 
@@ -294,13 +298,14 @@ def test_minibatches_are_a_partition() -> None:
         torch.testing.assert_close(part["weights"].sum(), torch.tensor(4.0))
 
 
-def test_one_advantage_for_all_tokens_is_one_for_each() -> None:
-    """So that GRPO's loss is PPO's where all tokens of a completion have the same advantage."""
+def test_an_advantage_per_completion_equals_one_per_token() -> None:
+    """GRPO's loss equals PPO's if all tokens of a completion have the same advantage."""
     generator = torch.Generator().manual_seed(1)
     log_probs, old, ref = torch.randn(3, 4, 5, generator=generator)
     mask = torch.ones(4, 5)
     batch = {"weights": mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
-    advantages, loss = torch.randn(4, generator=generator), losses.policy_loss(0.2, 0.01)
+    advantages = torch.randn(4, generator=generator)
+    loss = losses.policy_loss(0.2, 0.01)
     by_completion = loss({**batch, "advantages": advantages}, log_probs)[0]
     by_token = loss({**batch, "advantages": advantages[:, None].expand(4, 5)}, log_probs)[0]
     assert torch.equal(by_completion, by_token)

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on in a new worker equals one that is not, byte by byte, whoever trains."""
+"""A killed run that is resumed in a new worker equals an uninterrupted one, for every trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SETTINGS: dict[str, Any] = {
     **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "save_every": 2},
     **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1, "kl_coefficient": 0.01},
 }
-KILLED_AFTER, RESUMED_AFTER = 3, 2
+KILLED_AFTER = 3
+RESUMED_AFTER = 2  # step of the last checkpoint before the kill
 MEGATRON = {"tensor_model_parallel_size": 2}
 FSDP2 = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -44,8 +45,8 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 @contextmanager
-def worker_of(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
-    """A new worker. PEFT's model takes the place of the one that a configuration describes: that one has no LoRA."""
+def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
+    """Build a worker; "fsdp2-lora" gets PEFT's model, because the configured one has no LoRA."""
 
     def with_lora(config: Any, job: Any, mesh: Any) -> torch.nn.Module:
         adapted = peft_model(config.model, LORA)
@@ -53,63 +54,67 @@ def worker_of(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
         model: torch.nn.Module = adapted.eval()
         return model
 
-    replaced = with_lora if trainer == "fsdp2-lora" else fsdp_actor._build_model
+    build_model = with_lora if trainer == "fsdp2-lora" else fsdp_actor._build_model
     with (
-        mock.patch.object(fsdp_actor, "_build_model", replaced),
+        mock.patch.object(fsdp_actor, "_build_model", build_model),
         workers.build_worker(model, TRAINERS[trainer]) as worker,
     ):
         yield worker
 
 
 def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> dict[str, Any]:
-    """What a run drew, and the state that it ends in; `killed` gets what a kill after step 3 would have left of it."""
+    """Train; returns the sampled tokens and the final state.
+
+    killed: receives a copy of the run's files, as a kill after step 3 would leave them.
+    """
     drawn: list[tuple[Any, ...]] = []
 
     def reward(prompt: list[int], completion: Completion) -> float:
         drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs or ())))
         return sum(token % 2 for token in completion.token_ids) / 4
 
-    with worker_of(trainer, model) as worker:
+    with build_worker(trainer, model) as worker:
 
-        def keep(row: Row) -> None:
+        def copy_run(row: Row) -> None:
             if killed is not None and worker.rank == 0 and row["step"] == KILLED_AFTER:
                 shutil.copytree(out, killed)
 
-        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, on_step=keep)
+        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, on_step=copy_run)
         with worker.train_context():
             state = training_state(worker.train)
             state |= {"generator": digest(torch.get_rng_state()), "version": str(worker.train.version)}
-    torch.rand(7)  # another state than a new process has
+    torch.rand(7)  # a new process has another random state
     return {"drawn": drawn, "state": state}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
-    ["fsdp2", "fsdp2-lora", *(pytest.param(each, marks=pytest.mark.long) for each in ("megatron", "megatron-lora"))],
+    ["fsdp2", "fsdp2-lora", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
 )
-def test_a_killed_run_goes_on_byte_by_byte(engines: Ranks, tmp_path: Path, trainer: str) -> None:
+def test_a_resumed_run_is_bit_identical(engines: Ranks, tmp_path: Path, trainer: str) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     calls = {"whole": (run, (trainer, model, whole, killed)), "resumed": (run, (trainer, model, killed))}
-    found = engines.launch_in_turn(2, calls)
-    drawn, again = (found[name][0]["drawn"] for name in calls)
+    results = engines.launch_in_turn(2, calls)
+    drawn, drawn_again = (results[name][0]["drawn"] for name in calls)
     assert len(set(drawn)) == 8 * SETTINGS["steps"]
-    assert drawn[8 * RESUMED_AFTER :] == again
-    for at_once, resumed in zip(found["whole"], found["resumed"], strict=True):
-        assert any("exp_avg" in name for name in at_once["state"])
-        assert at_once["state"] == resumed["state"]
-    assert lines_of(whole) == lines_of(killed)
-    assert len(lines_of(whole)) == SETTINGS["steps"]
-    assert files_of(whole) == files_of(killed)
-    assert files_of(whole)
+    assert drawn[8 * RESUMED_AFTER :] == drawn_again
+    for uninterrupted, resumed in zip(results["whole"], results["resumed"], strict=True):
+        assert any("exp_avg" in name for name in uninterrupted["state"])
+        assert uninterrupted["state"] == resumed["state"]
+    assert read_lines(whole) == read_lines(killed)
+    assert len(read_lines(whole)) == SETTINGS["steps"]
+    assert read_weights(whole) == read_weights(killed)
+    assert read_weights(whole)
 
 
-def lines_of(out: Path) -> list[str]:
-    """The rows as text, every digit of them."""
+def read_lines(out: Path) -> list[str]:
+    """Return the rows as text, with every digit."""
     return [json.dumps(row) for row in rows_of(out)]
 
 
-def files_of(out: Path) -> Mapping[str, bytes]:
-    """The weights of the Hugging Face checkpoint that the run leaves."""
+def read_weights(out: Path) -> Mapping[str, bytes]:
+    """Return the weights of the exported Hugging Face checkpoint."""
     return {path.name: path.read_bytes() for path in (out / "model").glob("*.safetensors")}

@@ -16,7 +16,7 @@ from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, PpoConfig, train
 from tests.harness.errors import has_violation, has_violations, violations_of
-from tests.hybrid_engine.rl.test_starting import JOB, MODEL, EnginesAreBuilt
+from tests.hybrid_engine.rl.test_starting import JOB, MODEL, UnbuildableWorker
 from tests.zoo.tokenizers import save_characters
 
 PROMPTS = [[1, 2, 3]] * 4
@@ -35,7 +35,7 @@ def start(
     values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
-        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", EnginesAreBuilt),
+        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
     ):
         train(values, prompts, reward, GrpoConfig(max_tokens=8) if config is None else config, out=out, **arguments)
 

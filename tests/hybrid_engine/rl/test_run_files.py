@@ -1,4 +1,4 @@
-"""The files of a run: what counts, what is dropped, what is kept, what is refused."""
+"""Files of a run: resuming, retention of checkpoints, locks and refused directories."""
 
 from __future__ import annotations
 
@@ -41,90 +41,90 @@ def complete(run: RunFiles, step: int) -> None:
     run.complete(Progress(step, {"step": step, "reward": 0.5}))
 
 
-def differs(*keys: str) -> Callable[[BaseException], bool]:
-    """Return a check that an error lists these settings, and no others, as different from the run's."""
+def has_differences(*keys: str) -> Callable[[BaseException], bool]:
+    """Return a check that an error lists exactly these settings as different from the run's."""
     return has_violations(*((key, "differs-from-run") for key in keys))
 
 
-def names(run: RunFiles) -> list[str]:
+def step_names(run: RunFiles) -> list[str]:
     return sorted(path.name.removeprefix("step-") for path in run.checkpoints.iterdir())
 
 
-def test_a_directory_that_is_not_there_yet_is_free(tmp_path: Path) -> None:
+def test_a_missing_directory_is_accepted(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "new" / "run")
     run.check(SETTINGS)
     assert (run.progress(), run.metrics.rows()) == (None, [])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # a check creates nothing
 
 
-@pytest.mark.parametrize(("num_kept", "kept"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
-def test_the_newest_are_kept_and_the_one_that_the_run_began_with(run: RunFiles, num_kept: int, kept: list[str]) -> None:
+@pytest.mark.parametrize(("num_kept", "expected"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
+def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: int, expected: list[str]) -> None:
     run = RunFiles(run.out, num_kept=num_kept)
     complete(run, 30)
-    assert names(run) == kept
+    assert step_names(run) == expected
     for step in (999_990, 1_000_000, 1_000_010):
         complete(run, step)
     numbers = ["1000000", "1000010"][-num_kept:]
-    assert names(run) == ["000000", *numbers], "by number, not by name"
+    assert step_names(run) == ["000000", *numbers], "sorted by number, not by name"
 
 
-def test_a_resumed_run_repeats_what_has_no_complete_checkpoint(run: RunFiles) -> None:
+def test_a_resumed_run_repeats_steps_after_the_last_complete_checkpoint(run: RunFiles) -> None:
     run.metrics.append({"step": 21})
-    run.weights(30).mkdir(parents=True)
+    run.weights(30).mkdir(parents=True)  # a checkpoint without progress.json is incomplete
     with run.metrics.path.open("a") as file:
-        file.write('{"step": 22, "rew')
+        file.write('{"step": 22, "rew')  # a row cut off by a kill
     assert run.progress() == Progress(20, {"step": 20, "reward": 0.5})
     run.check(SETTINGS)
     run.begin(SETTINGS)
     run.metrics.append({"step": 21})
     assert [row["step"] for row in run.metrics.rows()] == [0, 10, 20, 21]
-    assert names(run) == ["000000", "000010", "000020"]
+    assert step_names(run) == ["000000", "000010", "000020"]
 
 
-def test_other_settings_are_refused_key_by_key_but_not_for_a_new_run(run: RunFiles) -> None:
+def test_changed_settings_are_refused_except_for_a_new_run(run: RunFiles) -> None:
     other = {**SETTINGS, "rl_config": {"seed": 1, "epochs": 1}, "actor_config": {"lr": 0.2}}
-    with pytest.raises(ConfigError, check=differs("actor_config.lr", "rl_config.seed")):
+    with pytest.raises(ConfigError, check=has_differences("actor_config.lr", "rl_config.seed")):
         run.check(other)
     run.check(other, resume=False)
     run.begin(other, resume=False)
     assert (run.progress(), run.metrics.rows()) == (None, [])
-    run.check(SETTINGS)  # nothing was trained yet
+    run.check(SETTINGS)  # no refusal, since nothing is trained yet
 
 
-def test_what_a_run_may_change_is_not_among_its_settings(tmp_path: Path) -> None:
+def test_options_that_may_change_are_not_compared(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "run")
     run.lock().close()
     run.begin(GrpoConfig(seed=1).shared())
     complete(run, 1)
     run.check(GrpoConfig(seed=1, steps=200, save_every=7, evaluate_every=3).shared())
     changed = [f"GrpoConfig.{name}" for name in ("schedule", "steps", "temperature")]
-    with pytest.raises(ConfigError, check=differs(*changed)):
+    with pytest.raises(ConfigError, check=has_differences(*changed)):
         run.check(GrpoConfig(seed=1, temperature=0.5, schedule="cosine").shared())
     with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", "of GrpoConfig, not of PpoConfig")):
         run.check(PpoConfig(seed=1).shared())
 
 
-def test_an_older_run_goes_on_with_the_defaults_of_new_options(run: RunFiles) -> None:
+def test_an_older_run_resumes_with_defaults_of_new_options(run: RunFiles) -> None:
     defaults = {"rl_config": {"seed": 5, "clip": 0.2}, "critic": {"lr": 0.5}}
     now = {**SETTINGS, "rl_config": {**SETTINGS["rl_config"], "clip": 0.2}, "critic": {"lr": 0.5}}
     changed = {**now, "rl_config": {**now["rl_config"], "clip": 0.3}}
     clip = ("rl_config.clip", "differs-from-run")
     without_epochs = {**now, "rl_config": {"seed": 0, "clip": 0.2}}
-    for settings, known, refused in (
+    for settings, known_defaults, refused in (
         (changed, defaults, has_violation(*clip, "has 0.2, this one 0.3")),
         (now, {"critic": defaults["critic"]}, has_violation(*clip, "has None, this one 0.2")),
         ({**now, "critic": {"lr": 0.7}}, defaults, has_violation("out", "not-a-run")),
         (without_epochs, defaults, has_violation("rl_config.epochs", "differs-from-run", "has 1, this one None")),
     ):
         with pytest.raises(ConfigError, check=refused):
-            run.check(settings, defaults=known)
+            run.check(settings, defaults=known_defaults)
     run.check(now, defaults=defaults)
     run.begin(now)
     with pytest.raises(ConfigError, check=has_violation(*clip)):
         run.check({**now, "rl_config": {**now["rl_config"], "clip": 0.3}}, defaults=changed)
 
 
-def test_a_section_that_is_new_in_a_run_is_no_new_option(tmp_path: Path) -> None:
+def test_a_newly_enabled_section_is_a_difference(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "run")
     run.lock().close()
     run.begin({"actor_config": {"fsdp": None}})
@@ -135,16 +135,17 @@ def test_a_section_that_is_new_in_a_run_is_no_new_option(tmp_path: Path) -> None
         run.check(settings, defaults=settings)
 
 
-def test_every_option_of_the_loop_has_its_default_for_older_runs(tmp_path: Path) -> None:
-    run, config = RunFiles(tmp_path / "run"), PpoConfig(value_clip=0.3, stop=("a",))
+def test_every_option_has_a_default_for_older_runs(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path / "run")
+    config = PpoConfig(value_clip=0.3, stop=("a",))
     run.lock().close()
     run.begin({"PpoConfig": {"value_clip": 0.3, "stop": ["a"]}})
     complete(run, 1)
     run.check(config.shared(), defaults=config.defaults())
 
 
-def test_settings_of_place_memory_and_speed_may_change_in_older_runs_too(tmp_path: Path) -> None:
-    """An older run wrote down those of optional sections, of which the defaults say only that they are off."""
+def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None:
+    """An older run recorded optional sections in full; their defaults are just "off"."""
 
     def engines(critic: dict[str, Any] | None = None, **generate: Any) -> HybridConfig:
         actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
@@ -171,28 +172,28 @@ def test_settings_of_place_memory_and_speed_may_change_in_older_runs_too(tmp_pat
     assert not keys & free_engine_settings(before)
 
 
-def test_starting_over_removes_the_run_and_nothing_else(run: RunFiles) -> None:
+def test_restarting_removes_only_files_of_the_run(run: RunFiles) -> None:
     for place in (run.out, run.checkpoints):
         (place / "notes.txt").write_text("mine")
     (run.out / "curve.png").write_text("of the run")
     RunFiles(run.out, others=["curve.png"]).begin(SETTINGS, resume=False)
-    assert names(run) == ["notes.txt"]
+    assert step_names(run) == ["notes.txt"]
     assert {path.name for path in run.out.iterdir()} == {"checkpoints", "lock", "notes.txt", "run.json"}
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_directory_of_something_else_is_refused(run: RunFiles, resume: bool) -> None:
+def test_a_foreign_directory_is_refused(run: RunFiles, resume: bool) -> None:
     for change in (lambda path: path.write_text('{"seed": 3}'), Path.unlink):
         change(run.out / "run.json")
         with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", str(run.out))):
             run.check(SETTINGS, resume)
-    assert names(run) == ["000000", "000010", "000020"]
+    assert step_names(run) == ["000000", "000010", "000020"]
 
 
-def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
+def test_a_run_without_a_checkpoint_restarts_and_keeps_its_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As it is killed before or while it writes its first one; it may be more than once."""
+    """A run may be killed before or during its first checkpoint, more than once."""
     run = RunFiles(tmp_path / "run")
     run.lock().close()
     run.begin(SETTINGS)
@@ -203,7 +204,7 @@ def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
         rows = run.metrics.path.read_bytes()
         run.check(SETTINGS)
         run.begin(SETTINGS)
-        assert (run.progress(), run.metrics.rows(), names(run)) == (None, [], [])
+        assert (run.progress(), run.metrics.rows(), step_names(run)) == (None, [], [])
         assert (run.out / f"metrics.{attempt}.jsonl").read_bytes() == rows
         assert (run.out / f"metrics.{attempt}.events.17{attempt}.host.0").read_text() == f"of {attempt}"
         assert f"it begins again, and these rows are now metrics.{attempt}.jsonl" in caplog.text
@@ -216,8 +217,8 @@ def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
 
 
 @pytest.mark.parametrize("sign", ["first-checkpoint", "model"])
-def test_a_run_whose_checkpoints_went_missing_is_refused(run: RunFiles, sign: str) -> None:
-    """A run of an older version, which has no file of its first checkpoint, has a model once it is finished."""
+def test_a_run_with_missing_checkpoints_is_refused(run: RunFiles, sign: str) -> None:
+    """Older versions write no first-checkpoint file, but a finished run has a model."""
     (run.out / "first-checkpoint").rename(run.out / sign)
     shutil.rmtree(run.checkpoints)
     rows = run.metrics.rows()
@@ -227,14 +228,14 @@ def test_a_run_whose_checkpoints_went_missing_is_refused(run: RunFiles, sign: st
     run.check(SETTINGS, resume=False)
 
 
-def test_a_row_that_could_not_be_read_again_is_not_written(run: RunFiles) -> None:
+def test_a_row_too_long_to_be_read_is_not_written(run: RunFiles) -> None:
     rows = run.metrics.rows()
     too_long = {"step": 30, "text": "x" * (1 << 20)}
     with pytest.raises(FileError, check=has_code("row-too-long", "metrics.jsonl", str((1 << 20) - 1))):
         run.metrics.append(too_long)
     with pytest.raises(FileError, check=has_code("row-too-long", "progress.json")):
         run.complete(Progress(30, too_long))
-    longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}
+    longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}  # with JSON's characters and newline
     assert len(json.dumps(longest)) == (1 << 20) - 2
     run.metrics.append(longest)
     assert run.metrics.rows() == [*rows, longest]
@@ -255,7 +256,7 @@ def test_a_damaged_file_is_named(run: RunFiles, name: str, content: str, code: s
         run.check(SETTINGS)
 
 
-def test_one_job_at_a_time_writes_a_directory(run: RunFiles) -> None:
+def test_a_directory_is_locked_by_one_job(run: RunFiles) -> None:
     holder = f"process {os.getpid()} "
     with run.lock(), pytest.raises(ConfigError, check=has_violation("out", "run-is-locked", str(run.out), holder)):
         run.lock()
@@ -263,15 +264,15 @@ def test_one_job_at_a_time_writes_a_directory(run: RunFiles) -> None:
 
 
 def test_a_forked_process_does_not_keep_the_lock(run: RunFiles) -> None:
-    """As those of a reward's pool, which outlive a rank that is killed."""
+    """Processes of a reward's pool can outlive a killed rank."""
     lock = run.lock()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.write(writing, b"x")
-        signal.pause()
+        signal.pause()  # outlives the parent's lock
     try:
-        assert os.read(reading, 1) == b"x", "it runs"
+        assert os.read(reading, 1) == b"x", "the child runs"
         with pytest.raises(ConfigError, check=has_violation("out", "run-is-locked")):
             run.lock()
         lock.close()
@@ -290,7 +291,7 @@ def test_a_copy_of_the_directory_does_not_end_the_lock(run: RunFiles, tmp_path: 
             run.lock()
 
 
-def test_a_lock_that_leads_elsewhere_is_not_followed(run: RunFiles, tmp_path: Path) -> None:
+def test_a_symlinked_lock_is_not_followed(run: RunFiles, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     (run.out / "lock").unlink()
     (run.out / "lock").symlink_to(tmp_path / "mine")
@@ -299,7 +300,7 @@ def test_a_lock_that_leads_elsewhere_is_not_followed(run: RunFiles, tmp_path: Pa
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_tensorboards_writer_on_a_full_disk_is_a_file_error(tmp_path: Path) -> None:
+def test_a_full_disk_under_tensorboard_is_a_file_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     events = Events(tmp_path)
     events.add(1, {"step": 1, "reward": 0.5})
@@ -318,7 +319,7 @@ def test_a_long_run_is_read_line_by_line(run: RunFiles) -> None:
     run.metrics.cut_after(1500)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 1 << 19, "the file has 3 MB"
+    assert most < 1 << 19, "bytes; the file has 3 MB"
     assert [row["step"] for row in run.metrics.rows()] == list(range(1501))
 
 
@@ -327,13 +328,13 @@ class Inner(pydantic.BaseModel):
 
 
 class Outer(pydantic.BaseModel):
-    """`off` is a section that does nothing unless it is there."""
+    """A configuration with a section that is off by default."""
 
     on: Inner = Inner()
     off: Inner | None = None
 
 
-def test_a_section_that_was_off_is_off_in_older_runs(tmp_path: Path) -> None:
+def test_a_disabled_section_is_disabled_in_older_runs(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "run")
     run.lock().close()
     run.begin({"engine": {"seed": 1}})
@@ -344,5 +345,5 @@ def test_a_section_that_was_off_is_off_in_older_runs(tmp_path: Path) -> None:
         run.check(settings, defaults={"engine": defaults_of(section)})
 
     check(Outer())
-    with pytest.raises(ConfigError, check=differs("engine.off.rank")):
+    with pytest.raises(ConfigError, check=has_differences("engine.off.rank")):
         check(Outer(off=Inner()))

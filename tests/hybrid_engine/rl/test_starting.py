@@ -1,4 +1,4 @@
-"""What would end a run later ends it before engines are built."""
+"""Errors found before the engines of a run are built."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda valu
 JOB = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, close=lambda: None)
 
 
-class EnginesAreBuilt:
-    """In place of engines."""
+class UnbuildableWorker:
+    """Stand-in for `ActorHybridWorker`; raises when it is built."""
 
-    def __init__(self, *given: object, **named: object) -> None:
-        raise Exception("engines are built")
+    def __init__(self, *arguments: object, **named: object) -> None:
+        raise Exception("engines are built")  # all checks have passed
 
 
 def start(out: Path, model: Path = MODEL, **actor: Any) -> None:
     engines = load_config({"model": str(model), "random_weights": True, "actor_config": {"seed": 1, **actor}}, 1)
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
-        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", EnginesAreBuilt),
+        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
     ):
         train(engines, [[1]], mock.Mock(), GrpoConfig(seed=1, max_tokens=8), out=out)
 
 
-def begun_run(out: Path) -> RunFiles:
-    """As if one step had been taken."""
-    files, begin = RunFiles(out), RunFiles.check
+def begin_run(out: Path) -> RunFiles:
+    """Write the files of a run after one step."""
+    files = RunFiles(out)
+    check = RunFiles.check
 
     def check_and_begin(self: RunFiles, settings: Any, **named: Any) -> None:
-        begin(self, settings, **named)
+        check(self, settings, **named)
         self.out.mkdir()
         self.begin(settings)
 
@@ -54,15 +55,15 @@ def begun_run(out: Path) -> RunFiles:
     return files
 
 
-def test_the_same_call_goes_on(tmp_path: Path) -> None:
-    begun_run(tmp_path / "run")
+def test_the_same_call_resumes(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
     with pytest.raises(Exception, match="engines are built"):
         start(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "preprocessor_config.json"])
-def test_a_place_that_the_last_export_would_refuse_is_refused_now(tmp_path: Path, name: str) -> None:
-    begun_run(tmp_path / "run")
+def test_an_unusable_export_directory_is_refused_before_training(tmp_path: Path, name: str) -> None:
+    begin_run(tmp_path / "run")
     (tmp_path / "run" / "model").mkdir()
     (tmp_path / "run" / "model" / name).write_text("{}")
     with pytest.raises(ConfigError) as caught:
@@ -70,7 +71,7 @@ def test_a_place_that_the_last_export_would_refuse_is_refused_now(tmp_path: Path
     assert str(tmp_path / "run" / "model") in str(caught.value)
 
 
-def test_a_directory_in_use_or_not_a_run_is_refused_now(tmp_path: Path) -> None:
+def test_a_locked_or_foreign_directory_is_refused(tmp_path: Path) -> None:
     locked = has_violation("out", "run-is-locked")
     with RunFiles(tmp_path / "run").lock(), pytest.raises(ConfigError, check=locked):
         start(tmp_path / "run")
@@ -93,14 +94,14 @@ def test_a_directory_in_use_or_not_a_run_is_refused_now(tmp_path: Path) -> None:
         ("actor_config.params_dtype", {"params_dtype": "float32"}),
     ],
 )
-def test_changed_settings_of_the_engines_are_named(tmp_path: Path, key: str, changed: dict[str, Any]) -> None:
-    begun_run(tmp_path / "run")
+def test_changed_engine_settings_are_refused(tmp_path: Path, key: str, changed: dict[str, Any]) -> None:
+    begin_run(tmp_path / "run")
     with pytest.raises(ConfigError, check=has_violation(key, "differs-from-run")):
         start(tmp_path / "run", **changed)
 
 
-def test_another_model_is_named_and_a_moved_one_is_not_another(tmp_path: Path) -> None:
-    begun_run(tmp_path / "run")
+def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
     moved = tmp_path / "model"
     moved.mkdir()
     for path in MODEL.iterdir():
@@ -112,8 +113,8 @@ def test_another_model_is_named_and_a_moved_one_is_not_another(tmp_path: Path) -
         start(tmp_path / "run", moved)
 
 
-def test_a_run_from_before_the_engines_were_written_down_goes_on(tmp_path: Path) -> None:
-    files = begun_run(tmp_path / "run")
+def test_an_older_run_without_engine_settings_resumes(tmp_path: Path) -> None:
+    files = begin_run(tmp_path / "run")
     files.begin({"GrpoConfig": GrpoConfig(seed=1, max_tokens=8).shared()["GrpoConfig"]})
     with pytest.raises(Exception, match="engines are built"):
         start(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""User callbacks: functions run in turn, coroutines together; an error names the callback that failed."""
+"""User callbacks: functions run in turn, coroutines together; errors name the callback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.harness.errors import has_violation, has_violations
 
 
 class Judge:
-    """Waits until `number` calls are running; its barrier belongs to the event loop of the first call."""
+    """Waits until `number` calls run; its barrier belongs to the first call's event loop."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -35,7 +35,7 @@ class Judge:
         return value * 10
 
 
-def test_coroutines_run_together_in_one_event_loop_and_answers_are_in_order() -> None:
+def test_coroutines_run_together_and_results_keep_their_order() -> None:
     order: list[int] = []
 
     def plain(value: int) -> int:
@@ -51,7 +51,7 @@ def test_coroutines_run_together_in_one_event_loop_and_answers_are_in_order() ->
     assert run_callbacks("reward", [], 60) == []
 
 
-def test_a_coroutine_that_fails_is_named_and_the_others_are_cancelled() -> None:
+def test_a_failed_coroutine_is_named_and_the_others_are_cancelled() -> None:
     ended: list[str] = []
 
     async def waits() -> None:
@@ -67,12 +67,12 @@ def test_a_coroutine_that_fails_is_named_and_the_others_are_cancelled() -> None:
     failed = has_violation("environment", "callback-failed", "LookupError for prompt 1: no such tool", f"{__file__}:")
     with pytest.raises(ArgumentError, check=failed):
         run_callbacks("environment", [("prompt 0", waits, ()), ("prompt 1", fails, ())], 60)
-    # The loop still runs, and has cancelled the other coroutine before this one.
+    # The event loop is still running and has cancelled the other coroutine.
     run_callbacks("environment", [("", partial(asyncio.sleep, 0), ())], 60)
     assert ended == ["cancelled"]
 
 
-def test_what_takes_too_long_or_is_cancelled_is_named() -> None:
+def test_timeouts_and_cancellations_are_named() -> None:
     async def waits() -> None:
         await asyncio.sleep(600)
 
@@ -88,79 +88,91 @@ def test_what_takes_too_long_or_is_cancelled_is_named() -> None:
         run_callbacks("environment", [("prompt 0", cancelled, ())], 60)
 
 
-def test_a_function_may_return_a_coroutine_and_none_is_left_unawaited(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_function_may_return_a_coroutine_and_all_are_awaited(recwarn: pytest.WarningsRecorder) -> None:
     judge = Judge(2)
     calls: list[Any] = [("prompt 0", lambda value: judge(value), (1,)), ("prompt 0", judge, (2,))]
     assert run_callbacks("reward", calls, 60) == [10, 20]
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "TypeError for prompt 1: ")):
         run_callbacks("reward", [*calls, ("prompt 1", judge, ())], 60)
-    gc.collect()
+    gc.collect()  # Python warns of a coroutine when it is collected
     assert not recwarn.list
 
 
-async def exits() -> None:
+async def call_exit() -> None:
     sys.exit(3)
 
 
-async def exits_in_a_task() -> None:
-    await asyncio.create_task(exits())
+async def call_exit_in_a_task() -> None:
+    await asyncio.create_task(call_exit())
 
 
-async def interrupts() -> None:
+async def raise_interrupt() -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
-    ("ends", "text"),
+    ("callback", "text"),
     [
-        (exits, "SystemExit for prompt 0: 3"),
-        (exits_in_a_task, "SystemExit for prompt 0: 3"),
-        (interrupts, "KeyboardInterrupt for prompt 0"),
+        (call_exit, "SystemExit for prompt 0: 3"),
+        (call_exit_in_a_task, "SystemExit for prompt 0: 3"),
+        (raise_interrupt, "KeyboardInterrupt for prompt 0"),
     ],
 )
-def test_a_coroutine_that_ends_the_process_is_an_error_and_the_loop_goes_on(ends: Callable[[], Any], text: str) -> None:
+def test_an_exit_in_a_coroutine_is_an_error_and_the_event_loop_survives(callback: Callable[[], Any], text: str) -> None:
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", text, f"{__file__}:")):
-        run_callbacks("reward", [("prompt 0", ends, ())], 60)
+        run_callbacks("reward", [("prompt 0", callback, ())], 60)
     assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
 
 
-def test_a_coroutine_that_blocks_the_loop_is_named_and_left_behind() -> None:
-    async def blocks() -> None:
-        time.sleep(2)
+def test_a_coroutine_that_blocks_the_event_loop_is_named_and_abandoned() -> None:
+    async def block() -> None:
+        time.sleep(2)  # blocks the event loop, unlike asyncio.sleep
 
-    line = blocks.__code__.co_firstlineno + 1
+    line = block.__code__.co_firstlineno + 1
     started = time.monotonic()
     with pytest.raises(
         ArgumentError, check=has_violation("reward", "event-loop-blocked", "0.095 s", f"{__file__}:{line}.")
     ):
-        run_callbacks("reward", [("prompt 0", blocks, ())], 0.1)
+        run_callbacks("reward", [("prompt 0", block, ())], 0.1)
     assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
     assert time.monotonic() - started < 1
 
 
-def test_the_text_of_an_error_is_cut_and_need_not_be_there() -> None:
+def test_long_or_missing_error_texts_are_handled() -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise KeyError("no text")
 
-    def fails(error: Exception) -> None:
+    def raise_error(error: Exception) -> None:
         raise error
 
     for error, text in ((ValueError("x" * 100_000), "x" * 1999 + "…"), (Unprintable(), "<exception str() failed>")):
         failed = has_violation("reward", "callback-failed", f"for prompt 0: {text}. ")
         with pytest.raises(ArgumentError, check=failed) as caught:
-            run_callbacks("reward", [("prompt 0", fails, (error,))], 60)
+            run_callbacks("reward", [("prompt 0", raise_error, (error,))], 60)
         assert len(str(caught.value)) < 2500
 
 
-class Unreal:
+class FailingNumber:
     def __float__(self) -> float:
         raise KeyError("no number")
 
 
 NUMBERS = (1, 0.5, True, -1e18, Fraction(1, 2), np.float16(0.5), np.int8(-3), np.bool_(True), np.ones(1))
 NUMBERS += (torch.tensor(0.5), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.int64))
-NOT_NUMBERS = (None, "0.5", b"1", [1.0], {}, 1j, Unreal(), np.ones(2), torch.ones(2), np.str_("1"), torch.ones(0))
+NOT_NUMBERS = (
+    None,
+    "0.5",
+    b"1",
+    [1.0],
+    {},
+    1j,
+    FailingNumber(),
+    np.ones(2),
+    torch.ones(2),
+    np.str_("1"),
+    torch.ones(0),
+)
 NOT_NUMBERS += (float("nan"), float("-inf"), 1e39, -2e18, 10**400, np.float64("nan"), torch.tensor(float("inf")))
 
 
@@ -174,7 +186,7 @@ def test_a_reward_is_a_number_whose_square_is_finite_in_float32() -> None:
         assert torch.isfinite(advantages.square().sum())
 
 
-def test_every_reward_that_is_none_is_named() -> None:
+def test_every_invalid_reward_is_named() -> None:
     values = [0.5, *NOT_NUMBERS]
     expected = [("reward", "invalid-reward")] * len(NOT_NUMBERS)
     with pytest.raises(ArgumentError, check=has_violations(*expected)) as caught:

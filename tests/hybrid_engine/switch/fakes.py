@@ -1,6 +1,6 @@
-"""Both engines as the sharding manager knows them, faked, and a rank made of them.
+"""Fakes of both engines for `ShardingManager`, and a rank built from them.
 
-Their tensors are on the GPU of this rank, without one on the CPU.
+Tensors are on the GPU of this rank, or on the CPU without one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from hybrid_engine.switch.states import State
 from hybrid_engine.switch.weight_container import ContainerState
 
 TRAIN, FORWARD, INFER, IDLE = State.TRAIN, State.FORWARD, State.INFER, State.IDLE
-# Two tensors, each a group of its own. The first fills the smallest bucket there is, so that there are two buckets.
+# Two tensors, each a group of its own. The first fills a bucket of the smallest size, so the plan
+# has two buckets.
 SHAPES = {"first": (512, 512), "second": (64, 512)}
 NUMEL = sum(rows * columns for rows, columns in SHAPES.values())
 NBYTES = 4 * NUMEL
@@ -36,18 +37,19 @@ NEEDED = {TRAIN: set(KINDS), FORWARD: {"param"}, INFER: set(), IDLE: set()}
 
 
 class Script:
-    """What was asked of the fakes, in order, and which of it fails, once each time it is armed."""
+    """Records the calls of the fakes in order; an armed call raises once."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self._armed: dict[str, list[BaseException]] = {}
 
     def arm(self, call: str, *errors: BaseException) -> None:
-        """The next time `call` is reached it raises the first of these, then the second, and so on.
+        """Make the next calls of `call` raise these errors, one per call.
 
-        Copies are raised: an error keeps the frames that it went through, and those of a test's parameters stay.
+        Copies are raised: an error keeps the frames it passed through, and pytest keeps the
+        parameters of a test alive.
         """
-        self._armed.setdefault(call, []).extend(copy.copy(each) for each in errors)
+        self._armed.setdefault(call, []).extend(copy.copy(error) for error in errors)
 
     def reach(self, call: str) -> None:
         self.calls.append(call)
@@ -55,33 +57,40 @@ class Script:
             raise self._armed[call].pop(0)
 
     def take(self) -> list[str]:
-        """The calls since the last time."""
-        taken, self.calls = self.calls, []
-        return taken
+        """Return the calls since the last `take`."""
+        calls = self.calls
+        self.calls = []
+        return calls
 
 
 class FakeTraining:
-    """A trainer, and its weights: rank r of n holds the r-th part of the rows of every tensor, in one flat buffer, and
-    gradients and optimizer state beside it."""
+    """A trainer with its weights, gradients and optimizer state.
+
+    Rank r of n holds the r-th part of the rows of every tensor in one flat buffer.
+    """
 
     unserved: Sequence[str] = ()
     frozen: Sequence[str] = ()
     process_groups: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
-        self.script, self.rank, self.num_ranks = script, rank, num_ranks
+        self.script = script
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.version = 0
         self.guard = Guards()
         self.tensors = dict(SHAPES)
-        numel, device = NUMEL // num_ranks, own_device()
+        numel = NUMEL // num_ranks
+        device = own_device()
         self.param, self.grad = (
             allocate_elastic(numel, torch.float32, device, kind) if elastic else torch.zeros(numel, device=device)
             for kind in ("param", "grad")
         )
-        self.grad.zero_()  # memory of a GPU comes with what was in it
+        self.grad.zero_()  # `allocate_elastic` does not clear memory of a GPU
         self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
-        self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25, device=device)
-        self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
+        self.main = self.param.clone()
+        self.moment = torch.full((numel,), 0.25, device=device)
+        self.moment[:2] = torch.tensor([float("nan"), -0.0])  # compared by bits, not by value
         self._remember()
 
     @property
@@ -90,7 +99,9 @@ class FakeTraining:
 
     def layout(self) -> Layout:
         self.script.reach("layout")
-        buffer_id, offset, shards = BufferId(self.rank, "param"), 0, []
+        buffer_id = BufferId(self.rank, "param")
+        offset = 0
+        shards = []
         for name, (rows, columns) in SHAPES.items():
             part = rows // self.num_ranks
             shards.append(self._shard(name, (self.rank * part, 0), (part, columns), buffer_id, offset))
@@ -109,7 +120,7 @@ class FakeTraining:
         try:
             self.script.reach("buffers")
         except KeyError:
-            return {}  # a transport that does not find its source
+            return {}  # makes a transport fail to find its source
         return {"param": self.param}
 
     def prepare(self) -> None:
@@ -127,7 +138,7 @@ class FakeTraining:
         ]
 
     def step(self) -> None:
-        """What an optimizer does; gradients are left from it."""
+        """Change every tensor as an optimizer step does; gradients remain."""
         self.version += 1
         offset = 0
         for name, (rows, columns) in SHAPES.items():
@@ -141,33 +152,35 @@ class FakeTraining:
         self._remember()
 
     def write(self) -> None:
-        """To the last tensor, as no counter of torch's sees it."""
+        """Change the last tensor without increasing torch's version counter."""
         self.param.data[-1:] += 1
         self.remember_parameters()
 
     def remember_parameters(self) -> None:
-        """That they were written, where moments are off the device."""
+        """Expect the current parameters from now on; moments may be off the device."""
         self.values["param"] = [self.param.clone()]
 
     def _remember(self) -> None:
         self.values = {"param": [self.param.clone()], "optimizer": [self.main.clone(), self.moment.clone()]}
 
     def assert_unchanged(self, kinds: Iterable[str] = ("param", "optimizer")) -> None:
-        """Bit by bit what they were after the last step."""
-        found = {"param": [self.param], "optimizer": [self.main, self.moment]}
-        for kind in {*kinds} & found.keys():
-            for tensor, before in zip(found[kind], self.values[kind], strict=True):
+        """Assert that every tensor has the bits it had after the last step."""
+        tensors = {"param": [self.param], "optimizer": [self.main, self.moment]}
+        for kind in {*kinds} & tensors.keys():
+            for tensor, before in zip(tensors[kind], self.values[kind], strict=True):
                 assert torch.equal(tensor.view(torch.int32), before.view(torch.int32)), kind
 
 
 class FakeInference:
-    """Every rank wants all of every tensor; a tensor is a group. Also the caches of this engine."""
+    """Inference weights and caches; every rank uses whole tensors, and each tensor is a group."""
 
     def __init__(
         self, script: Script, rank: int, tensors: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
     ) -> None:
-        self.script, self.rank = script, rank
-        self.dtype, self.device = "float32", own_device()
+        self.script = script
+        self.rank = rank
+        self.dtype = "float32"
+        self.device = own_device()
         self.tensors = dict(tensors)
         self.live: dict[str, torch.Tensor] = {}
         self.in_force: set[str] = set()
@@ -185,7 +198,8 @@ class FakeInference:
         for group in groups:
             self.script.reach(f"allocate {group}")
             self.in_force.discard(group)
-            numel, dtype = math.prod(self.tensors[group]), getattr(torch, self.dtype)
+            numel = math.prod(self.tensors[group])
+            dtype = getattr(torch, self.dtype)
             self.live[group] = torch.zeros(numel, dtype=dtype, device=self.device)
         return {f"{group}.weight": self.live[group] for group in groups}
 
@@ -224,7 +238,7 @@ class FakeInference:
 
 
 class ScriptedOffloader(MegatronOffloader):
-    """The real one, which records what it really moves and fails where the script says so."""
+    """The real offloader, with calls recorded and failures from the script."""
 
     def __init__(self, script: Script, owner: Offloadable) -> None:
         super().__init__(owner)
@@ -232,8 +246,8 @@ class ScriptedOffloader(MegatronOffloader):
         self.copied_nbytes = 0  # to the host, by offload
 
     def offload(self, kinds: Iterable[str] = KINDS) -> OffloadReport:
-        """All or nothing, as the real one."""
-        for kind in self._that(kinds, away=False):
+        """Reach every kind's call first: like the real offloader, move all or none."""
+        for kind in self._select(kinds, away=False):
             self.script.reach(f"offload {kind}")
         report = super().offload(kinds)
         self.copied_nbytes += sum(report.copied_nbytes.values())
@@ -242,8 +256,8 @@ class ScriptedOffloader(MegatronOffloader):
     def onload(
         self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True, limit: int | None = None
     ) -> OffloadReport:
-        """The kinds before the one that fails are back, as with the real one."""
-        coming = self._that(kinds, away=True)
+        """Onload the kinds before a failing one first, like the real offloader."""
+        coming = self._select(kinds, away=True)
         for number, kind in enumerate(coming):
             try:
                 self.script.reach(f"onload {kind}")
@@ -252,15 +266,15 @@ class ScriptedOffloader(MegatronOffloader):
                 raise
         return super().onload(kinds, read_only=read_only, wait=wait, limit=limit)
 
-    def _that(self, kinds: Iterable[str], *, away: bool) -> list[str]:
+    def _select(self, kinds: Iterable[str], *, away: bool) -> list[str]:
         wanted = set(kinds)
         return [kind for kind in KINDS if kind in wanted and self.is_offloaded(kind) is away]
 
 
 class Rig:
-    """A rank: fakes of both engines and the manager between them.
+    """A rank: a manager between fakes of both engines.
 
-    `host`, `device`: as in `Job.join`; of the job, not of the fakes.
+    host, device: arguments of `Job.join`; the fakes do not use them.
     """
 
     def __init__(
@@ -275,7 +289,8 @@ class Rig:
         self.config = GenerateConfig(**{"bucket_mb": 1, "timeout_seconds": 60, **settings})
         where = None if device is None else torch.device(device)
         self.job = Job.join(self.config.timeout_seconds, host=host, device=where)
-        self.comes_in_chunks = elastic and own_device().type == "cuda"  # larger than what is in them
+        # An elastic buffer on a GPU takes whole chunks, so it is larger than its tensor.
+        self.comes_in_chunks = elastic and own_device().type == "cuda"
         self.script = Script()
         self.training = FakeTraining(self.script, self.job.rank, self.job.world_size, elastic=elastic)
         self.inference = FakeInference(self.script, self.job.rank)
@@ -301,7 +316,7 @@ class Rig:
         self.job.close()
 
     def resident(self) -> set[str]:
-        """Kinds on the device; of the others, not a byte is there."""
+        """Return the kinds on the device; assert that no byte of the other kinds is."""
         nbytes = {kind: sum(by_owner.values()) for kind, by_owner in self.offloader.resident_nbytes().items()}
         for kind in KINDS:
             if self.offloader.is_offloaded(kind):
@@ -309,9 +324,9 @@ class Rig:
         return {kind for kind in KINDS if not self.offloader.is_offloaded(kind)}
 
     def assert_is(self, state: State, kept: Collection[str] = ()) -> None:
-        """In this state, with everything where it belongs and every value that is there as it was.
+        """Assert `state`, the memory that belongs to it, and intact values.
 
-        `kept`: groups that stayed, in a state other than INFER.
+        kept: groups with weights that stay resident; for states other than INFER.
         """
         offloaded = {kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}")}
         assert self.manager.state is state
@@ -332,7 +347,7 @@ class Rig:
 
 
 def canonical(name: str, version: int) -> torch.Tensor:
-    """The whole tensor after so many steps; exact in float32."""
+    """Return the whole tensor after `version` steps; exact in float32."""
     rows, columns = SHAPES[name]
     base = 0 if name == "first" else 1_000_000
     return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + base + version

@@ -1,4 +1,4 @@
-"""Failures on the way, with fakes of both engines on one rank: which state is left, and that it goes on."""
+"""Failures during a switch, with fakes of both engines on one rank: states and recovery."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hybrid_engine.switch.sharding_manager import State
 from tests.harness.errors import has_code
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 
-# Failures. Error, and what its message says, by the call in which it is raised.
-
+# Failing call -> error of the fake, raised error, its message.
 FAILURES = {
     "prepare": (OSError("disk on fire"), ReshardError, "prepare.*OSError: disk on fire"),
     "check": (WeightError(["first: 1 NaN"]), WeightError, "first: 1 NaN"),
@@ -34,7 +33,7 @@ FAILURE_CASES = [(before, call) for before in NOT_FROM for call in FAILURES if c
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
 @pytest.mark.parametrize(("before", "call"), FAILURE_CASES)
-def test_a_failure_on_the_way_to_infer_restores_the_state_before(
+def test_a_failed_switch_to_infer_restores_the_previous_state(
     job: None, before: State, call: str, elastic: bool, caplog: pytest.LogCaptureFixture
 ):
     rig = Rig(elastic=elastic)
@@ -48,7 +47,7 @@ def test_a_failure_on_the_way_to_infer_restores_the_state_before(
     assert not isinstance(failure.value, RemoteError)
     assert call in rig.script.calls
     rig.assert_is(before)
-    if before is TRAIN and call != "offload grad":  # that fails before they are dropped
+    if before is TRAIN and call != "offload grad":  # it fails before gradients are dropped
         assert not rig.training.grad.any()
     assert rig.manager.last_report is report
     assert f"{before}->infer failed; state is {before}" in caplog.text
@@ -58,7 +57,7 @@ def test_a_failure_on_the_way_to_infer_restores_the_state_before(
 
 
 @pytest.mark.parametrize("call", ["allocate second", "reset"])
-def test_a_failure_when_nothing_is_offloaded_leaves_even_gradients(job: None, call: str):
+def test_a_failure_without_offload_keeps_gradients(job: None, call: str):
     rig = Rig(**{f"offload_train_{kind}": False for kind in KINDS})
     rig.training.step()
     rig.script.arm(call, OSError("odd"))
@@ -75,7 +74,7 @@ def test_a_failure_when_nothing_is_offloaded_leaves_even_gradients(job: None, ca
         *((FORWARD, "release"), (FORWARD, "onload param"), (IDLE, "release")),
     ],
 )
-def test_a_failure_on_the_way_from_infer_ends_idle(rig: Rig, target: State, call: str):
+def test_a_failure_after_leaving_infer_ends_idle(rig: Rig, target: State, call: str):
     rig.training.step()
     rig.manager.enter(INFER)
     rig.script.arm(call, OffloadError("full"))
@@ -89,7 +88,7 @@ def test_a_failure_on_the_way_from_infer_ends_idle(rig: Rig, target: State, call
 
 
 @pytest.mark.parametrize("target", [FORWARD, IDLE])
-def test_a_failure_between_states_of_training_restores_the_state_before(rig: Rig, target: State):
+def test_a_failed_switch_between_training_states_restores_the_previous_one(rig: Rig, target: State):
     rig.training.step()
     rig.script.arm("offload optimizer", OffloadError("stuck"))
     with pytest.raises(OffloadError, match="stuck"):
@@ -102,7 +101,7 @@ def test_a_failure_between_states_of_training_restores_the_state_before(rig: Rig
     rig.assert_is(target)
 
 
-WAYS_BACK = {
+RESTORE_FAILURES = {
     "onload param": ("reset", "grad, optimizer"),
     "onload optimizer": ("reset", "optimizer"),
     "release": ("commit second", "grad, optimizer"),
@@ -111,20 +110,18 @@ WAYS_BACK = {
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, INFER])
-@pytest.mark.parametrize("back", WAYS_BACK)
-def test_when_the_way_back_fails_too_it_is_interrupted_and_the_next_switch_recovers(
-    job: None, back: str, target: State, elastic: bool
-):
+@pytest.mark.parametrize("restoring_call", RESTORE_FAILURES)
+def test_after_a_failed_restore_the_next_switch_recovers(job: None, restoring_call: str, target: State, elastic: bool):
     rig = Rig(elastic=elastic)
     rig.training.step()
-    call, away = WAYS_BACK[back]
+    call, offloaded = RESTORE_FAILURES[restoring_call]
     rig.script.arm(call, OSError("disk on fire"))
-    rig.script.arm(back, OffloadError("no memory left"))
+    rig.script.arm(restoring_call, OffloadError("no memory left"))
     with pytest.raises(
         ReshardError, check=has_code("restore-failed", "train->infer", "disk on fire", "no memory left")
     ) as failure:
         rig.manager.enter(INFER)
-    assert away in str(failure.value)
+    assert offloaded in str(failure.value)
     assert "the state is interrupted" in str(failure.value)
     assert rig.manager.state is State.INTERRUPTED
     rig.manager.enter(target)

@@ -1,4 +1,4 @@
-"""Only what changed, with fakes of both engines on one rank: what is sent, what stays, and what failures leave."""
+"""Incremental switches with fakes of both engines on one rank."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BOTH = set(SHAPES)
 
 
 def rig_with(megabytes: int = 1, *frozen: str, **settings: object) -> Rig:
-    """1 MiB is what "first" takes; "second" takes an eighth of it."""
+    """Build a rig; "first" takes 1 MiB, "second" an eighth of that."""
     rig = Rig(build=False, elastic=True, incremental="auto", incremental_mb=megabytes, **settings)
     rig.training.frozen = frozen
     rig.build()
     return rig
 
 
-def sent(rig: Rig) -> set[str]:
-    """Groups that were filled since the last time."""
+def sent_groups(rig: Rig) -> set[str]:
+    """Return the groups filled since the last call."""
     return {call.removeprefix("commit ") for call in rig.script.take() if call.startswith("commit")}
 
 
 def switch(rig: Rig, *, step: bool = True) -> ReshardReport:
-    """From INFER to TRAIN and back, with or without an optimizer step."""
+    """Switch from INFER to TRAIN and back, with or without an optimizer step."""
     rig.manager.enter(TRAIN)
     if step:
         rig.training.step()
@@ -53,36 +53,36 @@ def switch(rig: Rig, *, step: bool = True) -> ReshardReport:
 
 
 @pytest.mark.parametrize("frozen", SHAPES)
-def test_what_is_frozen_is_sent_once(job: None, frozen: str) -> None:
+def test_frozen_weights_are_sent_once(job: None, frozen: str) -> None:
     rig = rig_with(1, frozen)
     rig.training.step()
     first = rig.manager.enter(INFER)
-    assert sent(rig) == BOTH
+    assert sent_groups(rig) == BOTH
     (trained,) = BOTH - {frozen}
     for _ in range(3):
         report = switch(rig)
-        assert sent(rig) == {trained}
+        assert sent_groups(rig) == {trained}
         assert (report.bytes_own, report.bytes_skipped) == (NBYTES[trained], NBYTES[frozen])
     assert (first.bytes_own, first.bytes_skipped, first.bytes_kept) == (sum(NBYTES.values()), 0, 0)
 
 
-def test_without_a_step_nothing_is_sent_within_the_bound(job: None) -> None:
+def test_unchanged_weights_within_the_bound_are_not_sent(job: None) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
     report = switch(rig, step=False)
-    assert sent(rig) == set()
+    assert sent_groups(rig) == set()
     assert (report.bytes_own, report.bytes_skipped) == (0, sum(NBYTES.values()))
     assert {"compare", "fill"} <= report.seconds_by_phase.keys()
     rig.manager.enter(FORWARD)
     rig.assert_is(FORWARD, kept=BOTH)
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
-    assert sent(rig) == set()
+    assert sent_groups(rig) == set()
     switch(rig)
-    assert sent(rig) == BOTH
+    assert sent_groups(rig) == BOTH
 
 
-def test_from_idle_unchanged_weights_do_not_even_come_back_to_be_read(job: None) -> None:
+def test_unchanged_weights_are_not_onloaded_from_idle(job: None) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
     rig.manager.enter(IDLE)
@@ -96,7 +96,7 @@ def test_from_idle_unchanged_weights_do_not_even_come_back_to_be_read(job: None)
 
 
 @pytest.mark.parametrize(("megabytes", "kept"), [(0, set()), (1, {"first"}), (2, BOTH)])
-def test_no_more_stays_than_the_bound_allows(job: None, megabytes: int, kept: set[str]) -> None:
+def test_kept_weights_stay_within_the_bound(job: None, megabytes: int, kept: set[str]) -> None:
     rig = rig_with(megabytes)
     rig.manager.enter(INFER)
     report = rig.manager.enter(TRAIN)
@@ -106,10 +106,10 @@ def test_no_more_stays_than_the_bound_allows(job: None, megabytes: int, kept: se
     rig.script.take()
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
-    assert sent(rig) == BOTH - kept
+    assert sent_groups(rig) == BOTH - kept
 
 
-def test_stale_weights_are_released_before_new_ones_come(job: None) -> None:
+def test_stale_weights_are_released_before_new_ones_are_allocated(job: None) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
@@ -120,8 +120,8 @@ def test_stale_weights_are_released_before_new_ones_come(job: None) -> None:
     assert calls.index("release") < calls.index("allocate first")
 
 
-def test_the_peak_is_higher_by_what_stays(job: None) -> None:
-    """By as much as the bound at most, and only where something stays."""
+def test_kept_weights_raise_the_peak(job: None) -> None:
+    """The difference is at most the bound."""
     peaks = {}
     for megabytes in (0, 1):
         rig = rig_with(megabytes, "first", offload_train_grad=False, offload_train_optimizer=False)
@@ -144,7 +144,7 @@ def memory_of(flat: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
 
 
 @pytest.mark.parametrize("written", WRITES)
-def test_whatever_writes_is_seen(job: None, written: str) -> None:
+def test_any_write_is_detected(job: None, written: str) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
@@ -152,9 +152,9 @@ def test_whatever_writes_is_seen(job: None, written: str) -> None:
     rig.training.remember_parameters()
     rig.script.take()
     rig.manager.enter(INFER)
-    assert sent(rig) == (BOTH if written in ("data", "foreach") else {"first"})
+    assert sent_groups(rig) == (BOTH if written in ("data", "foreach") else {"first"})
     switch(rig, step=False)
-    assert sent(rig) == set()
+    assert sent_groups(rig) == set()
 
 
 FAILURES = ["prepare", "check", "allocate second", "commit second", "offload param", "reset"]
@@ -173,9 +173,9 @@ def test_after_a_failure_nothing_counts_as_delivered(job: None, call: str) -> No
     rig.script.take()
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
-    assert sent(rig) == BOTH
+    assert sent_groups(rig) == BOTH
     switch(rig)
-    assert sent(rig) == {"second"}
+    assert sent_groups(rig) == {"second"}
 
 
 def test_a_release_that_fails_keeps_nothing(job: None) -> None:
@@ -187,7 +187,7 @@ def test_a_release_that_fails_keeps_nothing(job: None) -> None:
     rig.assert_is(IDLE)
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
-    assert sent(rig) == BOTH
+    assert sent_groups(rig) == BOTH
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 2])
@@ -208,7 +208,11 @@ NUM_TENSORS = 6
 
 @dataclass(frozen=True)
 class Job:
-    """Ranks by tensor that hold it for training; buckets of tensors, each tensor a group that some ranks have."""
+    """A random job.
+
+    holders: training ranks of each tensor.
+    users: ranks that have the tensor's group; each tensor is a group.
+    """
 
     num_ranks: int
     holders: Sequence[frozenset[int]]
@@ -241,7 +245,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @dataclass
 class Rank:
-    """One rank: what it decides with, what its engine holds."""
+    """A rank with its decisions and the weights its engine holds."""
 
     incremental: Incremental
     writes: dict[str, int]
@@ -263,7 +267,7 @@ def rank_of(job: Job, rank: int) -> Rank:
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["switch", "fail", "tell", "lose"]), st.frozensets(st.integers(0, NUM_TENSORS - 1))),
+    st.tuples(st.sampled_from(["switch", "fail", "forget", "lose"]), st.frozensets(st.integers(0, NUM_TENSORS - 1))),
     min_size=1,
     max_size=12,
 )
@@ -273,25 +277,25 @@ EVENTS = st.lists(
 def test_every_rank_always_has_the_latest_values(job: Job, events: list[tuple[str, frozenset[int]]]) -> None:
     ranks = [rank_of(job, rank) for rank in range(job.num_ranks)]
     values = [0] * NUM_TENSORS
-    stale = set(range(NUM_TENSORS))  # tensors written since all had them
+    stale = set(range(NUM_TENSORS))  # tensors changed since every rank had their values
     for event, chosen in events:
-        for n in chosen if event != "tell" else ():
+        for n in chosen if event != "forget" else ():
             values[n] += 1
             stale.add(n)
             for rank in job.holders[n]:
                 ranks[rank].writes[f"t{n}"] += 1
-        if event == "tell":
+        if event == "forget":
             ranks[0].incremental.forget()
             stale |= {n for n in range(NUM_TENSORS) if 0 in job.holders[n]}
         if event == "lose":
             ranks[-1].live.clear()
         sends = deliver(job, ranks)
-        assert len({each.skipped for each in sends}) == 1
-        for each, own in zip(sends, ranks, strict=True):
-            gone = {extents for released in (each.unread, *each.releases) for extents in released}
-            assert gone == own.writes.keys()  # all training memory goes, whatever is skipped
+        assert len({selection.skipped for selection in sends}) == 1
+        for selection, rank in zip(sends, ranks, strict=True):
+            extents = {extent for part in (selection.unread, *selection.releases) for extent in part}
+            assert extents == rank.writes.keys()  # skipped buckets are released too
         skipped = sends[0].skipped
-        check_least(job, ranks, stale, skipped)
+        assert_only_needed_buckets_are_sent(job, ranks, stale, skipped)
         for bucket in job.buckets:
             for n in map(int, (tensor[1:] for tensor in bucket.tensors)) if bucket.index not in skipped else ():
                 for rank in job.users[n]:
@@ -304,28 +308,32 @@ def test_every_rank_always_has_the_latest_values(job: Job, events: list[tuple[st
             stale = set(range(NUM_TENSORS))
             continue
         stale.clear()
-        for own, each in zip(ranks, sends, strict=True):
-            own.incremental.note(each)
+        for rank, selection in zip(ranks, sends, strict=True):
+            rank.incremental.note(selection)
         for n, value in enumerate(values):
             assert all(ranks[rank].live[f"g{n}"] == value for rank in job.users[n])
         release(job, ranks)
 
 
 def deliver(job: Job, ranks: Sequence[Rank]) -> list[Selection]:
-    """What the ranks agree on."""
+    """Make every rank's selection from the reasons that the ranks exchange."""
     digests = [rank.incremental.digests(rank.buffers()) for rank in ranks]
     live = [rank.kept & rank.live.keys() for rank in ranks]
-    reasons = [rank.incremental.reasons(*own) for rank, own in zip(ranks, zip(digests, live, strict=True), strict=True)]
-    flags = [any(of_rank) for of_rank in zip(*reasons, strict=True)]
+    reasons = [
+        rank.incremental.reasons(digest, groups) for rank, digest, groups in zip(ranks, digests, live, strict=True)
+    ]
+    flags = [any(rank_reasons) for rank_reasons in zip(*reasons, strict=True)]
     all_sent = [rank.incremental._schedule(())[1:] for rank in ranks]
     return [
-        rank.incremental.next(own, flags, releases)
-        for rank, own, releases in zip(ranks, digests, all_sent, strict=True)
+        rank.incremental.next(digest, flags, releases)
+        for rank, digest, releases in zip(ranks, digests, all_sent, strict=True)
     ]
 
 
-def check_least(job: Job, ranks: Sequence[Rank], stale: set[int], skipped: frozenset[int]) -> None:
-    """Nothing is sent without a reason."""
+def assert_only_needed_buckets_are_sent(
+    job: Job, ranks: Sequence[Rank], stale: set[int], skipped: frozenset[int]
+) -> None:
+    """Assert that exactly the buckets with a reason are sent."""
     for bucket in job.buckets:
         numbers = [int(tensor[1:]) for tensor in bucket.tensors]
         is_there = all(f"g{n}" in ranks[rank].kept & ranks[rank].live.keys() for n in numbers for rank in job.users[n])
@@ -340,7 +348,7 @@ def release(job: Job, ranks: Sequence[Rank]) -> None:
     limit = math.inf if job.limit is None else job.limit
     assert (taken <= limit).all()
     for index in {bucket.index for bucket in job.buckets} - buckets:
-        assert (taken + job.nbytes[index]).max() > limit  # nothing that would fit is left out
+        assert (taken + job.nbytes[index]).max() > limit  # every bucket that fits is kept
     for number, rank in enumerate(ranks):
         rank.kept = frozenset(rank.incremental.groups_of(buckets))
         rank.live = {group: value for group, value in rank.live.items() if group in rank.kept}

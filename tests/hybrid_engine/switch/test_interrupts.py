@@ -1,4 +1,4 @@
-"""An exception that nobody may hold up, at every line of a switch: later calls are right, or refused."""
+"""An exception that cannot be handled, such as KeyboardInterrupt, at every line of a switch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.harness.signals_at_lines import Interrupter, Stop
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 
 
-def num_lines(rig: Rig, target: State) -> int:
+def count_lines(rig: Rig, target: State) -> int:
     with Interrupter() as counting:
         rig.manager.enter(target)
     return counting.num_lines
 
 
-def prepared(before: State, *, elastic: bool, **settings: object) -> Rig:
+def prepare_rig(before: State, *, elastic: bool, **settings: object) -> Rig:
     rig = Rig(elastic=elastic, **settings)
     rig.training.step()
     rig.manager.enter(INFER)
@@ -39,28 +39,28 @@ SETTINGS = {
 SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (IDLE, INFER), (FORWARD, TRAIN)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody hears of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("before", "target"), SWITCHES, ids=str)
 def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target: State, settings: str) -> None:
-    """What is trained stays bit by bit; the state says what can be relied on; each next switch comes out right."""
-    rig = prepared(before, **SETTINGS[settings])
-    lines = num_lines(rig, target)
+    """Trained values stay bit-identical, the state is accurate, and later switches succeed."""
+    rig = prepare_rig(before, **SETTINGS[settings])
+    lines = count_lines(rig, target)
     rig.close()
     num_interrupted = 0
     nexts = itertools.cycle([TRAIN, INFER, FORWARD, IDLE])
-    for at in range(0, lines, max(1, lines // 40)):
-        rig = prepared(before, **SETTINGS[settings])
+    for at in range(0, lines, max(1, lines // 40)):  # about 40 lines of each switch
+        rig = prepare_rig(before, **SETTINGS[settings])
         interrupter = Interrupter(at)
         with contextlib.suppress(Stop), interrupter:
             rig.manager.enter(target)
-        num_interrupted += interrupter.is_done  # threads may have spared it the last lines
+        num_interrupted += interrupter.is_done  # threads may execute the last lines
         assert rig.manager.state in (before, target, State.INTERRUPTED)
         if rig.manager.state is State.INTERRUPTED:
-            for kinds in (["param"], ["optimizer"]):
+            for kinds in (["param"], ["optimizer"]):  # must not be used until a switch completes
                 with pytest.raises(StateError):
                     rig.training.guard(kinds)
-        else:  # what the state promises is there
+        else:  # the kinds that this state needs are resident
             rig.training.assert_unchanged(rig.resident())
         for state in (next(nexts), TRAIN):
             rig.manager.enter(state)
@@ -75,11 +75,12 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
 
 
 @pytest.mark.parametrize("at", range(0, 60, 3))
-def test_a_context_that_was_interrupted_does_not_count_as_running(job: None, at: int) -> None:
+def test_an_interrupted_context_does_not_block_the_next_one(job: None, at: int) -> None:
     rig = Rig()
     interrupter = Interrupter(at)
     with contextlib.suppress(Stop), interrupter, rig.manager.entered(TRAIN), rig.manager.entered(TRAIN):
         pass
+    # Contexts that nothing refers to must not count as entered.
     gc.collect()
     with rig.manager.entered(INFER):
         rig.assert_is(INFER)

@@ -1,4 +1,4 @@
-"""`generate_config.check_compute` with fakes of both engines: when it is asked, of what, and what a difference does."""
+"""`generate_config.check_compute` with fakes of both engines: schedule, tokens and errors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeIn
 
 
 def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
-    """What both fakes compute; spread over 3 nats."""
+    """Return the log-probabilities that both fakes compute; they range over 3 nats."""
     return -3.0 - (tokens[:, 1:] % 7).float()
 
 
 class ProbedTraining(FakeTraining):
-    """A trainer that can be asked: `offset` is what it computes otherwise than vLLM."""
+    """A trainer with a forward pass.
 
-    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)
+    offset: added to the log-probabilities.
+    is_resident: True if the parameters were resident during the last probe.
+    """
+
+    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)  # allows 20 tokens
     offset = 0.0
-    is_there = False
+    is_resident = False
     layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
 
     def probe_limits(self) -> ProbeLimits:
@@ -36,8 +40,8 @@ class ProbedTraining(FakeTraining):
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("trainer computes")
         self.guard(["param"])
-        torch.rand(3)
-        self.is_there = bool(self.param.any())
+        torch.rand(3)  # a forward pass with dropout would advance the generator
+        self.is_resident = bool(self.param.any())
         return ProbeAnswer(log_probs_of(tokens) + self.offset, torch.float32)
 
     def computed_settings(self) -> Mapping[str, Any]:
@@ -48,7 +52,7 @@ class ProbedTraining(FakeTraining):
 
 
 class ProbedInference(FakeInference):
-    """An engine that can be asked."""
+    """An engine that computes log-probabilities."""
 
     limits = ProbeLimits(max_length=63, vocab_size=40)
     layers = ProbedTraining.layers
@@ -58,7 +62,7 @@ class ProbedInference(FakeInference):
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("vLLM computes")
-        self.asked = tokens
+        self.probed_tokens = tokens
         return ProbeAnswer(log_probs_of(tokens), torch.float32)
 
     def computed_settings(self) -> Mapping[str, Any]:
@@ -69,7 +73,7 @@ class ProbedInference(FakeInference):
 
 
 class ProbedRig(Rig):
-    """A rank whose two sides can be asked."""
+    """A rank with two sides that can be probed."""
 
     training: ProbedTraining
     inference: ProbedInference
@@ -82,16 +86,16 @@ class ProbedRig(Rig):
         **settings: object,
     ) -> None:
         super().__init__(build=False, **settings)
-        rank, num_ranks = self.job.rank, self.job.world_size
-        self.training = ProbedTraining(self.script, rank, num_ranks, elastic=False)
-        self.training.limits, self.training.layers = limits, layers
-        self.inference = ProbedInference(self.script, rank)
+        self.training = ProbedTraining(self.script, self.job.rank, self.job.world_size, elastic=False)
+        self.training.limits = limits
+        self.training.layers = layers
+        self.inference = ProbedInference(self.script, self.job.rank)
         self.inference.layers = served
         self.offloader = type(self.offloader)(self.script, self.training)
         self.build()
 
-    def asked(self) -> int:
-        """How often both were asked since the last time; one is not asked without the other."""
+    def num_probed(self) -> int:
+        """Return how often both sides were probed since the last call; asserts equal counts."""
         calls = self.script.take()
         assert calls.count("trainer computes") == calls.count("vLLM computes")
         return calls.count("vLLM computes")
@@ -103,28 +107,30 @@ def probed(job: None) -> ProbedRig:
 
 
 @pytest.mark.parametrize(("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("off", [0, 0, 0])])
-def test_it_is_asked_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
-    rig, found, has_seconds = ProbedRig(check_compute=when), [], []
+def test_the_check_runs_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
+    rig = ProbedRig(check_compute=when)
+    counts = []
+    has_seconds = []
     for before in (TRAIN, FORWARD, IDLE):
         rig.manager.enter(before)
         report = rig.manager.enter(INFER)
-        found.append(rig.asked())
+        counts.append(rig.num_probed())
         has_seconds.append("compute" in report.seconds_by_phase)
         rig.assert_is(INFER)
-    assert found == expected
+    assert counts == expected
     assert has_seconds == [bool(count) for count in expected]
 
 
-def test_the_trainer_computes_before_anything_leaves_and_vllm_last(probed: ProbedRig) -> None:
+def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:
     probed.manager.enter(INFER)
     calls = probed.script.take()
     assert calls[0] == "trainer computes"
-    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # nothing of the tokens stays in the caches
+    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # clears the probe's tokens
 
 
 @pytest.mark.parametrize("is_left", [False, True])
 def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is_left: bool) -> None:
-    """Also where it comes before the switch notes that the trainer is done."""
+    """True for `is_left` also covers an interrupt before the switch clears the flag."""
     rig = ProbedRig(check_compute="always")
     rig.script.arm("trainer computes", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -136,18 +142,18 @@ def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is
     with pytest.raises(StateError):
         rig.training.guard(["param"])
     rig.manager.enter(INFER)
-    assert rig.training.is_there
+    assert rig.training.is_resident
 
 
-def test_generators_stay_where_they_are(probed: ProbedRig) -> None:
+def test_random_generators_are_not_advanced(probed: ProbedRig) -> None:
     before = torch.get_rng_state()
     probed.manager.enter(INFER)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_tokens_suit_all_sides_and_are_always_the_same(probed: ProbedRig) -> None:
+def test_tokens_suit_both_sides_and_are_deterministic(probed: ProbedRig) -> None:
     probed.manager.enter(INFER)
-    tokens = probed.inference.asked
+    tokens = probed.inference.probed_tokens
     assert tokens.shape == (NUM_ROWS, 20)
     assert tokens.max() < 40
     _, again = tokens_within([probed.training.limits, probed.inference.limits])
@@ -165,18 +171,16 @@ def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
     text = str(caught.value)
     assert "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM; " in text
     assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
-    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # of at most 21 tokens it hides none
+    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # masks none of 21 tokens
     ProbedRig(layers=layers, check_compute="off")
 
 
-class LayersUnread(ProbedTraining):
+class UnreadableLayers(ProbedTraining):
     attention = None  # type: ignore[assignment]
 
 
-def test_a_trainer_whose_layers_cannot_be_read_computes_all_the_same(
-    probed: ProbedRig, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = LayersUnread(probed.script, 0, 1, elastic=False)
+def test_unreadable_layers_do_not_prevent_the_check(probed: ProbedRig, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = UnreadableLayers(probed.script, 0, 1, elastic=False)
     computation = LogprobCheck(trainer, probed.inference, probed.job, "first")
     assert computation.is_due
     assert "the attention of layers 0 to 1 is not compared" in caplog.text
@@ -194,22 +198,22 @@ def test_a_trainer_whose_layers_cannot_be_read_computes_all_the_same(
         ([50], 127, LENGTH + 50),
     ],
 )
-def test_tokens_reach_beyond_windows_as_far_as_it_is_cheap(windows: list[int], most: int | None, length: int) -> None:
+def test_tokens_reach_beyond_windows_within_limits(windows: list[int], most: int | None, length: int) -> None:
     _, tokens = tokens_within([ProbeLimits(max_length=most)], windows)
     assert tokens is not None
     assert tokens.shape == (NUM_ROWS, length)
 
 
-def test_a_window_beyond_the_tokens_is_said(job: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_longer_than_the_tokens_is_logged(job: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hybrid_engine"):
-        for size in (20, 22):  # of at most 21 tokens the latter hides none
+        for size in (20, 22):  # a window of 22 masks none of at most 21 tokens
             layers = {0: Attention(0.5, window=size), 1: Attention(0.5)}
             ProbedRig(layers=layers, served=layers)
     (line,) = [record.getMessage() for record in caplog.records if "settings alone" in record.getMessage()]
     assert "log-probabilities of 20 tokens are compared; for windows of 20 tokens" in line
 
 
-def test_what_only_the_end_of_long_sequences_shows_is_another_function() -> None:
+def test_a_difference_at_the_end_of_long_sequences_is_an_error() -> None:
     gap = answers(0.0, torch.float32)
     long = Gap(
         torch.arange(3 * LENGTH)[None],
@@ -221,15 +225,15 @@ def test_what_only_the_end_of_long_sequences_shows_is_another_function() -> None
     assert not long.is_rounding
 
 
-def test_another_function_fails_the_switch_and_names_numbers_and_settings(probed: ProbedRig) -> None:
+def test_a_difference_fails_the_switch_and_names_numbers_and_settings(probed: ProbedRig) -> None:
     probed.training.offset = 0.5
-    for _ in range(2):  # what has failed is asked again
+    for _ in range(2):  # a failed check runs again
         with pytest.raises(ComputationError) as caught:
             probed.manager.enter(INFER)
         probed.assert_is(TRAIN)
     text = str(caught.value)
     assert "38 tokens are 0.5 nats apart (median)" in text
-    at = probed.inference.asked[0, 1].item()
+    at = probed.inference.probed_tokens[0, 1].item()
     assert f"token {at} at position 1 of sequence 0, {-2.5 - at % 7:.4f} by the trainer" in text
     assert f"and {-3 - at % 7:.4f} by vLLM" in text
     assert "rms_norm_eps is 1e-05 for the trainer and 1e-06 for vLLM" in text
@@ -248,7 +252,7 @@ def test_a_side_that_fails_fails_the_switch(probed: ProbedRig, call: str) -> Non
     probed.assert_is(TRAIN)
     probed.script.take()
     probed.manager.enter(INFER)
-    assert probed.asked() == 1
+    assert probed.num_probed() == 1
 
 
 @pytest.mark.parametrize(
@@ -259,14 +263,14 @@ def test_a_side_that_fails_fails_the_switch(probed: ProbedRig, call: str) -> Non
         ({"multiple": 128}, "a multiple of 128"),
     ],
 )
-def test_what_cannot_be_compared_is_said_once(
+def test_an_impossible_check_is_logged_once(
     job: None, caplog: pytest.LogCaptureFixture, limits: dict[str, Any], reason: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         rig = ProbedRig(limits=replace(ProbedTraining.limits, **limits))
         for state in (INFER, TRAIN, INFER):
             rig.manager.enter(state)
-    assert rig.asked() == 0
+    assert rig.num_probed() == 0
     (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
     assert reason in line
 
@@ -280,7 +284,7 @@ def test_a_trainer_without_a_forward_pass_is_not_compared(job: None, caplog: pyt
 
 
 def answers(gap: float, dtype: torch.dtype, spread: float = 1.0) -> Gap:
-    """Two answers that are `gap` apart everywhere."""
+    """Return two answers that differ by `gap` at every token."""
     tokens = torch.arange(40)[None]
     values = torch.linspace(-1, 1, 39)[None]
     values *= spread / values.std()
@@ -288,7 +292,7 @@ def answers(gap: float, dtype: torch.dtype, spread: float = 1.0) -> Gap:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_the_coarser_side_and_the_spread_say_what_rounding_is(dtype: torch.dtype) -> None:
+def test_tolerance_depends_on_the_coarser_dtype_and_the_spread(dtype: torch.dtype) -> None:
     most = TOLERANCES[dtype]
     assert answers(0.99 * most, dtype).is_rounding
     assert not answers(1.01 * most, dtype).is_rounding
@@ -296,7 +300,7 @@ def test_the_coarser_side_and_the_spread_say_what_rounding_is(dtype: torch.dtype
     assert answers(0.19 * most, dtype, spread=0.0).is_rounding
 
 
-def test_tokens_for_which_rounding_chooses_other_experts_are_no_other_function() -> None:
+def test_expert_routing_flips_count_as_rounding() -> None:
     gap = answers(0.0, torch.bfloat16)
     gap.served.log_probs[0, ::3] += 2.0
     assert gap.is_rounding

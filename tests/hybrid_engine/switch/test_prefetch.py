@@ -1,4 +1,4 @@
-"""Ahead of time, with fakes of both engines: what comes back in a rollout, what leaves during a fill, and failures."""
+"""Prefetch during a rollout and offload during a fill, with fakes of both engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIED = TRAINING_NBYTES["param"] + TRAINING_NBYTES["optimizer"]
 
 @pytest.fixture(params=[False, True], ids=["plain", "elastic"])
 def ahead(job: None, request: pytest.FixtureRequest) -> Rig:
-    """After one whole cycle, in a rollout."""
+    """A rig in a rollout, after one whole cycle."""
     return in_second_rollout(Rig(elastic=request.param, prefetch="auto"))
 
 
@@ -34,22 +34,22 @@ def in_second_rollout(rig: Rig) -> Rig:
     return rig
 
 
-# Coming back.
+# Onloading.
 
 
-def test_what_training_needs_comes_back_and_gradients_do_not(ahead: Rig):
+def test_prefetch_onloads_everything_but_gradients(ahead: Rig):
     ahead.manager.near_end()
     assert ahead.resident() == {"param", "optimizer"}
     report = ahead.manager.enter(TRAIN)
     ahead.assert_is(TRAIN)
     assert report.bytes_prefetched == COPIED
     assert report.bytes_onloaded == sum(TRAINING_NBYTES.values())
-    assert ahead.comes_in_chunks or report.peak_bytes == COPIED + NBYTES, "beside the inference weights"
+    assert ahead.comes_in_chunks or report.peak_bytes == COPIED + NBYTES, "inference weights included"
     assert f"prefetched {COPIED / 1e9:.6f} GB" in str(report)
     assert ahead.manager.enter(INFER).bytes_prefetched == 0
 
 
-def test_of_the_first_rollout_only_parameters_come_back(job: None):
+def test_the_first_rollout_prefetches_only_parameters(job: None):
     rig = Rig(prefetch="auto")
     rig.training.step()
     rig.manager.enter(INFER)
@@ -59,7 +59,7 @@ def test_of_the_first_rollout_only_parameters_come_back(job: None):
     rig.assert_is(FORWARD)
 
 
-def test_it_learns_what_follows_a_rollout(ahead: Rig):
+def test_prefetch_follows_the_state_after_the_last_rollout(ahead: Rig):
     ahead.manager.enter(FORWARD)
     ahead.manager.enter(TRAIN)
     ahead.manager.enter(INFER)
@@ -72,41 +72,39 @@ def test_it_learns_what_follows_a_rollout(ahead: Rig):
 
 
 @pytest.mark.parametrize(
-    ("prefetch_mb", "came"),
+    ("prefetch_mb", "expected"),
     [(1, set()), (2, {"param"}), (3, {"param", "a part of optimizer"}), (8, {"param", "optimizer"})],
 )
-def test_no_more_comes_than_is_configured(job: None, prefetch_mb: int, came: set[str]):
+def test_prefetch_stays_within_prefetch_mb(job: None, prefetch_mb: int, expected: set[str]):
     rig = in_second_rollout(Rig(prefetch="auto", prefetch_mb=prefetch_mb))
-    for _ in range(2):  # as often as there are calls in a rollout
+    for _ in range(2):  # `near_end` is called once per generate call of a rollout
         rig.manager.near_end()
         resident = {kind: sum(of.values()) for kind, of in rig.offloader.resident_nbytes().items()}
-        found = {
+        came_back = {
             kind if resident[kind] == TRAINING_NBYTES[kind] else f"a part of {kind}"
             for kind in resident
             if resident[kind]
         }
-        assert found == came
+        assert came_back == expected
         assert sum(resident.values()) <= prefetch_mb * MIB
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)
 
 
 @pytest.mark.parametrize(
-    ("free", "utilization", "taken", "room"),
+    ("free", "utilization", "taken_before", "room"),
     [(50, 0.5, 0, 50), (50, 0.9, 0, 10), (90, 0.5, 0, 50), (0, 0.5, 0, 0), (50, 0.5, 20, 30), (50, 0.9, 20, -10)],
 )
-def test_of_a_gpu_vllm_may_still_take_its_share_beside_what_others_have(
-    free: int, utilization: float, taken: int, room: int
-):
-    assert free_beside_vllm(free, 100, utilization, taken) == pytest.approx(room, abs=1)
+def test_vllm_share_of_the_gpu_is_reserved(free: int, utilization: float, taken_before: int, room: int):
+    assert free_beside_vllm(free, 100, utilization, taken_before) == pytest.approx(room, abs=1)
 
 
-def test_what_was_taken_before_vllm_and_what_came_back_are_no_room(job: None, monkeypatch: pytest.MonkeyPatch):
-    """A GPU of 10 MiB, of which vLLM has half and 2 MiB were taken before it was built."""
+def test_earlier_and_prefetched_memory_reduce_the_room(job: None, monkeypatch: pytest.MonkeyPatch):
+    """A GPU of 10 MiB: vLLM may use half, and 2 MiB were in use before vLLM was built."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * MIB, 10 * MIB))
     rig = in_second_rollout(Rig(prefetch="auto", gpu_memory_utilization=0.5))
     prefetcher = Prefetcher(rig.offloader, rig.inference, rig.manager.config, torch.device("cuda"), 2 * MIB)
-    prefetcher._highest_peak = 20 * MIB
+    prefetcher._highest_peak = 20 * MIB  # above the GPU's memory, so no limit
     assert prefetcher._room() == 3 * MIB
     prefetcher.bring(["param"])
     rig.offloader.wait()
@@ -114,7 +112,7 @@ def test_what_was_taken_before_vllm_and_what_came_back_are_no_room(job: None, mo
 
 
 @pytest.mark.parametrize("state", [TRAIN, FORWARD, IDLE])
-def test_outside_of_rollouts_nothing_comes(rig: Rig, state: object):
+def test_near_end_outside_a_rollout_does_nothing(rig: Rig, state: object):
     rig.manager.enter(INFER)
     rig.manager.enter(state)
     rig.manager.near_end()
@@ -124,7 +122,7 @@ def test_outside_of_rollouts_nothing_comes(rig: Rig, state: object):
 
 
 @pytest.mark.parametrize("target", [FORWARD, IDLE])
-def test_what_came_for_nothing_leaves_without_a_copy(ahead: Rig, target: object):
+def test_unused_prefetched_state_is_dropped_without_a_copy(ahead: Rig, target: object):
     ahead.manager.near_end()
     copied = ahead.offloader.copied_nbytes
     ahead.manager.enter(target)
@@ -134,25 +132,25 @@ def test_what_came_for_nothing_leaves_without_a_copy(ahead: Rig, target: object)
     ahead.assert_is(TRAIN)
 
 
-# Leaving.
+# Offloading.
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["plain", "elastic"])
-def test_optimizer_state_leaves_beside_the_fill(job: None, gate: threading.Event, elastic: bool):
+def test_optimizer_state_is_offloaded_during_the_fill(job: None, gate: threading.Event, elastic: bool):
     rig = Rig(elastic=elastic, prefetch="auto")
     rig.training.step()
-    seen: list[set[str]] = []
+    resident: list[set[str]] = []
     allocate = rig.inference.allocate
 
-    def looking(groups: list[str]) -> object:
-        seen.append(rig.resident())
-        gate.set()  # it is copied only from here on
+    def allocate_and_open_gate(groups: list[str]) -> object:
+        resident.append(rig.resident())
+        gate.set()  # copies run only from here on
         return allocate(groups)
 
-    rig.inference.allocate = looking
+    rig.inference.allocate = allocate_and_open_gate
     report = rig.manager.enter(INFER)
     rig.assert_is(INFER)
-    assert seen[0] == {"param", "optimizer"}
+    assert resident[0] == {"param", "optimizer"}
     assert report.bytes_offloaded == sum(TRAINING_NBYTES.values())
     before = sum(TRAINING_NBYTES.values())
     assert rig.comes_in_chunks or report.peak_bytes == before, "no more than before the switch"
@@ -160,21 +158,21 @@ def test_optimizer_state_leaves_beside_the_fill(job: None, gate: threading.Event
     rig.assert_is(TRAIN)
 
 
-def test_optimizer_state_leaves_before_its_memory_is_needed(job: None):
-    rig = Rig(prefetch="auto", offload_train_grad=False)  # gradients leave no room
+def test_optimizer_state_is_offloaded_before_its_memory_is_needed(job: None):
+    rig = Rig(prefetch="auto", offload_train_grad=False)  # gradients occupy the memory of the fill
     rig.training.step()
-    seen: list[set[str]] = []
+    resident: list[set[str]] = []
     allocate = rig.inference.allocate
-    rig.inference.allocate = lambda groups: seen.append(rig.resident()) or allocate(groups)
+    rig.inference.allocate = lambda groups: resident.append(rig.resident()) or allocate(groups)
     assert rig.manager.enter(INFER).peak_bytes == sum(TRAINING_NBYTES.values())
-    assert seen[0] == {"param", "grad"}
+    assert resident[0] == {"param", "grad"}
 
 
 # Failures.
 
 
 @pytest.mark.parametrize("call", ["prepare", "check", "allocate second", "commit second", "reset", "offload param"])
-def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: threading.Event):
+def test_a_failure_during_offload_restores_training(job: None, call: str, gate: threading.Event):
     rig = Rig(prefetch="auto")
     rig.training.step()
     rig.script.arm(call, OffloadError("stuck") if "offload" in call else OSError("odd"))
@@ -189,11 +187,12 @@ def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: th
 
 
 @pytest.mark.parametrize("error", [OffloadError("no memory"), RuntimeError("CUDA out of memory")])
-def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
+def test_a_failed_prefetch_is_logged_and_completed_by_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    # a copy, for an error keeps the frames that it went through, and a parameter of tests stays
-    begin_copy, outcomes = arena.Copier.begin_copy, [None, copy.copy(error)]
+    begin_copy = arena.Copier.begin_copy
+    # A copy, because an error keeps its frames, and pytest keeps parameters of a test alive.
+    outcomes = [None, copy.copy(error)]
 
     def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
         if outcomes and (outcome := outcomes.pop(0)) is not None:
@@ -208,7 +207,7 @@ def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
     ahead.assert_is(TRAIN)
 
 
-def test_a_switch_that_fails_after_a_prefetch_takes_it_off_again(ahead: Rig):
+def test_a_failed_switch_offloads_prefetched_state(ahead: Rig):
     ahead.manager.near_end()
     ahead.script.arm("release", OSError("busy"))
     with pytest.raises(ReshardError, match="busy"):
@@ -218,11 +217,11 @@ def test_a_switch_that_fails_after_a_prefetch_takes_it_off_again(ahead: Rig):
     ahead.assert_is(TRAIN)
 
 
-# Before the first switch.
+# Set-up.
 
 
 def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Layouts, plan and handles are exchanged at set-up."""
+    """Layouts, plan and handles are exchanged during set-up."""
     for name in ("plan", "gather_side", "export_handles", "release_schedule"):
         monkeypatch.setattr(setup, name, None)
     gathered: list[object] = []
@@ -232,4 +231,4 @@ def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatc
     report = rig.manager.enter(INFER)
     rig.assert_is(INFER)
     assert gathered == []
-    assert {"layout", "plan"} <= report.seconds_by_phase.keys(), "set-up's, told in the first report"
+    assert {"layout", "plan"} <= report.seconds_by_phase.keys(), "seconds of set-up, in the first report"

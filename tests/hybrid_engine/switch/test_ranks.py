@@ -1,4 +1,4 @@
-"""Two real ranks with fakes of their engines: each holds half of every tensor and wants all of it."""
+"""Two real ranks with fakes of their engines: each trains half of every tensor and serves all."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SCENARIOS: dict[str, Callable[[], object]] = {}
 
 
 def scenario(function: Callable[[], object]) -> Callable[[], object]:
-    """One of the things that two ranks do in one launch."""
+    """Register a scenario; all of them run in one launch."""
     SCENARIOS[function.__name__] = function
     return function
 
 
 def error_of(call: Callable[[], object]) -> dict[str, object]:
-    """The error of a call that must fail; its classes by name, to be compared in the process of the test."""
+    """Return class names and text of the error of a call that must fail."""
     try:
         call()
     except Exception as error:
@@ -47,8 +47,8 @@ def error_of(call: Callable[[], object]) -> dict[str, object]:
     raise AssertionError("it did not fail")
 
 
-def assert_goes_on(rig: Rig) -> None:
-    """This rank, together with the other, can do everything again."""
+def assert_switches_succeed(rig: Rig) -> None:
+    """Assert that both ranks can complete more switches."""
     for target in (INFER, TRAIN, INFER):
         rig.manager.enter(target)
         rig.assert_is(target)
@@ -66,7 +66,7 @@ def plan_faults() -> dict[str, object]:
     error = error_of(rig.build)
     rig.training.tensors = rig.inference.tensors = dict(SHAPES)
     rig.build()
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return error
 
 
@@ -94,12 +94,12 @@ def shared_memory_without_exported_buffers() -> dict[str, object]:
 
 
 def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]:
-    """Count the bytes that this rank reads by a transport; returns what ends the counting."""
+    """Count the bytes read by a transport on this rank; returns a function that stops counting."""
     run = transport.run
 
     def counting(self, bucket, transfers, source, destination):
-        own = [transfer.nbytes for transfer in transfers if transfer.dst_rank == self.rank]
-        counts[self.name] = counts.get(self.name, 0) + sum(own)
+        nbytes = sum(transfer.nbytes for transfer in transfers if transfer.dst_rank == self.rank)
+        counts[self.name] = counts.get(self.name, 0) + nbytes
         return run(self, bucket, transfers, source, destination)
 
     transport.run = counting
@@ -108,7 +108,7 @@ def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]
 
 @scenario
 def transports() -> dict[str, object]:
-    """By transport and kind of buffers: what the report says and what each transport carried."""
+    """Return the report's figures and the bytes counted, by transport and kind of buffers."""
     results = {}
     cases = [("shared_memory", True), ("collective", True), ("collective", False), ("auto", True), ("auto", False)]
     for transport, elastic in cases:
@@ -117,16 +117,17 @@ def transports() -> dict[str, object]:
             for name in ("new_group", "new_nccl_group")
         ]
         with groups[0] as new_group, groups[1] as new_nccl_group:
-            rig, counts = Rig(elastic=elastic, transport=transport), {}
+            rig = Rig(elastic=elastic, transport=transport)
+            counts = {}
         restore = [_count_pulled(kind, counts) for kind in (SharedMemoryTransport, CollectiveTransport)]
         rig.training.step()
         report = rig.manager.enter(INFER)
         rig.assert_is(INFER)
-        for end in restore:
-            end()
-        assert_goes_on(rig)
+        for stop_counting in restore:
+            stop_counting()
+        assert_switches_succeed(rig)
         rig.close()
-        rig.close()
+        rig.close()  # idempotent
         results[f"{transport}, {'elastic' if elastic else 'plain'}"] = {
             "received": report.bytes_received,
             "least": report.bytes_least,
@@ -144,13 +145,13 @@ def _fail_on_rank_0(call: str, **settings: object) -> dict[str, object]:
         rig.script.arm(call, MemoryError("no memory on rank 0"))
     error = error_of(lambda: rig.manager.enter(INFER))
     rig.assert_is(TRAIN)
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return error
 
 
 @scenario
 def one_rank_fails() -> dict[str, object]:
-    """In the second of two buckets and elsewhere, over both transports."""
+    """Fail in each of several calls, the second bucket's included, over both transports."""
     results = {}
     for call in ("prepare", "buffers", "proving", "allocate second", "commit second", "wake"):
         results[f"{call}, shared_memory"] = _fail_on_rank_0(
@@ -162,7 +163,7 @@ def one_rank_fails() -> dict[str, object]:
 
 @scenario
 def sampling_fails_on_rank_0() -> dict[str, object]:
-    """Both sample the same tensors afterwards."""
+    """Afterwards both ranks sample the same tensors."""
     with mock.patch.object(verifier, "NUM_SAMPLED", 1):
         rig = Rig(verify="sample")
         rig.training.step()
@@ -170,7 +171,7 @@ def sampling_fails_on_rank_0() -> dict[str, object]:
         with failing if rig.training.rank == 0 else nullcontext():
             error = error_of(lambda: rig.manager.enter(INFER))
         rig.assert_is(TRAIN)
-        assert_goes_on(rig)
+        assert_switches_succeed(rig)
     return error
 
 
@@ -182,13 +183,13 @@ def start_hook_fails_on_rank_1() -> dict[str, object]:
         rig.script.arm("hook", OSError("no licence"))
     error = error_of(lambda: rig.manager.enter(INFER))
     rig.assert_is(TRAIN)
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return error
 
 
 @scenario
-def way_back_fails_on_rank_1() -> dict[str, object]:
-    """Rank 0 fails, and while both go back rank 1 does."""
+def restore_fails_on_rank_1() -> dict[str, object]:
+    """Rank 0 fails, then rank 1 fails to restore training."""
     rig = Rig(elastic=True)
     rig.training.step()
     if rig.training.rank == 0:
@@ -199,13 +200,13 @@ def way_back_fails_on_rank_1() -> dict[str, object]:
     error["state"] = str(rig.manager.state)
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return error
 
 
 @scenario
 def prefetch_on_rank_0() -> dict[str, object]:
-    """Its replica is done while rank 1 still generates, or fails."""
+    """Rank 0 prefetches while rank 1 still generates, or fails to."""
     rig = Rig(elastic=True, prefetch="auto")
     prefetched = []
     for fails in (False, True):
@@ -223,30 +224,30 @@ def prefetch_on_rank_0() -> dict[str, object]:
         prefetched.append(rig.manager.enter(TRAIN).bytes_prefetched)
         rig.assert_is(TRAIN)
     rig.training.step()
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return {**error, "prefetched": prefetched, "comes_in_chunks": rig.comes_in_chunks}
 
 
 @scenario
 def interrupted_on_rank_0() -> dict[str, object]:
-    """Ctrl-C came to rank 0 before the end of a switch, to rank 1 after: the next one is one of both."""
+    """Ctrl-C reaches rank 0 before the end of a switch, rank 1 after it; both recover together."""
     rig = Rig(elastic=True)
     rig.training.step()
     for target in (INFER, TRAIN):
         rig.manager.enter(target)
         if rig.training.rank == 0:
-            rig.manager.state = State.INTERRUPTED
+            rig.manager.state = State.INTERRUPTED  # as Ctrl-C before the end leaves it
         rig.manager.enter(target)
         rig.assert_is(target)
     error = error_of(lambda: rig.manager.enter(INFER if rig.training.rank else IDLE))
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     return error
 
 
 @scenario
 def release_fails_on_rank_0() -> dict[str, object]:
-    """Its inference weights are still there when both start again; the next fill must not leave rank 1 waiting."""
-    rig = Rig(transport="collective", timeout_seconds=5)
+    """Rank 0 keeps inference weights; the next fill must not leave rank 1 waiting."""
+    rig = Rig(transport="collective", timeout_seconds=5)  # a waiting rank fails soon
     rig.training.step()
     if rig.training.rank == 0:
         rig.script.arm("reset", OSError("disk on fire"))
@@ -254,7 +255,7 @@ def release_fails_on_rank_0() -> dict[str, object]:
     error = error_of(lambda: rig.manager.enter(INFER))
     error["state"] = str(rig.manager.state)
     try:
-        assert_goes_on(rig)
+        assert_switches_succeed(rig)
         error["afterwards"] = "goes on"
     except Exception as problem:
         error["afterwards"] = f"{type(problem).__name__}: {problem}"
@@ -262,13 +263,15 @@ def release_fails_on_rank_0() -> dict[str, object]:
 
 
 def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, object]:
-    """Ctrl-C comes to rank 0 in the first call of a method within the second fill."""
+    """Interrupt rank 0 in the first call of a method within the second fill."""
     rig = Rig(elastic=True, transport="collective", incremental=incremental, incremental_mb=0, timeout_seconds=20)
-    is_interrupted, method, came = rig.job.rank == 0, getattr(owner, name), list[int]()
+    is_interrupted = rig.job.rank == 0
+    method = getattr(owner, name)
+    signals = list[int]()
 
     def interrupting(*args: object) -> object:
-        if not came:
-            came.append(signal.SIGINT)
+        if not signals:
+            signals.append(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         return method(*args)
 
@@ -281,26 +284,26 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
     with interruption, pytest.raises(raised) as caught:
         rig.manager.enter(INFER)
     signal.signal(signal.SIGINT, handler)
-    for _ in range(2 if is_interrupted else 0):  # the other is at the end of the fill, then on its way back
+    for _ in range(2 if is_interrupted else 0):  # rank 1 ends its fill, then restores training
         error_of(lambda: rig.manager.enter(TRAIN))
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)
     rig.training.step()
     deltas = rig.manager.enter(INFER).messages_delta
-    assert_goes_on(rig)
+    assert_switches_succeed(rig)
     rig.close()
     return {"error": type(caught.value).__name__, "deltas": deltas}
 
 
 @scenario
 def interrupted_before_deltas() -> dict[str, object]:
-    """The fill before was whole."""
+    """The fill before was complete."""
     return _interrupt(TransportSet, "prepare")
 
 
 @scenario
 def interrupted_among_deltas() -> dict[str, object]:
-    """When it has the headers of a bucket, and has sent nothing else of it."""
+    """Rank 0 has received the headers of a bucket and sent only its own header."""
     return _interrupt(CollectiveTransport, "_announced")
 
 
@@ -310,10 +313,10 @@ def interrupted_before_the_first_message() -> dict[str, object]:
 
 
 @scenario
-def what_was_skipped_and_then_changed() -> list[object]:
-    """What the other rank got two fills ago is what a delta is made from."""
+def skipped_then_changed() -> list[object]:
+    """A delta refers to the other rank's last message, here of two fills ago."""
     rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=2)
-    found = []
+    counts = []
     for element in (None, -1, -1, 0, -1, None, 0):
         if element is not None:
             rig.training.param.data[element] += 1
@@ -321,14 +324,14 @@ def what_was_skipped_and_then_changed() -> list[object]:
         report = rig.manager.enter(INFER)
         rig.assert_is(INFER)
         rig.manager.enter(TRAIN)
-        found.append((report.messages_delta, report.messages_whole, report.bytes_skipped < NBYTES))
+        counts.append((report.messages_delta, report.messages_whole, report.bytes_skipped < NBYTES))
     rig.close()
-    return found
+    return counts
 
 
 @scenario
 def only_what_changed() -> dict[str, object]:
-    """What one rank alone knows to be written, or has lost, all ranks send."""
+    """A tensor that one rank has changed or lost is sent by all ranks."""
     rig = Rig(build=False, elastic=True, incremental="auto", incremental_mb=2)
     rig.training.frozen = ("first",)
     rig.build()
@@ -370,12 +373,12 @@ def run_scenarios() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def two_ranks(ranks: Ranks) -> list[dict[str, dict]]:
-    """What each scenario gave, by rank."""
+    """Results of each scenario, by rank."""
     return ranks.launch(run_scenarios, 2, timeout=200)
 
 
 REMOTE = RemoteError
-# scenario -> class of each rank's error, what both say, and what else is found on both
+# scenario -> class of each rank's error, texts in both messages, further results of both ranks
 ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     "plan_faults": ((PlanError, PlanError), ["orphan: a training parameter", "longed_for", "no training rank"], {}),
     "other_plan_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
@@ -389,7 +392,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     ),
     "sampling_fails_on_rank_0": ((ReshardError, REMOTE), ["MemoryError: no sample"], {}),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
-    "way_back_fails_on_rank_1": (
+    "restore_fails_on_rank_1": (
         (ReshardError, ReshardError),
         ["disk on fire", "no memory left"],
         {"state": "interrupted"},
@@ -403,7 +406,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_fails_is_told_to_both(two_ranks: list[dict[str, dict]], name: str):
+def test_an_error_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]], name: str):
     kinds, texts, more = ERRORS[name]
     for results, kind in zip(two_ranks, kinds, strict=True):
         error = results[name]
@@ -412,7 +415,7 @@ def test_what_fails_is_told_to_both(two_ranks: list[dict[str, dict]], name: str)
         assert more.items() <= error.items()
 
 
-def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[str, dict]]):
+def test_each_transport_reads_only_the_other_half(two_ranks: list[dict[str, dict]]):
     half = NBYTES // 2
     by_name = {
         **dict.fromkeys(("shared_memory, elastic", "auto, elastic"), "shared_memory"),
@@ -430,44 +433,44 @@ def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[s
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 @pytest.mark.parametrize("call", ["prepare", "buffers", "proving", "allocate second", "commit second", "wake"])
-def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], call: str, transport: str):
-    own, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
-    assert own["names"][0] == ReshardError.__name__
+def test_a_failure_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]], call: str, transport: str):
+    local, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
+    assert local["names"][0] == ReshardError.__name__
     assert RemoteError.__name__ in remote["names"]
-    assert "no memory on rank 0" in own["text"]
+    assert "no memory on rank 0" in local["text"]
     assert "no memory on rank 0" in remote["text"]
 
 
-def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str, dict]]):
-    both = ["commit first", "commit second"]
+def test_all_ranks_send_what_one_rank_must_send(two_ranks: list[dict[str, dict]]):
+    all_commits = ["commit first", "commit second"]
     for results in two_ranks:
-        found = results["only_what_changed"]
-        assert {name: calls for name, (calls, _) in found.items()} == {
-            **dict.fromkeys(("first", "lost", "failed"), both),
+        switches = results["only_what_changed"]
+        assert {name: calls for name, (calls, _) in switches.items()} == {
+            **dict.fromkeys(("first", "lost", "failed"), all_commits),
             **{"step": ["commit second"], "written": ["commit second"], "nothing": []},
         }
-        assert found["nothing"][1] == NBYTES
+        assert switches["nothing"][1] == NBYTES
 
 
 @pytest.mark.parametrize("name", ["before_deltas", "among_deltas", "before_the_first_message"])
-def test_an_interrupt_in_a_fill_leaves_both_in_step(two_ranks: list[dict[str, dict]], name: str):
-    found = [results[f"interrupted_{name}"] for results in two_ranks]
-    assert [each["error"] for each in found] == ["KeyboardInterrupt", "ReshardError"]
-    assert [each["deltas"] for each in found] == [0, 0]
+def test_an_interrupt_in_a_fill_leaves_both_ranks_in_step(two_ranks: list[dict[str, dict]], name: str):
+    outcomes = [results[f"interrupted_{name}"] for results in two_ranks]
+    assert [outcome["error"] for outcome in outcomes] == ["KeyboardInterrupt", "ReshardError"]
+    assert [outcome["deltas"] for outcome in outcomes] == [0, 0]
 
 
-def test_what_was_skipped_goes_as_a_delta_of_what_came_last(two_ranks: list[dict[str, dict]]):
-    one = (1, 0, True)
+def test_a_skipped_bucket_is_later_sent_as_a_delta(two_ranks: list[dict[str, dict]]):
+    delta = (1, 0, True)
     for results in two_ranks:
-        found = results["what_was_skipped_and_then_changed"]
-        assert found == [(0, 2, True), one, one, one, one, (0, 0, False), one]
+        counts = results["skipped_then_changed"]
+        assert counts == [(0, 2, True), delta, delta, delta, delta, (0, 0, False), delta]
 
 
-def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
-    done, other = (results["prefetch_on_rank_0"] for results in two_ranks)
+def test_prefetch_of_one_rank_does_not_affect_the_other(two_ranks: list[dict[str, dict]]):
+    prefetching, other = (rank_results["prefetch_on_rank_0"] for rank_results in two_ranks)
     parameters = NBYTES // 2
-    # Once training has followed, also that half of optimizer state which stays within the peak of the switches; with
-    # chunks, which make it higher, all of it.
-    assert done["prefetched"] == [parameters, (3 if done["comes_in_chunks"] else 2) * parameters]
+    # After a switch to training also half of the optimizer state, which fits below the peak of the
+    # switches; all of it with chunks, which raise that peak.
+    assert prefetching["prefetched"] == [parameters, (3 if prefetching["comes_in_chunks"] else 2) * parameters]
     assert other["prefetched"] == [0, 0]
-    assert all("OSError: out of tokens" in each["text"] for each in (done, other))
+    assert all("OSError: out of tokens" in results["text"] for results in (prefetching, other))

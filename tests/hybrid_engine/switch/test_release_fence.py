@@ -1,4 +1,7 @@
-"""Fences of a switch on real ranks: memory goes only when all have read it, and a failure leaves no fence behind."""
+"""Fences of a switch on real ranks.
+
+Memory is released only after all ranks have read it, and a failure leaves no fence pending.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ from hybrid_engine.records.layout import Extent
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
 
-NUM_RANKS, NUM_BUCKETS = 3, 4
-BUCKETS = (1, 2, 5, 7)  # of a plan whose others are skipped
+NUM_RANKS = 3
+NUM_BUCKETS = 4
+BUCKETS = (1, 2, 5, 7)  # the plan's other buckets are skipped
 BUFFERS = {"flat": torch.zeros(NUM_BUCKETS)}
 SCHEDULE = {bucket: {"flat": (Extent(position, position + 1),)} for position, bucket in enumerate(BUCKETS)}
 TIMEOUT = 30.0
 
 
 class Failure(Exception):
-    """This rank's own."""
+    """Failure of this rank."""
 
 
 class State:
-    """Parameters that go: an offloader's two calls, of parts that are positions of buckets."""
+    """Parameters with two calls of an offloader; parts are positions of buckets."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
@@ -54,11 +58,13 @@ def on_one_host() -> Pace:
 
 
 def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) -> tuple[str, list[int]]:
-    """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent).
+    """Fill the way `WeightContainer` does; returns the outcome and the released positions.
 
-    `is_apart`: the last rank has nothing to give back.
+    failing: rank -> (bucket, "before" or "after" it was sent).
+    is_apart: the last rank has no memory to release.
     """
-    state, has_none = State(), is_apart and dist.get_rank() == NUM_RANKS - 1
+    state = State()
+    has_none = is_apart and dist.get_rank() == NUM_RANKS - 1
     schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
     buffers = {} if has_none else BUFFERS
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, is_apart=is_apart)
@@ -80,7 +86,7 @@ def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) 
 
 
 def scenarios() -> list[dict[int, tuple[int, str]]]:
-    """Every single failure, and 40 pairs and triples."""
+    """Return every single failure, and 40 pairs and triples."""
     moments = list(itertools.product(range(NUM_BUCKETS), ("before", "after")))
     singles = [{rank: moment} for rank in range(NUM_RANKS) for moment in moments]
     draw = random.Random(0)
@@ -99,25 +105,25 @@ def run_on_rank(is_apart: bool) -> list[tuple[tuple[str, list[int]], tuple[str, 
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks, is_apart: bool) -> None:
+def test_no_failure_affects_the_next_switch(ranks: Ranks, is_apart: bool) -> None:
     by_rank = ranks.launch(run_on_rank, NUM_RANKS, is_apart, timeout=200)
     for number, failing in enumerate(scenarios()):
         for rank in range(NUM_RANKS):
-            (outcome, given_back), after = by_rank[rank][number]
+            (outcome, released), after = by_rank[rank][number]
             has_none = is_apart and rank == NUM_RANKS - 1
             assert after == ("filled", [] if has_none else list(range(NUM_BUCKETS)))
-            assert given_back == list(range(len(given_back)))
-            # nothing goes that a rank which failed before it was sent may still have to read
+            assert released == list(range(len(released)))
+            # A bucket that some rank has not sent stays, since it may still be read.
             unread = [bucket for bucket, moment in failing.values() if moment == "before"]
-            assert all(bucket < min(unread, default=NUM_BUCKETS) for bucket in given_back), failing
-            if outcome == "filled":  # only when the others' failures came too late for any fence
+            assert all(bucket < min(unread, default=NUM_BUCKETS) for bucket in released), failing
+            if outcome == "filled":  # possible only if the other ranks failed after the last fence
                 assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), failing
             elif rank not in failing:
                 assert outcome == PeerTransportError.__name__
 
 
 class Alone:
-    """A group of one rank, and what it has begun."""
+    """A group of one rank that counts its fences."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -131,7 +137,7 @@ class Alone:
 
 
 class Steps:
-    """A pace that notes the steps; another host fails at one of them."""
+    """A pace that records its steps; optionally another host fails at one of them."""
 
     def __init__(self, failing: int | None = None) -> None:
         self.steps: list[int] = []
@@ -146,8 +152,10 @@ class Steps:
         return ""
 
 
-def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
-    steps, group, released = Steps(), Alone(), []
+def test_each_filled_bucket_is_a_step_of_the_host() -> None:
+    steps = Steps()
+    group = Alone()
+    released = []
     fence = ReleaseFence(0, group, steps, State(), BUFFERS, SCHEDULE, released.append)
     fence.begin()
     for bucket in BUCKETS:
@@ -157,8 +165,10 @@ def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
     assert (released, fence.released_nbytes) == ([0, 100, 200, 300], 400)
 
 
-def test_what_failed_on_another_host_comes_before_the_fence() -> None:
-    steps, group, state = Steps(failing=2), Alone(), State()
+def test_a_failure_on_another_host_prevents_the_fence() -> None:
+    steps = Steps(failing=2)
+    group = Alone()
+    state = State()
     fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE)
     fence.begin()
     fence.sent(BUCKETS[0])
@@ -171,14 +181,14 @@ def test_what_failed_on_another_host_comes_before_the_fence() -> None:
     assert state.gone == [0]
 
 
-def wait_for_a_rank_that_sends_nothing() -> str:
+def wait_for_a_silent_rank() -> str:
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(2), 0.5)
-    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
+    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}  # consecutive buckets
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule)
     fence.begin()
     if dist.get_rank() == 1:
-        dist.barrier()  # lives on, with its connections
+        dist.barrier()  # keeps its connections open
         return ""
     with pytest.raises(TransportError) as failure:
         _send_both(fence)
@@ -191,25 +201,25 @@ def _send_both(fence: ReleaseFence) -> None:
     fence.sent(1)
 
 
-def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
-    message, _ = ranks.launch(wait_for_a_rank_that_sends_nothing, 2, timeout=100)
+def test_a_timeout_names_bucket_and_remedy(ranks: Ranks) -> None:
+    message, _ = ranks.launch(wait_for_a_silent_rank, 2, timeout=100)
     assert "bucket 0, phase release" in message
     assert "timeout_seconds" in message
 
 
 class Loss(Steps):
-    """A pace that knows that a rank has ended from the second look on."""
+    """A pace that reports an ended rank from the second query on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said = iter(["", "rank 2 has ended"])
+        self._answers = iter(["", "rank 2 has ended"])
 
     def ended(self) -> str:
-        return next(self._said)
+        return next(self._answers)
 
 
-def wait_for_one_that_is_known_to_have_ended() -> tuple[str, float]:
-    """Rank 1 never comes, and keeps its connections; what is said, and seconds until then."""
+def wait_for_an_ended_rank() -> tuple[str, float]:
+    """Wait for rank 1, which stays connected but does not come; returns the error and seconds."""
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(2), TIMEOUT)
     fence = ReleaseFence(dist.get_rank(), group, Loss(), State(), BUFFERS, SCHEDULE)
@@ -228,41 +238,46 @@ def wait_for_one_that_is_known_to_have_ended() -> tuple[str, float]:
     return str(failure.value), seconds
 
 
-def test_no_fence_outlives_a_rank_that_has_ended(ranks: Ranks) -> None:
-    (said, seconds), _ = ranks.launch(wait_for_one_that_is_known_to_have_ended, 2, timeout=100)
-    assert said.startswith(f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended.")
-    assert seconds < TIMEOUT / 4
+def test_a_fence_ends_when_a_rank_has_ended(ranks: Ranks) -> None:
+    (message, seconds), _ = ranks.launch(wait_for_an_ended_rank, 2, timeout=100)
+    assert message.startswith(f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended.")
+    assert seconds < TIMEOUT / 4  # well before the timeout
 
 
-# -- sides in processes of their own -----------------------------------------------------------------------------------
+# -- sides in separate processes --
 
-TRAINERS, SERVERS = (0, 1), (2,)
-PERIOD = 0.02  # seconds of one piece of work at most
+TRAINERS = (0, 1)
+SERVERS = (2,)
+PERIOD = 0.02  # most seconds of one random delay
 
 
 def hand_over(is_apart: bool) -> list[tuple[float, int]]:
-    """What a rank takes (+1) and gives back (-1) of one device, bucket by bucket, with the time, in a switch in which
-    every piece of work takes another time."""
-    dist.init_process_group("gloo")
-    rank, group = dist.get_rank(), RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
-    draw, events = random.Random(rank), []
+    """Switch with random delays; returns (time, change) of this rank's buckets on a shared device.
 
-    class Going(State):
+    The change is positive for allocated and negative for released memory, in buckets.
+    """
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
+    draw = random.Random(rank)
+    events = []
+
+    class SlowState(State):
         def offload_parts(self, kind: str, parts: list[Part]) -> int:
             time.sleep(draw.random() * PERIOD)
             events.append((time.monotonic(), -len(parts)))
             return super().offload_parts(kind, parts)
 
-    num = 40
-    schedule = {bucket: {"flat": (Extent(bucket, bucket + 1),)} for bucket in range(num)}
+    num_buckets = 40
+    schedule = {bucket: {"flat": (Extent(bucket, bucket + 1),)} for bucket in range(num_buckets)}
     if rank in SERVERS:
         schedule = {bucket: {} for bucket in schedule}
-    buffers = {} if rank in SERVERS else {"flat": torch.zeros(num)}
-    fence = ReleaseFence(rank, group, on_one_host(), Going(), buffers, schedule, is_apart=is_apart)
+    buffers = {} if rank in SERVERS else {"flat": torch.zeros(num_buckets)}
+    fence = ReleaseFence(rank, group, on_one_host(), SlowState(), buffers, schedule, is_apart=is_apart)
     fence.begin()
-    for bucket in range(num):
+    for bucket in range(num_buckets):
         if rank in SERVERS:
-            events.append((time.monotonic(), len(TRAINERS)))  # it takes all that they hold
+            events.append((time.monotonic(), len(TRAINERS)))  # it holds all trainers' parts
             time.sleep(draw.random() * PERIOD * (bucket % 3 == 0))
         fence.sent(bucket)
     fence.finish()
@@ -273,8 +288,9 @@ def hand_over(is_apart: bool) -> list[tuple[float, int]]:
 @pytest.mark.parametrize(("is_apart", "most"), [(True, 2), (False, 4)])
 def test_a_device_of_two_processes_holds_two_buckets_more(ranks: Ranks, is_apart: bool, most: int) -> None:
     held = peak = 0
-    for _, change in sorted(each for of_rank in ranks.launch(hand_over, NUM_RANKS, is_apart) for each in of_rank):
+    events = [event for rank_events in ranks.launch(hand_over, NUM_RANKS, is_apart) for event in rank_events]
+    for _, change in sorted(events):
         held += change
         peak = max(peak, held)
     assert peak <= most * len(TRAINERS)
-    assert (peak > 2 * len(TRAINERS)) is not is_apart  # without the second signal they are more
+    assert (peak > 2 * len(TRAINERS)) is not is_apart  # more without the second signal

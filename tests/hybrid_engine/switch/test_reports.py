@@ -1,4 +1,4 @@
-"""What a switch says of itself: reports and the line in the log, with fakes of both engines."""
+"""Report and log line of a switch, with fakes of both engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
 
 
 def test_phases_add_up_to_the_switch(rig: Rig):
-    rig.manager.enter(FORWARD)  # takes the seconds of planning
+    rig.manager.enter(FORWARD)  # the first report includes the seconds of planning
     report = rig.manager.enter(INFER)
     seconds = report.seconds_by_phase
     assert min(seconds.values()) >= 0
@@ -46,16 +46,16 @@ def test_phases_add_up_to_the_switch(rig: Rig):
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
-def test_peak(job: None, elastic: bool):
+def test_peak_memory(job: None, elastic: bool):
     training = sum(TRAINING_NBYTES.values())
     rig = Rig(elastic=elastic)
     rig.training.step()
     kept = Rig(elastic=elastic, **{f"offload_train_{kind}": False for kind in KINDS})
     kept.training.step()
-    # All of training at entry; later only parameters beside inference, which is less.
+    # A switch from training peaks at entry: later only parameters and inference weights remain.
     peaks = [(rig.manager.enter(INFER).peak_bytes, training)]
     peaks.append((kept.manager.enter(INFER).peak_bytes, training + NBYTES))
-    peaks.append((kept.manager.enter(TRAIN).peak_bytes, training + NBYTES))  # both are there when it begins
+    peaks.append((kept.manager.enter(TRAIN).peak_bytes, training + NBYTES))  # both resident
     peaks.append((kept.manager.enter(FORWARD).peak_bytes, training))
     for nbytes, expected in peaks:
         assert nbytes > expected if rig.comes_in_chunks else nbytes == expected
@@ -68,20 +68,20 @@ LINE = re.compile(
 )
 
 
-def test_one_line_a_switch_in_the_log(rig: Rig, caplog: pytest.LogCaptureFixture):
+def test_each_switch_logs_one_line(rig: Rig, caplog: pytest.LogCaptureFixture):
     rig.training.step()
     with caplog.at_level(logging.INFO, "hybrid_engine"):
         report = rig.manager.enter(INFER)
         rig.manager.enter(TRAIN)
     lines = [LINE.fullmatch(record.getMessage()) for record in caplog.records if record.name == "hybrid_engine"]
     assert [line["direction"] for line in lines] == ["train->infer", "infer->train"]
-    found = lines[0]
-    assert int(found["version"]) == 1
-    assert float(found["seconds"]) == pytest.approx(report.seconds, abs=1e-3)
-    assert float(found["peak"]) == pytest.approx(report.peak_bytes / 1e9, abs=1e-6)
+    line = lines[0]
+    assert int(line["version"]) == 1
+    assert float(line["seconds"]) == pytest.approx(report.seconds, abs=1e-3)
+    assert float(line["peak"]) == pytest.approx(report.peak_bytes / 1e9, abs=1e-6)
 
 
-def test_the_line_gives_bytes_and_rate():
+def test_the_log_line_contains_bytes_and_rate():
     counts = {"bytes_received": 2_000_000_000, "bytes_least": 1_500_000_000, "peak_bytes": 7_000_000_000}
     counts |= {"bytes_own": 0, "bytes_offloaded": 0, "bytes_onloaded": 0}
     report = ReshardReport("train->infer", 3, seconds=0.5, seconds_by_phase={}, **counts)

@@ -1,4 +1,4 @@
-"""What set-up refuses of a job, and what it says of its time, with fakes of both engines."""
+"""Set-up with fakes of both engines: refused jobs, chosen transports and reported seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
 
 
 def refusal_of(rig: Rig) -> str:
-    """Before there is a group, or anything is moved."""
+    """Build a job that is refused before a group exists or anything moves; returns the message."""
     with mock.patch.object(Job, "new_group") as new_group, pytest.raises(ConfigError) as caught:
         rig.build()
     assert not new_group.called
@@ -49,31 +49,33 @@ def test_a_job_on_another_device_than_the_training_weights_is_refused(job: None)
 
 
 @pytest.mark.parametrize(("device", "refused"), [("cuda", False), ("cuda:1", False), ("cuda:0", True)])
-def test_a_device_without_a_number_is_any_of_its_kind(job: None, device: str, refused: bool) -> None:
+def test_a_device_without_an_index_matches_any_of_its_type(job: None, device: str, refused: bool) -> None:
     rig = Rig(build=False, device=device)
-    rig.training.param = mock.Mock(device=torch.device("cuda", 1))  # no further than that: it has no memory to export
+    # Fails after the device check, because it has no memory to export.
+    rig.training.param = mock.Mock(device=torch.device("cuda", 1))
     with pytest.raises(ConfigError if refused else ReshardError) as caught:
         rig.build()
     assert refused == (("Job.device", "wrong-device") in violations_of(caught.value))
 
 
-def test_a_job_of_another_timeout_than_the_configuration_is_refused(job: None) -> None:
+def test_a_job_with_another_timeout_is_refused(job: None) -> None:
     rig = Rig(build=False)
     rig.config = rig.config.model_copy(update={"timeout_seconds": 61.0})
     assert "generate_config.timeout_seconds: 61, but the job was joined with 60" in refusal_of(rig)
 
 
 @pytest.mark.slow
-def test_waits_for_what_other_ranks_hold_count_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_other_ranks_counts_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     conclude = Agreement.conclude
 
     def slow(self: Agreement, phase: str, *rest: Any, **named: Any) -> None:
+        # As if another rank came late to these phases.
         time.sleep(0.2 if phase in ("exchange of layouts", "comparison of plans") else 0)
         conclude(self, phase, *rest, **named)
 
     monkeypatch.setattr(Agreement, "conclude", slow)
     seconds = Rig().manager.enter(INFER).seconds_by_phase
-    assert seconds["layout"] > 0.4  # of both sides
+    assert seconds["layout"] > 0.4  # both sides
     assert seconds["plan"] > 0.2
 
 
@@ -81,18 +83,18 @@ REASON = "rank 1 cannot read the memory of rank 0: not permitted"
 
 
 @pytest.fixture(scope="module")
-def found(ranks: Ranks) -> list[dict[str, object]]:
-    return ranks.launch(everything, 2)
+def denied_access(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(run_scenarios, 2)
 
 
-def everything() -> dict[str, object]:
+def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
-    results = {"switches": on_rank_1_denied(switches), "refusal": on_rank_1_denied(refusal), "devices": devices()}
+    results = {"switches": with_rank_1_denied(switches), "refusal": with_rank_1_denied(refusal), "devices": devices()}
     dist.destroy_process_group()
     return results
 
 
-def on_rank_1_denied(scenario: Callable[[], object]) -> object:
+def with_rank_1_denied(scenario: Callable[[], object]) -> object:
     if dist.get_rank() == 0:
         return scenario()
     with mock.patch.object(setup, "reading", side_effect=TransportError("not permitted")):
@@ -100,7 +102,7 @@ def on_rank_1_denied(scenario: Callable[[], object]) -> object:
 
 
 def switches(host: str | None = "here") -> dict[str, object]:
-    """What a rank reads by messages in two switches with "auto", and what it logged."""
+    """Switch twice with "auto"; returns the transports of each switch, and the lines logged."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -127,7 +129,10 @@ def refusal() -> str:
 
 
 def devices(host: str | None = "here") -> list[list[str]]:
-    """With device memory, whose driver is the tests' model: where descriptors pass, and where not on rank 1."""
+    """Return hosts without access to device memory: first with access, then denied on rank 1.
+
+    The driver is the tests' model.
+    """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
         DeviceRig(patch)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -141,19 +146,19 @@ def devices(host: str | None = "here") -> list[list[str]]:
     return results
 
 
-def test_all_ranks_of_the_host_send_messages(found: list[dict[str, object]]) -> None:
+def test_all_ranks_of_the_host_send_messages(denied_access: list[dict[str, object]]) -> None:
     logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {REASON}"
-    for rank, results in enumerate(found):
+    for rank, results in enumerate(denied_access):
         assert results["switches"] == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
 
 
-def test_shared_memory_alone_is_refused_with_the_reason(found: list[dict[str, object]]) -> None:
-    for results in found:
+def test_shared_memory_alone_is_refused_with_the_reason(denied_access: list[dict[str, object]]) -> None:
+    for results in denied_access:
         assert f"generate_config.transport: shared_memory, but {REASON}. Choose auto or" in str(results["refusal"])
 
 
-def test_device_memory_is_tried_with_the_driver(found: list[dict[str, object]]) -> None:
-    assert [results["devices"] for results in found] == [[[], ["here"]]] * 2
+def test_device_memory_is_tried_with_the_driver(denied_access: list[dict[str, object]]) -> None:
+    assert [results["devices"] for results in denied_access] == [[[], ["here"]]] * 2
 
 
 READ = "[Reshard] ranks that read each other's memory: "
@@ -161,8 +166,8 @@ READ = "[Reshard] ranks that read each other's memory: "
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
 def test_containers_of_one_meeting_directory_share_memory(ranks: Ranks) -> None:
-    found = [ranks.launch(in_two_containers, 2, scenario) for scenario in (switches, devices)]
-    for rank, (switched, on_devices) in enumerate(zip(*found, strict=True)):
+    outcomes = [ranks.launch(in_two_containers, 2, scenario) for scenario in (switches, devices)]
+    for rank, (switched, on_devices) in enumerate(zip(*outcomes, strict=True)):
         assert switched == {"transports": [{"shared_memory"}] * 2, "log": [f"{READ}0, 1"] * (rank == 0)}
         assert on_devices[0] == []
 
@@ -172,7 +177,7 @@ def in_two_containers(scenario: Callable[[None], object]) -> object:
         return in_a_group(scenario)
     enter_a_process_namespace()
     reader, writer = multiprocessing.Pipe(duplex=False)
-    if not os.fork():
+    if not os.fork():  # the first process of the new namespace
         assert os.getpid() == 1
         writer.send(in_a_group(scenario))
         os._exit(0)
@@ -181,7 +186,7 @@ def in_two_containers(scenario: Callable[[None], object]) -> object:
 
 
 def in_a_group(scenario: Callable[[None], Any]) -> Any:
-    """Where hosts are what the system says."""
+    """Run a scenario with the host id that the system reports."""
     dist.init_process_group("gloo")
     try:
         return scenario(None)
@@ -189,11 +194,11 @@ def in_a_group(scenario: Callable[[None], Any]) -> Any:
         dist.destroy_process_group()
 
 
-def test_a_container_with_another_meeting_directory_gets_messages(ranks: Ranks, tmp_path: Path) -> None:
-    for rank, found in enumerate(ranks.launch(with_another_directory, 2, str(tmp_path))):
-        place = tmp_path if rank else groups.MEETING_DIRECTORY
-        others = f"by messages with 1 others (on another machine, or in a container with another {place})"
-        assert found == {"transports": [{"collective"}] * 2, "log": [f"{READ}{rank}; {others}"]}
+def test_containers_with_different_meeting_directories_send_messages(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, results in enumerate(ranks.launch(with_another_directory, 2, str(tmp_path))):
+        directory = tmp_path if rank else groups.MEETING_DIRECTORY
+        others = f"by messages with 1 others (on another machine, or in a container with another {directory})"
+        assert results == {"transports": [{"collective"}] * 2, "log": [f"{READ}{rank}; {others}"]}
 
 
 def with_another_directory(other: str) -> object:
@@ -203,11 +208,11 @@ def with_another_directory(other: str) -> object:
         return in_a_group(switches)
 
 
-def test_where_there_can_be_no_socket_all_send_messages(ranks: Ranks) -> None:
+def test_without_a_socket_all_ranks_send_messages(ranks: Ranks) -> None:
     why = "rank 1 cannot offer its memory: no socket in /tmp: Read-only file system"
     logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {why}"
-    for rank, found in enumerate(ranks.launch(without_sockets, 2)):
-        assert found == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+    for rank, results in enumerate(ranks.launch(without_sockets, 2)):
+        assert results == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
 
 
 def without_sockets() -> object:

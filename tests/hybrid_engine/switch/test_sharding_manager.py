@@ -1,4 +1,4 @@
-"""The switch between training and inference with fakes of its ports: states, contexts, hooks, NaN."""
+"""`ShardingManager` with fakes of its ports: states, contexts, hooks, non-finite values."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NEEDED, TRAIN
 @pytest.fixture
 def unstarted(job: None) -> Rig:
     rig = Rig(build=False)
-    rig.inference.allocate(["first"])  # as an engine that comes with weights of its own
-    rig.offloader.offload()  # as a worker that made room for it
+    rig.inference.allocate(["first"])  # an engine loads weights when it is built
+    rig.offloader.offload()  # a worker offloads training to make room for it
     rig.script.take()
     rig.build(start=False)
     return rig
 
 
-def moves(rig: Rig) -> list[str]:
+def moving_calls(rig: Rig) -> list[str]:
     return [call for call in rig.script.take() if call.startswith(("release", "onload"))]
 
 
-def test_building_moves_nothing_and_starting_does_once(unstarted: Rig):
-    assert moves(unstarted) == []
+def test_start_moves_state_once_and_building_does_not(unstarted: Rig):
+    assert moving_calls(unstarted) == []
     assert unstarted.resident() == set()
     with pytest.raises(StateError):
         unstarted.training.guard(["param"])
     unstarted.manager.start()
     unstarted.assert_is(TRAIN)
     assert unstarted.manager.last_report is None
-    assert len(moves(unstarted)) == 4
+    assert len(moving_calls(unstarted)) == 4
     unstarted.manager.start()
-    assert moves(unstarted) == []
+    assert moving_calls(unstarted) == []
 
 
 @pytest.mark.parametrize("target", [INFER, TRAIN, None])
-def test_the_first_switch_starts(unstarted: Rig, target: State | None):
+def test_the_first_switch_starts_the_manager(unstarted: Rig, target: State | None):
     if target is None:
         unstarted.manager.require(TRAIN)
     else:
@@ -58,7 +58,7 @@ def test_the_first_switch_starts(unstarted: Rig, target: State | None):
 
 
 @pytest.mark.parametrize("call", ["release", "onload optimizer"])
-def test_a_start_that_fails_can_be_made_again_or_the_manager_closed(unstarted: Rig, call: str):
+def test_a_failed_start_can_be_repeated(unstarted: Rig, call: str):
     unstarted.script.arm(call, OSError("no memory"))
     with pytest.raises(ReshardError, match="no memory"):
         unstarted.manager.start()
@@ -70,7 +70,7 @@ def test_a_start_that_fails_can_be_made_again_or_the_manager_closed(unstarted: R
         unstarted.manager.start()
 
 
-def test_before_the_start_training_state_may_be_used_as_long_as_all_is_there(job: None):
+def test_resident_training_state_may_be_used_before_the_start(job: None):
     rig = Rig(build=False)
     rig.build(start=False)
     rig.training.guard(KINDS)
@@ -83,7 +83,7 @@ ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWA
 OFFLOADS = [dict(zip(KINDS, flags, strict=True)) for flags in itertools.product([True, False], repeat=3)]
 
 
-def test_a_closed_one_switches_no_more(rig: Rig):
+def test_a_closed_manager_refuses_to_switch(rig: Rig):
     rig.manager.close()
     rig.manager.close()
     for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN), rig.manager.prefetch):
@@ -91,7 +91,7 @@ def test_a_closed_one_switches_no_more(rig: Rig):
             call()
 
 
-def test_the_walk_takes_every_switch_once():
+def test_all_switches_contains_every_pair_once():
     assert sorted(itertools.pairwise(ALL_SWITCHES)) == sorted(itertools.permutations(NEEDED, 2))
 
 
@@ -111,10 +111,11 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
 
 
 class ScriptedCommunicators:
-    """In place of the trainer's, which only NCCL has (tests/software_gpu/test_communicators.py)."""
+    """Stand-in for NCCL communicators (tests/software_gpu/test_communicators.py)."""
 
     def __init__(self, rig: Rig) -> None:
-        self.script, self.are_suspended = rig.script, False
+        self.script = rig.script
+        self.are_suspended = False
 
     def suspend(self) -> int:
         self.are_suspended = True
@@ -138,21 +139,21 @@ def suspending(job: None) -> Rig:
     return rig
 
 
-def of_communicators(rig: Rig) -> list[str]:
+def communicator_calls(rig: Rig) -> list[str]:
     return [call for call in rig.script.take() if call in ("prepare", "suspend", "resume", "release", "allocate first")]
 
 
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, IDLE])
-def test_communicators_are_suspended_from_the_last_use_to_the_way_back(suspending: Rig, target: State):
+def test_communicators_are_suspended_during_inference(suspending: Rig, target: State):
     report = suspending.manager.enter(INFER)
-    assert of_communicators(suspending)[:3] == ["prepare", "suspend", "allocate first"]
+    assert communicator_calls(suspending)[:3] == ["prepare", "suspend", "allocate first"]
     assert report.bytes_suspended == 1000
     suspending.manager.enter(target)
-    assert of_communicators(suspending)[:2] == ["release", "resume"]
+    assert communicator_calls(suspending)[:2] == ["release", "resume"]
 
 
 @pytest.mark.parametrize("call", ["suspend", "allocate first", "commit second", "wake"])
-def test_a_switch_that_fails_leaves_no_communicator_suspended(suspending: Rig, call: str):
+def test_a_failed_switch_resumes_communicators(suspending: Rig, call: str):
     suspending.script.arm(call, OSError("no memory"))
     with pytest.raises(ReshardError, match="no memory"):
         suspending.manager.enter(INFER)
@@ -160,24 +161,24 @@ def test_a_switch_that_fails_leaves_no_communicator_suspended(suspending: Rig, c
     assert not suspending.manager._communicators.are_suspended
 
 
-def test_after_an_interrupt_the_next_switch_resumes_before_anything_uses_them(suspending: Rig):
+def test_the_next_switch_after_an_interrupt_resumes_communicators_first(suspending: Rig):
     suspending.script.arm("allocate first", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         suspending.manager.enter(INFER)
     suspending.script.take()
     suspending.manager.enter(INFER)
-    calls = of_communicators(suspending)
+    calls = communicator_calls(suspending)
     assert calls.index("resume") < calls.index("prepare") < calls.index("suspend")
 
 
 @pytest.mark.parametrize(("is_alone", "resumes"), [(False, True), (True, False)])
-def test_a_rank_that_goes_by_an_error_waits_for_nobody(suspending: Rig, is_alone: bool, resumes: bool):
+def test_a_failed_rank_does_not_wait_for_communicators(suspending: Rig, is_alone: bool, resumes: bool):
     suspending.manager.enter(INFER)
     suspending.script.take()
     if is_alone:
         suspending.job.agreement.leave(ValueError("a reward"))
     suspending.manager.close()
-    assert of_communicators(suspending) == ["resume"] * resumes
+    assert communicator_calls(suspending) == ["resume"] * resumes
 
 
 def test_order_of_a_switch_and_back(rig: Rig):
@@ -195,8 +196,8 @@ def test_order_of_a_switch_and_back(rig: Rig):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams")
-def test_weights_are_read_once_the_device_has_finished_them(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Another process that reads them does not wait for what this one has queued; CUDA's call is recorded."""
+def test_weights_are_read_after_the_device_is_synchronised(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Another process does not wait for kernels queued here, so the device is synchronised."""
     device = torch.device("cuda", 1)
     rig.manager.job = dataclasses.replace(rig.job, device=device)
     streams = {device: SimpleNamespace(synchronize=partial(rig.script.reach, f"synchronize {device}"))}
@@ -207,7 +208,7 @@ def test_weights_are_read_once_the_device_has_finished_them(rig: Rig, monkeypatc
 
 
 @pytest.mark.parametrize("state", NEEDED)
-def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
+def test_entering_the_current_state_is_not_a_switch(rig: Rig, state: State):
     rig.manager.enter(state)
     report = rig.manager.last_report
     called = []
@@ -229,7 +230,7 @@ def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
 @pytest.mark.parametrize(
     ("outer", "inner"), [pair for pair in itertools.permutations(NEEDED, 2) if pair[1] is not State.IDLE]
 )
-def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: State):
+def test_a_nested_context_of_another_state_is_refused(rig: Rig, outer: State, inner: State):
     with rig.manager.entered(outer):
         rig.script.take()
         refused = has_code("nested-contexts", inner.context, outer.context)
@@ -239,14 +240,14 @@ def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: St
         rig.assert_is(outer)
         with rig.manager.entered(outer), rig.manager.entered(outer):
             rig.assert_is(outer)
-        with pytest.raises(StateError), rig.manager.entered(inner):  # the inner ones did not end the outer one
+        with pytest.raises(StateError), rig.manager.entered(inner):  # the outer one has not ended
             raise AssertionError("inside")
     with rig.manager.entered(inner):
         rig.assert_is(inner)
 
 
 @pytest.mark.parametrize("outer", [TRAIN, State.FORWARD, INFER])
-def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(rig: Rig, outer: State):
+def test_an_idle_context_inside_another_frees_the_device(rig: Rig, outer: State):
     with rig.manager.entered(outer):
         with rig.manager.entered(State.IDLE):
             rig.assert_is(State.IDLE)
@@ -258,7 +259,7 @@ def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(
         rig.assert_is(outer)
         with pytest.raises(ZeroDivisionError), rig.manager.entered(State.IDLE):
             raise ZeroDivisionError
-        rig.assert_is(State.IDLE)  # the ranks may have parted: the next context switches
+        rig.assert_is(State.IDLE)  # ranks may have diverged, so only the next context switches
     with rig.manager.entered(State.IDLE):
         rig.assert_is(State.IDLE)
     rig.assert_is(State.IDLE)
@@ -267,7 +268,7 @@ def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(
 # Hooks.
 
 
-def test_hooks_are_called_in_order_with_what_they_ask_for(rig: Rig):
+def test_hooks_are_called_in_order_with_their_arguments(rig: Rig):
     events: list[tuple[object, ...]] = []
 
     @rig.manager.on_reshard_start
@@ -295,10 +296,10 @@ def test_hooks_are_called_in_order_with_what_they_ask_for(rig: Rig):
         ("fourth", report),
     ]
     first(IDLE, TRAIN)
-    assert events[-1][:3] == ("first", IDLE, TRAIN)  # the decorated functions are still what they were
+    assert events[-1][:3] == ("first", IDLE, TRAIN)  # a decorated function can still be called
 
 
-def test_a_start_hook_that_raises_leaves_the_state(rig: Rig):
+def test_a_failed_start_hook_prevents_the_switch(rig: Rig):
     ended: list[ReshardReport] = []
     rig.manager.on_reshard_end(ended.append)
 
@@ -317,7 +318,7 @@ def test_a_start_hook_that_raises_leaves_the_state(rig: Rig):
     rig.assert_is(INFER)
 
 
-def test_when_only_an_end_hook_raises_the_switch_stands(rig: Rig):
+def test_a_failed_end_hook_does_not_undo_the_switch(rig: Rig):
     @rig.manager.on_reshard_end
     def fail_once(_report: ReshardReport) -> None:
         rig.script.reach("hook")
@@ -332,10 +333,10 @@ def test_when_only_an_end_hook_raises_the_switch_stands(rig: Rig):
     rig.assert_is(TRAIN)
 
 
-# NaN.
+# Non-finite values.
 
 
-def test_values_are_checked_only_when_asked(job: None):
+def test_values_are_checked_only_with_check_nan(job: None):
     unchecked = Rig(check_nan=False)
     unchecked.script.arm("check", WeightError(["first: 1 NaN"]))
     unchecked.manager.enter(INFER)
@@ -350,11 +351,11 @@ def test_values_are_checked_only_when_asked(job: None):
     assert not any(call.startswith("allocate") for call in checked.script.calls)
     checked.script.take()
     checked.manager.enter(FORWARD)
-    assert "check" not in checked.script.calls  # only what goes to inference is looked at
+    assert "check" not in checked.script.calls  # only weights for inference are checked
 
 
 @pytest.mark.parametrize(("largest", "num_infinite"), [(65519, 0), (65520, 1), (-70000, 1)])
-def test_a_cast_that_makes_infinities_is_refused(job: None, largest: float, num_infinite: int):
+def test_a_cast_that_overflows_is_refused(job: None, largest: float, num_infinite: int):
     """float16 rounds 65519 to its largest number, and 65520 to infinity."""
     rig = Rig(build=False)
     rig.inference.dtype = "float16"
@@ -373,7 +374,7 @@ def test_a_cast_that_makes_infinities_is_refused(job: None, largest: float, num_
     assert int(rig.inference.live["first"].isinf().sum()) == num_infinite
 
 
-def test_prefetch_is_there_when_training_comes(rig: Rig):
+def test_prefetched_state_counts_in_the_next_report(rig: Rig):
     with pytest.raises(StateError, check=has_code("wrong-state", "train")):
         rig.manager.prefetch()
     rig.training.step()
@@ -382,13 +383,13 @@ def test_prefetch_is_there_when_training_comes(rig: Rig):
     assert not rig.offloader.is_offloaded("optimizer")
     assert rig.offloader.is_offloaded("param")
     report = rig.manager.enter(TRAIN)
-    assert report.bytes_onloaded == sum(TRAINING_NBYTES.values()), "what was prefetched counts in the next report"
+    assert report.bytes_onloaded == sum(TRAINING_NBYTES.values()), "prefetched bytes count in the next report"
     rig.assert_is(TRAIN)
     assert rig.manager.enter(IDLE).bytes_onloaded == 0
 
 
-def test_weights_that_are_not_trained_are_copied_once(rig: Rig):
-    """From the arena to the device and back, without a step between: it has them already."""
+def test_untrained_weights_are_copied_once(rig: Rig):
+    """A switch without an optimizer step does not copy parameters to the host again."""
     rig.training.step()
     rig.manager.enter(INFER)
     for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
@@ -408,25 +409,30 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[object, ...]] = []
 
-    def nothing(self) -> None:
+    def no_argument(self) -> None:
         self.seen.append(())
 
-    def one(self, report: object) -> None:
+    def one_argument(self, report: object) -> None:
         self.seen.append((report,))
 
     def defaulted(self, report: object = None, *, verbose: bool = False) -> None:
         self.seen.append((report, verbose))
 
-    def everything(self, *arguments: object) -> None:
+    def any_arguments(self, *arguments: object) -> None:
         self.seen.append(arguments)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("nothing", ()), ("one", ("before",)), ("defaulted", ("before", False)), ("everything", ("before", "after"))],
+    [
+        ("no_argument", ()),
+        ("one_argument", ("before",)),
+        ("defaulted", ("before", False)),
+        ("any_arguments", ("before", "after")),
+    ],
 )
 @pytest.mark.parametrize("wrap", [lambda hook: hook, partial], ids=["method", "partial"])
-def test_a_hook_gets_what_it_takes(
+def test_a_hook_gets_the_arguments_it_accepts(
     name: str, expected: tuple[object, ...], wrap: Callable[..., Callable[..., None]]
 ) -> None:
     recorder = Recorder()
@@ -434,7 +440,7 @@ def test_a_hook_gets_what_it_takes(
     assert recorder.seen == [expected]
 
 
-def test_its_own_errors_are_not_taken_for_wrong_arguments() -> None:
+def test_a_type_error_of_a_hook_is_not_hidden() -> None:
     def broken() -> None:
         raise TypeError("takes 0 positional arguments but 1 was given")
 

@@ -1,4 +1,7 @@
-"""The timeline of switches with fakes of both engines, one rank; real ones in end_to_end/test_verified_switches.py."""
+"""Timeline of switches with fakes of both engines on one rank.
+
+end_to_end/test_verified_switches.py has real engines.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +24,33 @@ def slices(path: Path) -> list[dict]:
 def test_every_phase_of_the_report_is_a_slice(job: None, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     rig = Rig(trace=path, verify="full")
-    assert {each["name"] for each in slices(path)} == {"set-up", "layout", "plan", "start", "release", "onload", "wait"}
-    rig.manager.enter(FORWARD)  # its report has the seconds of the set-up
+    set_up = {"set-up", "layout", "plan", "start", "release", "onload", "wait"}
+    assert {event["name"] for event in slices(path)} == set_up
+    rig.manager.enter(FORWARD)  # the first report includes the seconds of set-up
     reports = [rig.manager.enter(INFER), rig.manager.enter(TRAIN)]
-    found = slices(path)
+    events = slices(path)
     for report in reports:
-        (whole,) = (each for each in found if each["name"] == report.direction)
-        inside = [each for each in found if whole["ts"] <= each["ts"] <= whole["ts"] + whole["dur"]]
-        names = {each["name"] for each in inside}
-        assert set(report.seconds_by_phase) - {"write"} <= names  # nothing is unpacked here
+        (whole,) = (event for event in events if event["name"] == report.direction)
+        inside = [event for event in events if whole["ts"] <= event["ts"] <= whole["ts"] + whole["dur"]]
+        names = {event["name"] for event in inside}
+        assert set(report.seconds_by_phase) - {"write"} <= names  # no message is unpacked
         for phase in ("fill", "offload", "release"):
-            seconds = sum(each["dur"] for each in inside if each["name"] == phase) / 1e6
+            seconds = sum(event["dur"] for event in inside if event["name"] == phase) / 1e6
             assert seconds == pytest.approx(report.seconds_by_phase.get(phase, 0), abs=0.01)
 
 
-def test_a_switch_that_fails_is_there_with_its_error(job: None, tmp_path: Path) -> None:
+def test_a_failed_switch_is_recorded_with_its_error(job: None, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     rig = Rig(trace=path)
     rig.script.arm("commit second", OSError("disk on fire"))
     with pytest.raises(ReshardError):
         rig.manager.enter(INFER)
     rig.assert_is(TRAIN)
-    errors = {each["name"]: each["args"].get("error") for each in slices(path) if "error" in each["args"]}
+    errors = {event["name"]: event["args"].get("error") for event in slices(path) if "error" in event["args"]}
     assert {"train->infer", "fill", "bucket", "commit"} <= errors.keys()
     rig.manager.enter(INFER)
-    assert [each["args"].get("error") for each in slices(path) if each["name"] == "train->infer"] == [
-        "ReshardError",
-        None,
-    ]
+    switches = [event for event in slices(path) if event["name"] == "train->infer"]
+    assert [event["args"].get("error") for event in switches] == ["ReshardError", None]
 
 
 def test_outer_spans_precede_inner_ones_and_dropped_events_are_counted() -> None:
@@ -58,18 +60,16 @@ def test_outer_spans_precede_inner_ones_and_dropped_events_are_counted() -> None
     assert (dropped["name"], dropped["args"]) == ("recorded", {"dropped": 1})
 
 
-def test_every_rank_has_a_file() -> None:
+def test_each_rank_writes_its_own_file() -> None:
     assert [path_of_rank(Path("a/trace.json"), rank) for rank in (0, 3)] == [
         Path("a/trace.json"),
         Path("a/trace.rank3.json"),
     ]
 
 
-def test_a_file_that_is_lost_ends_the_trace_not_the_job(
-    job: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_file_ends_the_trace_not_the_job(job: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(trace=tmp_path / "trace.json")
-    (tmp_path / "trace.json").unlink()  # as good as a disk that fails
+    (tmp_path / "trace.json").unlink()  # has the effect of a failed disk
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         for target in (INFER, TRAIN):
             rig.manager.enter(target)

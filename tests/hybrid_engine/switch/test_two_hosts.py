@@ -1,4 +1,4 @@
-"""Four real ranks on two hosts, by their own account, with fakes of their engines: one fails, all raise and go on."""
+"""Two simulated hosts with two real ranks each: a failure on one host is rolled back on both."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ CALLS = ("prepare", "allocate first", "commit first", "allocate second", "commit
 
 
 def fail_in_turn() -> tuple[dict[str, str], set[str]]:
-    """The last rank fails; what every rank raised, by call, and the marks that it came to."""
+    """Fail on the last rank in each of `CALLS`.
+
+    Returns the errors of this rank by call, and the marks at which its failure watch arrived.
+    """
     dist.init_process_group("gloo")
-    rank, errors, marks = int(os.environ["RANK"]), {}, set[str]()
+    rank = int(os.environ["RANK"])
+    errors: dict[str, str] = {}
+    marks = set[str]()
     num_at = FailureWatch.num_at
 
-    def noted(watch: FailureWatch, mark: str, *, arriving: bool = False) -> int | None:
+    def record_mark(watch: FailureWatch, mark: str, *, arriving: bool = False) -> int | None:
         marks.update([mark] if arriving else [])
         return num_at(watch, mark, arriving=arriving)
 
-    agreement.NUM_STEPS = 1  # in a process of its own
-    FailureWatch.num_at = noted
+    agreement.NUM_STEPS = 1  # set directly: this process serves only this test
+    FailureWatch.num_at = record_mark
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # one group per host, one between hosts
         rig = Rig(host=HOSTS[rank], elastic=True)
     for call in CALLS:
         rig.training.step()
@@ -40,6 +45,7 @@ def fail_in_turn() -> tuple[dict[str, str], set[str]]:
             errors[call] = ""
         except Exception as error:
             errors[call] = f"{type(error).__name__}: {error}"
+        # Every rank has rolled back, and the job is still usable.
         rig.assert_is(TRAIN)
         for state in (INFER, TRAIN):
             rig.manager.enter(state)
@@ -51,12 +57,12 @@ def fail_in_turn() -> tuple[dict[str, str], set[str]]:
 
 def test_a_failure_on_one_host_is_undone_on_both(ranks: Ranks) -> None:
     by_rank = ranks.launch(fail_in_turn, 4, timeout=200)
-    *others, own = [errors for errors, _ in by_rank]
+    *other_ranks, failing_rank = [rank_errors for rank_errors, _ in by_rank]
     for call in CALLS:
-        assert own[call].startswith("ReshardError: "), own[call]
-        for of_rank in others:
-            assert "no memory on rank 3" in of_rank[call], (call, of_rank[call])
-    marks = [of_rank for _, of_rank in by_rank]
-    assert marks[1] == marks[3] == set(), "the first of a host stands for it"
+        assert failing_rank[call].startswith("ReshardError: "), failing_rank[call]
+        for errors in other_ranks:
+            assert "no memory on rank 3" in errors[call], (call, errors[call])
+    marks = [rank_marks for _, rank_marks in by_rank]
+    assert marks[1] == marks[3] == set(), "only the first rank of a host meets the other host"
     assert marks[0] == marks[2]
     assert {"pace/0", "pace/1"} <= marks[0]

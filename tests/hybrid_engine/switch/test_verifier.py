@@ -1,4 +1,4 @@
-"""`generate_config.verify` with fakes of both engines: what is compared, what is found, what it costs."""
+"""`generate_config.verify` with fakes of both engines: coverage, errors and cost."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 
 
-# -- digests -----------------------------------------------------------------------------------------------------------
+# -- digests --
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
     values = torch.zeros(5, 7, dtype=torch.uint8 if dtype is torch.bool else dtype)
-    seen = {box_digest(values)}
+    digests = {box_digest(values)}
     flat = values.view(-1).view(torch.uint8)
     for byte in range(flat.numel()):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            seen.add(box_digest(values))
+            digests.add(box_digest(values))
             flat[byte] ^= 1 << bit
-    assert len(seen) == 1 + 8 * flat.numel()
+    assert len(digests) == 1 + 8 * flat.numel()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1 << 17), (1, 3 << 17), (2, 3, 1 << 16)], ids=str)
@@ -40,12 +40,12 @@ def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, .
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     flat = torch.zeros(2 * values.numel() + 3)
     strides = tuple(2 * stride for stride in values.stride())
-    lying_elsewhere = flat.as_strided(shape, strides, 3).copy_(values)
-    assert box_digest(values, torch.bfloat16) == box_digest(lying_elsewhere, torch.bfloat16)
+    strided = flat.as_strided(shape, strides, 3).copy_(values)
+    assert box_digest(values, torch.bfloat16) == box_digest(strided, torch.bfloat16)
     assert box_digest(values, torch.bfloat16) != box_digest(values, torch.float32)
 
 
-def test_a_difference_in_any_piece_shows() -> None:
+def test_a_difference_in_any_piece_changes_the_digest() -> None:
     values = torch.zeros(4, 1 << 18)
     digest = box_digest(values)
     for row in range(4):
@@ -54,42 +54,46 @@ def test_a_difference_in_any_piece_shows() -> None:
         values[row, 17] = 0
 
 
-def test_digests_of_many_boxes_are_those_of_each() -> None:
+def test_digests_of_many_boxes_equal_single_digests() -> None:
     boxes = [torch.arange(size, dtype=torch.float32).view(-1, 3) for size in (3, 300, 3 << 18)]
     assert box_digests(boxes) == [box_digest(box) for box in boxes]
 
 
-# -- regions -----------------------------------------------------------------------------------------------------------
+# -- regions --
 
 
 def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> Side:
-    """Ranks with a tensor of 12 elements; boxes are (rank, start, stop), each in a buffer of its own."""
+    """Build a side of ranks that hold boxes of a tensor of 12 elements.
+
+    boxes: (rank, start, stop); each rank packs its boxes into one buffer.
+    """
     layouts = []
     for rank in range(1 + max(rank for rank, _, _ in boxes)):
-        own = [(start, stop) for owner, start, stop in boxes if owner == rank]
+        owned = [(start, stop) for owner, start, stop in boxes if owner == rank]
         buffer = BufferId(rank, f"{name} of {rank}")
-        shards, offset = [], 0
-        for start, stop in own:
+        shards = []
+        offset = 0
+        for start, stop in owned:
             shards.append(Shard(Region("t", (start,), (stop - start,)), Place(buffer, offset, (1,))))
             offset += stop - start
         layouts.append(Layout({"t": (12,)}, {buffer: Buffer(max(offset, 1), dtype)}, tuple(shards)))
     return Side.of(layouts)
 
 
-def test_regions_are_what_two_boxes_have_in_common() -> None:
+def test_regions_are_intersections_of_boxes() -> None:
     training = side("training", "float32", (0, 0, 6), (1, 6, 12))
     inference = side("inference", "bfloat16", (0, 0, 4), (1, 4, 12))
     ranks = [CommonRegions(training, inference, rank) for rank in range(2)]
     boxes = [(region.offsets[0], region.ends[0]) for region in map(ranks[0].region, range(3))]
     assert boxes == [(0, 4), (4, 6), (6, 12)]
-    assert [[part.number for part in each.source["t"]] for each in ranks] == [[0, 1], [2]]
-    assert [[part.number for part in each.destination["t"]] for each in ranks] == [[0], [1, 2]]
+    assert [[part.number for part in regions.source["t"]] for regions in ranks] == [[0, 1], [2]]
+    assert [[part.number for part in regions.destination["t"]] for regions in ranks] == [[0], [1, 2]]
     assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
     assert [part.place.offset for part in ranks[1].destination["t"]] == [0, 2]
     assert ranks[0].dtypes == {"t": "bfloat16"}
 
 
-# -- switches ----------------------------------------------------------------------------------------------------------
+# -- switches --
 
 
 @pytest.fixture
@@ -97,8 +101,8 @@ def verified(job: None) -> Rig:
     return Rig(verify="full")
 
 
-def spoil(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], object]) -> None:
-    """Once, call `after(bucket, destination)` when a bucket has crossed."""
+def after_each_bucket(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], object]) -> None:
+    """Call `after(bucket, destination)` after each bucket is transferred."""
     router = rig.manager.router
     run = router.run
 
@@ -110,7 +114,7 @@ def spoil(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], object]) -> 
     router.run = spoiled
 
 
-def test_a_right_switch_passes_and_says_what_it_cost(verified: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_correct_switch_passes_and_reports_its_cost(verified: Rig, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         verified.training.step()
         report = verified.manager.enter(INFER)
@@ -123,13 +127,13 @@ def test_a_right_switch_passes_and_says_what_it_cost(verified: Rig, caplog: pyte
         assert "verified" not in str(back)
 
 
-def test_a_flipped_bit_is_named_and_rolled_back(verified: Rig) -> None:
+def test_a_flipped_bit_is_reported_and_rolled_back(verified: Rig) -> None:
     def flip(bucket: int, destination: dict[str, torch.Tensor]) -> None:
         if "second.weight" in destination:
             destination["second.weight"][-1:].view(torch.int32).bitwise_xor_(1)
 
     router_run = verified.manager.router.run
-    spoil(verified, flip)
+    after_each_bucket(verified, flip)
     verified.training.step()
     with pytest.raises(WeightError) as caught:
         verified.manager.enter(INFER)
@@ -142,8 +146,8 @@ def test_a_flipped_bit_is_named_and_rolled_back(verified: Rig) -> None:
     verified.assert_is(INFER)
 
 
-def test_what_is_skipped_is_compared_too(job: None) -> None:
-    """Training by digests of what was sent, the engine by its own proof."""
+def test_skipped_tensors_are_compared(job: None) -> None:
+    """Training weights by digests of the sent bytes, the engine's by its own proof."""
     rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="full")
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
@@ -154,36 +158,36 @@ def test_what_is_skipped_is_compared_too(job: None) -> None:
     rig.close()
 
 
-def test_a_sample_counts_what_is_skipped_only_if_it_was_compared(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_counts_a_skipped_tensor_only_if_it_was_compared(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "NUM_SAMPLED", 1)
     rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="sample")
     counts = []
     for _ in range(4):
         counts.append(rig.manager.enter(INFER).tensors_verified)
         rig.manager.enter(TRAIN)
-    assert counts == [1, 0, 1, 0]  # "first" was compared as it was sent, "second" was not
+    assert counts == [1, 0, 1, 0]  # "first" was compared when it was sent, "second" was not
     rig.close()
 
 
-def test_what_the_engine_cannot_prove_fails_the_switch(verified: Rig) -> None:
-    told = []
+def test_an_unproven_tensor_fails_the_switch(verified: Rig) -> None:
+    calls = []
     proving = verified.inference.proving
 
-    def remember(tensors, unproven):
-        told.append((tensors, unproven))
+    def record_call(tensors, unproven):
+        calls.append((tensors, unproven))
         return proving(tensors, unproven)
 
-    verified.inference.proving = remember
-    spoil(verified, lambda bucket, destination: told[-1][1](f"bucket {bucket}: the kernel of layer 3"))
+    verified.inference.proving = record_call
+    after_each_bucket(verified, lambda bucket, destination: calls[-1][1](f"bucket {bucket}: the kernel of layer 3"))
     with pytest.raises(WeightError, match="bucket 1: the kernel of layer 3") as caught:
         verified.manager.enter(INFER)
     assert len(caught.value.findings) == 2
-    assert told[-1][0] == {"first", "second"}
+    assert calls[-1][0] == {"first", "second"}
     verified.assert_is(TRAIN)
 
 
-def test_samples_go_round(verified: Rig) -> None:
-    names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]
+def test_samples_cycle_through_all_tensors(verified: Rig) -> None:
+    names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]  # sorted by number
     regions = verified.manager._connection.verifier._regions
     regions.dtypes = dict.fromkeys(names, "float32")
     sampling, full = (Verifier(regions, verified.job, mode) for mode in ("sample", "full"))
@@ -193,17 +197,15 @@ def test_samples_go_round(verified: Rig) -> None:
     assert full.begin().tensors == set(names)
 
 
-def test_replicas_that_differ_are_an_error_that_names_their_ranks(
-    verified: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second rank that trains the same is added to what is gathered; its copy of a tensor differs."""
+def test_different_replicas_are_an_error_that_names_their_ranks(verified: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a second rank that trains one tensor with other bits."""
     gather = type(verified.job.agreement).gather
 
     def with_another(agreement, value, kind, phase="gather", limit=0):
-        (own,) = gather(agreement, value, kind, phase)
+        (gathered,) = gather(agreement, value, kind, phase)
         if phase != "verify":
-            return [own]
-        return [own[:-1] + bytes([own[-1] ^ 1]), own]  # of the digest in the last row
+            return [gathered]
+        return [gathered[:-1] + bytes([gathered[-1] ^ 1]), gathered]  # flips a bit of a digest
 
     monkeypatch.setattr(type(verified.job.agreement), "gather", with_another)
     with pytest.raises(WeightError) as caught:

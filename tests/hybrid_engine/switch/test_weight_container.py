@@ -1,4 +1,4 @@
-"""Filling, holding and releasing inference weights, with a fake engine in one process and on two real ranks."""
+"""Fill and release of inference weights, with a fake engine in one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NBYTES = NUMEL * 4
 
 
 class Weights(FakeInference):
-    """One buffer per group; rank 1 lacks the last group. Also notes how a fill ends."""
+    """Weights with a buffer per group; rank 1 lacks the last group. Records the end of fills."""
 
     def __init__(self, rank: int, fails_in: str = "") -> None:
         super().__init__(Script(), rank, {f"group{number}": (NUMEL,) for number in range(NUM_GROUPS - rank)})
@@ -61,7 +61,10 @@ def transfer_of(src_rank: int, dst_rank: int, group: int, link: Link) -> Transfe
 
 
 def make_plan(link: Link = Link.HOST) -> ReshardPlan:
-    """Groups 0 and 1 in one bucket, the others alone; each rank reads even groups itself, odd ones from the other."""
+    """Plan groups 0 and 1 in one bucket, the others alone.
+
+    A rank reads even groups from itself and odd groups from the other rank.
+    """
     buckets = []
     for index, groups in enumerate(([0, 1], [2], [3])):
         transfers = tuple(
@@ -145,11 +148,12 @@ def test_cycles_and_idempotent_release():
 
 
 class Follower:
-    """Records what it is told, and what was in force then."""
+    """Records its calls, with the number of groups in force at each."""
 
     def __init__(self, weights: Weights, fail_at: int | None = None) -> None:
         self.calls: list[object] = []
-        self._weights, self._fail_at = weights, fail_at
+        self._weights = weights
+        self._fail_at = fail_at
 
     def begin(self) -> None:
         self.has_begun = True
@@ -170,14 +174,14 @@ class Follower:
         self.calls.append("drain")
 
 
-def test_follower_hears_of_a_bucket_before_it_is_in_force():
+def test_follower_is_called_before_a_bucket_is_in_force():
     weights = Weights(0)
     follower = Follower(weights)
     fill(WeightContainer(weights, make_plan(), in_process_router(0)), source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
 
 
-def test_failing_release_leaves_it_partial():
+def test_a_failed_release_leaves_the_container_partial():
     weights = Weights(0, "release")
     container = WeightContainer(weights, make_plan(), in_process_router(0))
     fill(container, source_of(0))
@@ -186,9 +190,10 @@ def test_failing_release_leaves_it_partial():
     assert container.state is ContainerState.PARTIAL
 
 
-def test_errors_of_the_engine_pass_as_they_are():
+def test_errors_of_the_engine_are_not_wrapped():
     weights = Weights(0)
-    container, follower = WeightContainer(weights, make_plan(), in_process_router(0)), Follower(weights, fail_at=1)
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    follower = Follower(weights, fail_at=1)
     with pytest.raises(WeightError, match="tensor0: NaN"):
         fill(container, source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
@@ -208,41 +213,43 @@ def test_errors_of_the_engine_pass_as_they_are():
         ("", "rank 0, after the last bucket: MemoryError: finish"),
     ],
 )
-def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fails_in: str, message: str):
+def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
     """The last bucket that reads the peer's memory is skipped."""
     with pytest.MonkeyPatch.context() as patch:
         rig = DeviceRig(patch)
         buffer = rig.buffer(NUM_GROUPS * NUMEL * 4)
         buffer.tensor.view(torch.float32).copy_(source_of(1)["src"])
-        plan, weights = make_plan(), Weights(0)
+        plan = make_plan()
+        weights = Weights(0)
         layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
         router = TransportSet.connect(TransportContext(0, layouts, handles, buckets=plan.buckets))
-        container, own = WeightContainer(weights, plan, router), mapped()
+        container = WeightContainer(weights, plan, router)
+        num_mapped = mapped()
         fill(container, source_of(0))
         container.release(["group3"])
         follower = Follower(weights)
         if fails_in:
             weights.fail_in(fails_in)
         else:
-            patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
+            patch.setattr(follower, "finish", lambda: raise_error(MemoryError("finish")))
         rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
             fill(container, source_of(0), follower, skipped={2})
-        assert rig.driver.calls.count("cuMemMap") == 1
-        assert mapped() == own
+        assert rig.driver.calls.count("cuMemMap") == 1  # the peer's memory was mapped
+        assert mapped() == num_mapped
         assert weights.script.calls[-1] == "abandon"
         assert follower.calls[-2:] == ["abandon", "drain"]
         assert container.state is ContainerState.PARTIAL
         router.close()
 
 
-def _raise(error: Exception) -> NoReturn:
+def raise_error(error: Exception) -> NoReturn:
     raise error
 
 
 class DeadTransport(InProcessTransport):
-    """Cannot tell anybody anything."""
+    """A transport that cannot notify its peers."""
 
     def __init__(self) -> None:
         super().__init__(0, {})
@@ -253,25 +260,27 @@ class DeadTransport(InProcessTransport):
         raise TransportError("the group is dead")
 
 
-def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
-    dead, other = DeadTransport(), InProcessTransport(0, {})
+def test_a_dead_transport_prevents_no_other_notification():
+    dead = DeadTransport()
+    other = InProcessTransport(0, {})
     dead.name = "dead"
-    heard: list[int] = []
+    abandoned: list[int] = []
     weights = Weights(0, "allocate group0")
 
     def abandon(bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        assert weights.script.calls[-1] == "abandon"  # before the buckets: others may wait there, and not come to these
-        heard.append(bucket)
+        # First of all: peers may wait in the engine's `abandon` and never come to the buckets.
+        assert weights.script.calls[-1] == "abandon"
+        abandoned.append(bucket)
 
     other.abandon = abandon
     router = TransportSet(0, [dead, other], lambda _: other.name)
     container = WeightContainer(weights, make_plan(), router)
     with pytest.raises(ReshardError, check=has_code("fill-failed", "no memory for allocate")):
         fill(container, {})
-    assert dead.abandoned == heard == [0, 1, 2]
+    assert dead.abandoned == abandoned == [0, 1, 2]
 
 
-def test_plan_that_does_not_complete_every_group_once():
+def test_a_plan_that_does_not_complete_each_group_once_is_refused():
     plan = make_plan()
     missing = ReshardPlan(plan.buckets[:1], {}, (), "")
     with pytest.raises(PlanError) as failure:
@@ -281,7 +290,7 @@ def test_plan_that_does_not_complete_every_group_once():
         WeightContainer(Weights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
 
 
-# Two real ranks: one fails, the other must not wait.
+# Two real ranks: if one fails, the other must not wait.
 
 
 FAILURES = ("allocate group0", "commit group3", "prepare", "run")
@@ -292,8 +301,10 @@ def _out_of_memory(*_: object) -> NoReturn:
 
 
 def fill_on_rank() -> list[list[object]]:
-    """Each time the engine of rank 0 fails first, or its transports as they are entered; then both release and fill
-    again over the same connections."""
+    """Fail on rank 0, in the engine or in entering its transports, once per call of `FAILURES`.
+
+    After each failure both ranks release, and fill again over the same connections.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
@@ -302,7 +313,7 @@ def fill_on_rank() -> list[list[object]]:
     for call in FAILURES:
         weights = Weights(rank, call if rank == 0 and "group" in call else "")
         if rank == 0 and "group" not in call:
-            setattr(router, call, _out_of_memory)
+            setattr(router, call, _out_of_memory)  # hides the method on this instance only
         container = WeightContainer(weights, make_plan(Link.NETWORK), router)
         start = time.monotonic()
         try:
@@ -312,7 +323,7 @@ def fill_on_rank() -> list[list[object]]:
             outcome = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start
         container.release()
-        vars(router).pop(call, None)
+        vars(router).pop(call, None)  # makes the method visible again
         report = fill(container, source_of(rank))
         assert_filled(weights)
         results.append([outcome, seconds, nbytes_by_transport(report)])
@@ -323,7 +334,7 @@ def fill_on_rank() -> list[list[object]]:
 
 
 def _skip_on_rank(rank: int, router: TransportSet) -> None:
-    """The bucket in the middle is skipped, so the two that are left would go through the same memory."""
+    """Skip the middle bucket, so that the other two use the same memory in turn."""
     weights = Weights(rank)
     container = WeightContainer(weights, make_plan(Link.NETWORK), router)
     fill(container, source_of(rank))
@@ -342,24 +353,24 @@ def _skip_on_rank(rank: int, router: TransportSet) -> None:
         except ReshardError:
             assert fails
             assert container.state is ContainerState.PARTIAL
-        if fails:  # also where this rank was through before the other failed, as the switch does it
+        if fails:  # the switch also releases on a rank that finished before the other failed
             container.release()
     with pytest.raises(StateError, check=has_code("group-not-kept", "group2")):
         container.release()
         container.begin({1})
 
 
-def test_no_rank_waits_for_one_that_failed(ranks: Ranks):
+def test_no_rank_waits_for_a_failed_rank(ranks: Ranks):
     of_rank_0, of_rank_1 = ranks.launch(fill_on_rank, 2, timeout=200)
-    assert all(own[0].startswith("ReshardError: rank 0") for own in of_rank_0)
-    assert all("MemoryError: not a byte left" in own[0] for own in of_rank_0[2:])
+    assert all(result[0].startswith("ReshardError: rank 0") for result in of_rank_0)
+    assert all("MemoryError: not a byte left" in result[0] for result in of_rank_0[2:])
     assert "rank 0, before the first bucket" in of_rank_1[2][0]
     assert "rank 0, bucket 0, phase transfer" in of_rank_1[3][0]
     assert "phase allocate" in of_rank_0[0][0]
     assert "phase commit" in of_rank_0[1][0]
     assert "PeerTransportError" in of_rank_1[0][0]
     assert "rank 0, bucket 0, phase allocate" in of_rank_1[0][0]
-    assert of_rank_1[1][0] == "filled"  # the last bucket's commit is nobody else's business
+    assert of_rank_1[1][0] == "filled"  # the commit of the last bucket is local to rank 0
     for _, seconds, nbytes in of_rank_1:
         assert seconds < 30
         assert nbytes == {"local": 2 * NBYTES, "shared_memory": 0, "collective": NBYTES}

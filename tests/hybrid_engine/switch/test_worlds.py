@@ -1,6 +1,6 @@
-"""One job over two kinds of processes: two trainers with a default group of their own, and a server with none.
+"""A job of two trainers, which also have a default group, and a server, which has none.
 
-Each has one side alone; the other is empty (`NoTraining`, `NoInference`).
+Trainers have no inference side (`NoInference`), the server no training side (`NoTraining`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from tests.hybrid_engine.switch.fakes import (
     canonical,
 )
 
-NUM_TRAINERS, SERVER = 2, 2
+NUM_TRAINERS = 2
+SERVER = 2  # global rank
 
 
 class Member:
-    """A process of the job, with its side."""
+    """A process of the job."""
 
     def __init__(self, hosts: str = "aaa", devices: str = "xyz", **settings: object) -> None:
         store, self.rank, size = next(dist.rendezvous("env://"))
         self.script = Script()
         if self.rank < NUM_TRAINERS:
-            own = dist.PrefixStore("trainers", store)
-            dist.init_process_group("gloo", store=own, rank=self.rank, world_size=NUM_TRAINERS)
-            for _ in range(3):  # what else trainers have connected, and the server has not
+            trainer_store = dist.PrefixStore("trainers", store)
+            dist.init_process_group("gloo", store=trainer_store, rank=self.rank, world_size=NUM_TRAINERS)
+            for _ in range(3):  # collectives of the trainers alone must not affect the job
                 Job.join(60).close()
             self.training = FakeTraining(self.script, self.rank, NUM_TRAINERS, elastic=True)
             self.inference = NoInference()
         else:
-            self.training, self.inference = NoTraining(), FakeInference(self.script, self.rank)
+            self.training = NoTraining()
+            self.inference = FakeInference(self.script, self.rank)
         world = World(dist.PrefixStore("both", store), self.rank, size, may_end=self.rank != SERVER)
         where = {"host": hosts[self.rank], "device_name": devices[self.rank], "device": torch.device("cpu")}
         self.job = Job.join(60, world=world, **where)
         self.offloader = ScriptedOffloader(self.script, self.training)
+        # The fakes have no forward pass to compare.
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
         self.manager = ShardingManager(
             self.training, self.inference, caches=self.inference, offloader=self.offloader, config=config, job=self.job
@@ -63,13 +66,14 @@ class Member:
         return self.rank == SERVER
 
     def switch(self) -> str:
-        """To inference and, where it succeeds, back; says what failed."""
+        """Enter inference and return to training; returns the error of a failed switch, or ""."""
         try:
             self.manager.enter(INFER)
         except Exception as error:
             self.assert_training_is_back()
             return f"{type(error).__name__}: {error}"
         report = self.manager.last_report
+        # Bytes on the same device count as own.
         assert report.bytes_own + report.bytes_received == NBYTES
         assert report.bytes_received == report.bytes_least
         self.received = report.bytes_received
@@ -106,19 +110,19 @@ class Member:
 def train_and_serve(hosts: str, devices: str, settings: dict[str, object]) -> dict[str, object]:
     member = Member(hosts, devices, **settings)
     assert dist.is_initialized() is not member.is_server
-    found: dict[str, object] = {"well": []}
+    results: dict[str, object] = {"switches": []}
     for _ in range(3):
-        found["well"].append(member.switch())
+        results["switches"].append(member.switch())
         member.step()
-    for name, failing, call in (("trainer", 1, "prepare"), ("server", SERVER, "commit second")):
+    for side, failing, call in (("trainer", 1, "prepare"), ("server", SERVER, "commit second")):
         if member.rank == failing:
-            member.script.arm(call, MemoryError(f"no memory in the {name}"))
-        found[name] = member.switch()
+            member.script.arm(call, MemoryError(f"no memory in the {side}"))
+        results[side] = member.switch()
         member.step()
-    found["after"] = member.switch()
-    found |= {"transports": member.transports, "received": member.received}
+    results["after"] = member.switch()
+    results |= {"transports": member.transports, "received": member.received}
     member.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -137,23 +141,23 @@ def test_two_trainers_fill_a_server(
     ranks: Ranks, hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
 ) -> None:
     by_rank = ranks.launch(train_and_serve, 3, hosts, devices, settings, timeout=200)
-    for rank, found in enumerate(by_rank):
-        assert found["received"] == received
-        assert found["well"] == [""] * 3
-        assert found["after"] == ""
-        for name, failing in (("trainer", 1), ("server", SERVER)):
+    for rank, results in enumerate(by_rank):
+        assert results["received"] == received
+        assert results["switches"] == [""] * 3
+        assert results["after"] == ""
+        for side, failing in (("trainer", 1), ("server", SERVER)):
             kind = "ReshardError" if rank == failing else "RemoteError"
-            assert found[name].startswith(f"{kind}: "), found[name]
-            assert f"no memory in the {name}" in found[name]
+            assert results[side].startswith(f"{kind}: "), results[side]
+            assert f"no memory in the {side}" in results[side]
     assert by_rank[SERVER]["transports"] == [transport]
 
 
 def lose_a_trainer() -> tuple[str, float] | None:
-    """It is gone in the middle of a fill, for good; what the others raise, after how long."""
+    """Lose trainer 1 during a fill; returns the other ranks' error and the seconds until it."""
     member = Member()
     member.switch()
     if member.rank == 1:
-        member.job.close()  # as a process that ends: its connections are closed
+        member.job.close()  # closes its connections, like the end of the process
         return None
     started = time.monotonic()
     with pytest.raises(LostRankError) as caught:
@@ -163,6 +167,6 @@ def lose_a_trainer() -> tuple[str, float] | None:
 
 
 def test_a_server_outlives_a_trainer(ranks: Ranks) -> None:
-    for found in ranks.launch(lose_a_trainer, 3, timeout=200):
-        if found is not None:
-            assert found[1] < 30
+    for result in ranks.launch(lose_a_trainer, 3, timeout=200):
+        if result is not None:
+            assert result[1] < 30

@@ -1,4 +1,7 @@
-"""A checkpoint's directory, by one rank: killed at every step, damaged, or not ours. Both trainers' tests use ranks."""
+"""The directory of a checkpoint on one rank: kills at every step, damage, and foreign files.
+
+The tests of both trainers have several ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ def newest(directory: Path) -> Path:
     return directory / (directory / LATEST).read_text().strip()
 
 
-def contents_below(directory: Path) -> dict[str, bytes | None]:
+def read_contents(directory: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
-def test_values_and_tensors_come_back_bitwise(tmp_path: Path) -> None:
+def test_loaded_values_and_tensors_are_bit_identical(tmp_path: Path) -> None:
     tensors = {
         "bfloat16": torch.randn(3, 2).bfloat16(),
         "part": torch.arange(10.0)[3:5],
@@ -58,16 +61,17 @@ def test_values_and_tensors_come_back_bitwise(tmp_path: Path) -> None:
     checkpoint_directory.save(tmp_path, {**tensors, "value": value}, ALONE)
     saved = SavedCheckpoint(tmp_path, ALONE)
     assert saved.value("value") == value
-    found = saved.read_all("")
-    assert all(
-        torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype for name, tensor in tensors.items()
-    )
+    loaded = saved.read_all("")
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, loaded[name])
+        assert tensor.dtype == loaded[name].dtype
 
 
-def test_a_read_that_returns_a_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads no more than 2 GiB at once; a file that ends early is still an error."""
+def test_a_partial_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads at most 2 GiB at once; a file that ends early is still an error."""
     save(tmp_path)
-    preadv, lengths = os.preadv, []
+    preadv = os.preadv
+    lengths = []
 
     def read_a_part(descriptor: int, buffers: list[Any], offset: int) -> int:
         (room,) = buffers
@@ -78,22 +82,24 @@ def test_a_read_that_returns_a_part_is_continued(tmp_path: Path, monkeypatch: py
     assert load(tmp_path) == 1
     assert sum(lengths) > 1200, "a tensor of 300 float32 was read"
     with (newest(tmp_path) / DATA).open("rb") as file:
-        part = checkpoint_directory._Slice(file, 0, 1 << 30)
+        part = checkpoint_directory._Slice(file, 0, 1 << 30)  # longer than the file
         assert len(part.read(1 << 24)) == (newest(tmp_path) / DATA).stat().st_size
 
 
-def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
-    """Killed before every call that changes a file; then it is loaded, and saved once more."""
-    directory, seen = tmp_path / "saved", []
+def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    """Kill before every call that changes a file, then load, and save again."""
+    directory = tmp_path / "saved"
+    values = []
 
     def prepare() -> None:
         save(directory, "old")
-        assert [path.name for path in directory.glob("save-*")] == [newest(directory).name]  # of the kill before, too
+        # Also removes the files that the previous kill left.
+        assert [path.name for path in directory.glob("save-*")] == [newest(directory).name]
 
     for _ in kill_at_every_step(lambda: save(directory, "new"), prepare):
-        seen.append(load(directory))
-    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
-    assert [seen[0], seen[-1]] == ["old", "new"]
+        values.append(load(directory))
+    assert values == ["old"] * values.count("old") + ["new"] * values.count("new")
+    assert [values[0], values[-1]] == ["old", "new"]
 
 
 def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
@@ -106,12 +112,13 @@ def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
                 load(directory)
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_only_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "saved", "old")
-    before = contents_below(tmp_path)
+    before = read_contents(tmp_path)
+    # The data has 1,200 bytes.
     with file_size_limit(500), pytest.raises(FileError, check=has_code("file-failed", "too large")):
         save(tmp_path / "saved", "new")
-    assert contents_below(tmp_path) == before
+    assert read_contents(tmp_path) == before
 
 
 def flip(path: Path) -> None:
@@ -130,16 +137,16 @@ def link_to_a_copy(path: Path) -> None:
     replace(path, lambda path: path.symlink_to("copy"))
 
 
-def forget(directory: Path) -> None:
+def omit_data(directory: Path) -> None:
     write_checksums(directory, {METADATA: checksum_of(directory / METADATA)})
 
 
-# name -> (file that the error names, what happens to it)
+# name -> (file that the error names, damage to it)
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{
-        f"{what} {name}": (name, damage)
+        f"{kind} {name}": (name, damage)
         for name in (DATA, METADATA, CHECKSUMS)
-        for what, damage in {"cut": lambda path: os.truncate(path, 9), "no": Path.unlink}.items()
+        for kind, damage in {"cut": lambda path: os.truncate(path, 9), "no": Path.unlink}.items()
     },
     "flipped data": (DATA, flip),
     "flipped metadata": (METADATA, flip),
@@ -148,7 +155,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a device": (METADATA, lambda path: replace(path, lambda path: path.symlink_to("/dev/zero"))),
     "a directory": (DATA, lambda path: replace(path, Path.mkdir)),
     "a list of nothing": (CHECKSUMS, lambda path: path.write_text("{}")),
-    "a list without the data": (CHECKSUMS, lambda path: forget(path.parent)),
+    "a list without the data": (CHECKSUMS, lambda path: omit_data(path.parent)),
     "a list of files elsewhere": (CHECKSUMS, lambda path: path.write_text('{"../x": "0"}')),
     "no list": (CHECKSUMS, lambda path: path.write_text("[" * 100_000)),
 }
@@ -167,13 +174,13 @@ def test_damage_is_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 class Code:
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # pickle then calls `os.mkdir`
         return os.mkdir, ("was run",)
 
 
 @pytest.mark.parametrize("place", ["metadata", "value"])
 def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Its checksums are right: they are no protection."""
+    """Checksums are correct, but they do not protect against an attacker."""
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "saved", Code() if place == "value" else 1)
     if place == "metadata":
@@ -186,21 +193,21 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("text", ["save-000009\n", "../elsewhere", "", "global_step10"])
-def test_a_pointer_to_no_save_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_pointer_is_refused(tmp_path: Path, text: str) -> None:
     save(tmp_path)
     (tmp_path / LATEST).write_text(text)
     with pytest.raises(FileError, check=has_code("damaged-checkpoint", LATEST)):
         load(tmp_path)
 
 
-def test_files_of_others_stay(tmp_path: Path) -> None:
-    """A `latest` of another program is refused before anything is written."""
+def test_foreign_files_stay(tmp_path: Path) -> None:
+    """A `latest` of another program is refused before any write."""
     (tmp_path / LATEST).write_text("global_step10")
     with pytest.raises(ConfigError, check=has_violations(("directory", "not-a-checkpoint"))):
         save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LATEST]
     (tmp_path / LATEST).unlink()
-    (tmp_path / "save-000007").symlink_to(tmp_path.parent)
+    (tmp_path / "save-000007").symlink_to(tmp_path.parent)  # must not be followed or removed
     (tmp_path / "rank0000.pt").write_text("of another version")
     for value in (1, 2):
         save(tmp_path, value)
@@ -208,21 +215,19 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {LATEST, "save-000002", "save-000007", "rank0000.pt"}
 
 
-def test_a_link_to_the_directory_stays_one_and_may_be_where_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linked_or_relative_directory_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     monkeypatch.chdir(tmp_path / "disk")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for place in ("~/link", ".", tmp_path / "link"):
-        save(place)
+    for path in ("~/link", ".", tmp_path / "link"):
+        save(path)
     assert (tmp_path / "link").is_symlink()
     assert load(tmp_path / "disk") == 1
 
 
 @pytest.mark.parametrize("path", [None, 5, b"saved", "", "a\0b", "~nobody-of-that-name/saved"])
-def test_what_is_no_path_is_refused_by_its_key(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for act in (save, load):
         with pytest.raises(HybridEngineError) as caught:

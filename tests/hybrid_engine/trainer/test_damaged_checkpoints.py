@@ -1,6 +1,6 @@
-"""Random damage to a checkpoint: it is refused by name, or what is loaded is what was saved, bit for bit.
+"""Random damage to a checkpoint: it is refused by name, or the loaded state is bit-identical.
 
-python -m tests.hybrid_engine.trainer.test_damaged_checkpoints 300          # of each kind; prints the counts
+python -m tests.hybrid_engine.trainer.test_damaged_checkpoints 300      # per kind; prints counts
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.hybrid_engine.trainer.test_checkpoint_directory import ALONE, DATA, n
 
 SECONDS = 10
 MOST_MEMORY = 1 << 36
-"""Address space in bytes: what a flipped bit makes of a number is to fail, not to fill the machine."""
+"""Address space in bytes, so that a size with a flipped bit cannot fill the machine."""
 
 
 def state() -> dict[str, Any]:
@@ -49,54 +49,55 @@ def state() -> dict[str, Any]:
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """As the trainers do: compared with what is live, then read whole."""
+    """Load as the trainers do: compare with the live state, then read everything."""
     saved = SavedCheckpoint(directory, ALONE)
     saved.require_fit(differences(saved.entries(""), state()))
     return saved.read_all("")
 
 
-def are_equal(found: dict[str, Any]) -> bool:
+def are_equal(loaded: dict[str, Any]) -> bool:
     expected = state()
-    if found.keys() != expected.keys() or found["values"] != expected["values"]:
+    if loaded.keys() != expected.keys() or loaded["values"] != expected["values"]:
         return False
     tensors = [name for name in expected if name != "values"]
     return all(
-        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in tensors
+        loaded[name].dtype == expected[name].dtype and torch.equal(loaded[name], expected[name]) for name in tensors
     )
 
 
 def reseal(save: Path) -> None:
-    """Make the checksums anew, as whoever changed a file on purpose would."""
+    """Write new checksums, like an attacker who changes a file."""
     names = read_checksums(save, "")
     write_checksums(save, {name: checksum_of(save / name) for name in names})
 
 
-def flip_bit(chance: random.Random, path: Path) -> str:
+def flip_bit(rng: random.Random, path: Path) -> str:
     contents = bytearray(path.read_bytes())
-    place, bit = chance.randrange(len(contents)), chance.randrange(8)
-    contents[place] ^= 1 << bit
+    position = rng.randrange(len(contents))
+    bit = rng.randrange(8)
+    contents[position] ^= 1 << bit
     path.write_bytes(contents)
-    return f"bit {bit} of byte {place} of {path.name}"
+    return f"bit {bit} of byte {position} of {path.name}"
 
 
-def any_file(chance: random.Random, save: Path) -> Path:
-    return chance.choice([save / DATA, save / METADATA, save / CHECKSUMS, save.parent / LATEST])
+def any_file(rng: random.Random, save: Path) -> Path:
+    return rng.choice([save / DATA, save / METADATA, save / CHECKSUMS, save.parent / LATEST])
 
 
-def flipped(chance: random.Random, save: Path) -> str:
-    return flip_bit(chance, any_file(chance, save))
+def flip_any_bit(rng: random.Random, save: Path) -> str:
+    return flip_bit(rng, any_file(rng, save))
 
 
-def cut(chance: random.Random, save: Path) -> str:
-    path = any_file(chance, save)
-    length = chance.randrange(path.stat().st_size)
+def truncate(rng: random.Random, save: Path) -> str:
+    path = any_file(rng, save)
+    length = rng.randrange(path.stat().st_size)
     os.truncate(path, length)
     return f"{path.name} cut to {length} bytes"
 
 
-def in_its_place(chance: random.Random, save: Path) -> str:
-    """A pipe, a device, a link, a directory or something huge where a file was."""
-    path = any_file(chance, save)
+def replace_file(rng: random.Random, save: Path) -> str:
+    """Put a pipe, a device, a link, a directory or a huge file in the place of a file."""
+    path = any_file(rng, save)
     shutil.copy(path, save.parent.parent / "elsewhere")
     kinds: dict[str, Callable[[Path], object]] = {
         "a pipe": os.mkfifo,
@@ -108,22 +109,22 @@ def in_its_place(chance: random.Random, save: Path) -> str:
         "256 MB": lambda path: (path.touch(), os.truncate(path, 1 << 28)),
         "nothing": lambda path: None,
     }
-    kind = chance.choice(list(kinds))
+    kind = rng.choice(list(kinds))
     path.unlink()
     kinds[kind](path)
     return f"{kind} for {path.name}"
 
 
-def linked(chance: random.Random, save: Path) -> str:
+def link_save(rng: random.Random, save: Path) -> str:
     save.rename(save.parent.parent / "elsewhere")
     save.symlink_to(save.parent.parent / "elsewhere")
     return "the save is a link"
 
 
-def resealed_flip(chance: random.Random, save: Path) -> str:
-    what = flip_bit(chance, save / METADATA)
+def flip_bit_and_reseal(rng: random.Random, save: Path) -> str:
+    damage = flip_bit(rng, save / METADATA)
     reseal(save)
-    return f"resealed, {what}"
+    return f"resealed, {damage}"
 
 
 class Code:
@@ -131,10 +132,10 @@ class Code:
         self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return self._reduced
+        return self._reduced  # a call that pickle makes on loading
 
 
-def hostile(chance: random.Random, save: Path) -> str:
+def pickle_code(rng: random.Random, save: Path) -> str:
     marker = str(save.parent.parent / "was-run")
     objects = [
         Code(os.mkdir, marker),
@@ -145,18 +146,19 @@ def hostile(chance: random.Random, save: Path) -> str:
         {"state_dict_metadata": Code(os.mkdir, marker)},
         [],
     ]
-    chosen = chance.randrange(len(objects))
+    chosen = rng.randrange(len(objects))
     (save / METADATA).write_bytes(pickle.dumps(objects[chosen]))
     reseal(save)
     return f"resealed, a pickle of {type(objects[chosen]).__name__} {chosen}"
 
 
-def edited(chance: random.Random, save: Path) -> str:
-    """Metadata that torch's own classes can express, with one number or name changed."""
+def edit_metadata(rng: random.Random, save: Path) -> str:
+    """Change one number or name of the metadata with torch's own classes."""
     metadata = pickle.loads((save / METADATA).read_bytes())
-    entries, stored = metadata.state_dict_metadata, metadata.storage_data
+    entries = metadata.state_dict_metadata
+    stored = metadata.storage_data
     tensors = [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
-    name, other = chance.sample(tensors, 2)
+    name, other = rng.sample(tensors, 2)
     entry = entries[name]
     index = next(index for index in stored if index.fqn == name)
     edits: dict[str, Callable[[], object]] = {
@@ -168,9 +170,9 @@ def edited(chance: random.Random, save: Path) -> str:
         "another size": lambda: setattr(entry, "size", torch.Size([2] * len(entry.size))),
         "stored nowhere": lambda: stored.pop(index),
         "stored in the place of another": lambda: stored.update(
-            {index: next(info for one, info in stored.items() if one.fqn == other)}
+            {index: next(info for key, info in stored.items() if key.fqn == other)}
         ),
-        "exchanged": lambda: exchange(stored, index, next(one for one in stored if one.fqn == other)),
+        "exchanged": lambda: exchange(stored, index, next(key for key in stored if key.fqn == other)),
         "stored behind the end": lambda: setattr(stored[index], "offset", 1 << 40),
         "stored in another file": lambda: setattr(stored[index], "relative_path", "../elsewhere"),
         "stored in the metadata": lambda: setattr(stored[index], "relative_path", METADATA),
@@ -181,20 +183,20 @@ def edited(chance: random.Random, save: Path) -> str:
         "a number": lambda: entries.update({name: 5}),
         "in another form": lambda: setattr(stored[index], "transform_descriptors", ["zstd"]),
     }
-    edit = chance.choice(list(edits))
+    edit = rng.choice(list(edits))
     edits[edit]()
     (save / METADATA).write_bytes(pickle.dumps(metadata))
     reseal(save)
     return f"resealed, {name}: {edit}"
 
 
-def exchange(stored: dict[Any, Any], one: Any, other: Any) -> None:
-    before = stored[one]
-    stored[one] = stored[other]
+def exchange(stored: dict[Any, Any], key: Any, other: Any) -> None:
+    before = stored[key]
+    stored[key] = stored[other]
     stored[other] = before
 
 
-KINDS = (flipped, cut, in_its_place, linked, resealed_flip, hostile, edited)
+KINDS = (flip_any_bit, truncate, replace_file, link_save, flip_bit_and_reseal, pickle_code, edit_metadata)
 
 
 @contextmanager
@@ -208,32 +210,33 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 
 
 def outcome_of(kind: Callable[[random.Random, Path], str], seed: int, directory: Path) -> tuple[str, str]:
-    """(what was done, what came of it: refused, equal, or what is wrong)."""
+    """Return the damage, and its outcome: refused, equal, or a description of the defect."""
     checkpoint_directory.save(directory / "saved", state(), ALONE)
-    what = kind(random.Random(f"{kind.__name__}/{seed}"), newest(directory / "saved"))
+    damage = kind(random.Random(f"{kind.__name__}/{seed}"), newest(directory / "saved"))
     try:
         with time_limit(SECONDS), memory_limit(MOST_MEMORY):
-            came = "equal" if are_equal(load(directory / "saved")) else "accepted wrong"
+            outcome = "equal" if are_equal(load(directory / "saved")) else "accepted wrong"
     except HybridEngineError as error:
-        came = "refused" if len(str(error)) < 1000 and "\n" not in str(error) else f"wrong: a long message {error}"
+        outcome = "refused" if len(str(error)) < 1000 and "\n" not in str(error) else f"wrong: a long message {error}"
     except HangError:
-        came = "hang"
+        outcome = "hang"
     except Exception as error:
-        came = f"raw: {type(error).__name__}: {error}"
+        outcome = f"raw: {type(error).__name__}: {error}"
     if (directory / "was-run").exists():
-        came = "wrong: code was run"
+        outcome = "wrong: code was run"
     shutil.rmtree(directory)
-    return what, came
+    return damage, outcome
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_damage_is_refused_or_does_no_harm(tmp_path: Path, kind: Callable[[random.Random, Path], str]) -> None:
-    found = dict(outcome_of(kind, seed, tmp_path / "one") for seed in range(20))
-    assert {what: came for what, came in found.items() if came not in ("refused", "equal")} == {}
-    assert "refused" in found.values()
+def test_damage_is_refused_or_harmless(tmp_path: Path, kind: Callable[[random.Random, Path], str]) -> None:
+    outcomes = dict(outcome_of(kind, seed, tmp_path / "one") for seed in range(20))
+    defects = {damage: outcome for damage, outcome in outcomes.items() if outcome not in ("refused", "equal")}
+    assert defects == {}
+    assert "refused" in outcomes.values()
 
 
-def entry_of(size: list[int], *parts: tuple[list[int], list[int]]) -> TensorStorageMetadata:
+def make_entry(size: list[int], *parts: tuple[list[int], list[int]]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
     return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)
 
@@ -241,32 +244,32 @@ def entry_of(size: list[int], *parts: tuple[list[int], list[int]]) -> TensorStor
 @pytest.mark.parametrize(
     "entry",
     [
-        entry_of([4, 4], ([0, 0], [2, 4]), ([2, 0], [2, 4])),
-        entry_of([4, 4], ([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 4])),
-        entry_of([3], ([0], [2]), ([2], [1]), ([3], [0])),
-        entry_of([0]),
-        entry_of([], ([], [])),
+        make_entry([4, 4], ([0, 0], [2, 4]), ([2, 0], [2, 4])),
+        make_entry([4, 4], ([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 4])),
+        make_entry([3], ([0], [2]), ([2], [1]), ([3], [0])),
+        make_entry([0]),
+        make_entry([], ([], [])),
     ],
 )
-def test_parts_that_make_a_tensor_once_are_accepted(entry: TensorStorageMetadata) -> None:
+def test_parts_that_cover_a_tensor_once_are_accepted(entry: TensorStorageMetadata) -> None:
     checkpoint_metadata._require_covered("weight", entry)
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        entry_of([4, 4]),
-        entry_of([4, 4], ([0, 0], [2, 4])),
-        entry_of([4, 4], ([0, 0], [2, 4]), ([1, 0], [2, 4])),  # as many elements, an overlap and a gap
-        entry_of([4, 4], ([0, 0], [4, 4]), ([0, 0], [1, 1])),
-        entry_of([4, 4], ([0, 0], [2, 4]), ([3, 0], [2, 4])),
-        entry_of([4, 4], ([0, 0], [4, 5]), ([0, 0], [4, -1])),
-        entry_of([4, 4], ([0], [16])),
-        entry_of([], ([], []), ([], [])),
-        entry_of([]),
+        make_entry([4, 4]),
+        make_entry([4, 4], ([0, 0], [2, 4])),
+        make_entry([4, 4], ([0, 0], [2, 4]), ([1, 0], [2, 4])),  # an overlap and a gap
+        make_entry([4, 4], ([0, 0], [4, 4]), ([0, 0], [1, 1])),
+        make_entry([4, 4], ([0, 0], [2, 4]), ([3, 0], [2, 4])),
+        make_entry([4, 4], ([0, 0], [4, 5]), ([0, 0], [4, -1])),
+        make_entry([4, 4], ([0], [16])),
+        make_entry([], ([], []), ([], [])),
+        make_entry([]),
     ],
 )
-def test_parts_that_do_not_are_refused(entry: TensorStorageMetadata) -> None:
+def test_other_parts_are_refused(entry: TensorStorageMetadata) -> None:
     with pytest.raises(ValueError, match="weight"):
         checkpoint_metadata._require_covered("weight", entry)
 
@@ -276,10 +279,10 @@ def main(num_each: str = "125") -> None:
     with tempfile.TemporaryDirectory() as directory:
         for kind in KINDS:
             for seed in range(int(num_each)):
-                what, came = outcome_of(kind, seed, Path(directory) / "one")
-                counts.setdefault(kind.__name__, Counter())[came.partition(":")[0]] += 1
-                if came not in ("refused", "equal"):
-                    print(f"{what}: {came}", flush=True)
+                damage, outcome = outcome_of(kind, seed, Path(directory) / "one")
+                counts.setdefault(kind.__name__, Counter())[outcome.partition(":")[0]] += 1
+                if outcome not in ("refused", "equal"):
+                    print(f"{damage}: {outcome}", flush=True)
     for name, of_kind in counts.items():
         print(f"{name}: {dict(of_kind)}")
     print(f"{sum(of_kind.total() for of_kind in counts.values())} checkpoints: {dict(sum(counts.values(), Counter()))}")

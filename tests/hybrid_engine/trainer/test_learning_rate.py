@@ -1,4 +1,4 @@
-"""A learning rate is one with which a step can be taken; the schedule of FSDP2's trainer is megatron-core's own."""
+"""Accepted learning rates, and FSDP2's schedule, which equals megatron-core's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.errors import has_violations
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
-def test_what_is_none_is_refused_before_anything_changes(rate: Any) -> None:
+def test_an_invalid_rate_is_refused_and_changes_nothing(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
     with pytest.raises(ConfigError, check=has_violations(("learning_rate", "out-of-range"))):
         set_learning_rate(groups, None, rate)
@@ -25,7 +25,7 @@ def test_what_is_none_is_refused_before_anything_changes(rate: Any) -> None:
 
 
 @pytest.mark.parametrize("rate", [0, 3e-4, 1e30, np.float32(0.5)])
-def test_every_group_gets_it(rate: Any) -> None:
+def test_every_group_gets_the_rate(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
     set_learning_rate(groups, None, rate)
     assert groups == [{"lr": rate}] * 2
@@ -52,18 +52,18 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_every_update_has_megatrons_values(schedule: dict[str, Any]) -> None:
+def test_every_step_has_the_values_of_megatron(schedule: dict[str, Any]) -> None:
     from hybrid_engine.backends.megatron.megatron_config import param_scheduler
 
     config = OptimizerConfig(lr=1e-2, weight_decay=0.05, schedule=schedule)
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [parameters[0]]}, {"params": [parameters[1]], "weight_decay": 0.0}]
-    own = torch.optim.AdamW(groups)
-    megatrons = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
-    ours, theirs = ParamSchedule(own, config), param_scheduler(megatrons, config)
-    for _ in range(24):
-        for mine, expected in zip(own.param_groups, megatrons.param_groups, strict=True):
-            assert mine["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=0)
-            assert mine["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=0)
-        ours.step(1)
-        theirs.step(1)
+    optimizer = torch.optim.AdamW(groups)
+    megatron_optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
+    schedules = ParamSchedule(optimizer, config), param_scheduler(megatron_optimizer, config)
+    for _ in range(24):  # beyond lr_decay_steps
+        for group, expected in zip(optimizer.param_groups, megatron_optimizer.param_groups, strict=True):
+            assert group["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=0)
+            assert group["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=0)
+        for scheduler in schedules:
+            scheduler.step(1)

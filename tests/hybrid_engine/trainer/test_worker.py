@@ -1,4 +1,4 @@
-"""What a worker asks of a job that it is given; workers that run are in end_to_end/."""
+"""Jobs and models that a worker refuses; end_to_end/ has running workers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.harness.errors import has_violations
 from tests.zoo.families import served_config, write_config
 
 
-def test_a_job_of_another_timeout_is_refused_before_anything_is_built(job: None) -> None:
+def test_a_job_with_another_timeout_is_refused_before_building(job: None) -> None:
     config = HybridConfig(model=Path("nowhere"), generate_config=GenerateConfig(timeout_seconds=40))
     differs = has_violations(("generate_config.timeout_seconds", "different-timeouts"))
     joined = Job.join(30)
     with pytest.raises(ConfigError, match=r"40.*30", check=differs):
         ActorHybridWorker(config, job=joined)
-    joined.agreement.conclude("the job goes on")
+    joined.agreement.conclude("the job is still usable")
 
 
 @pytest.mark.slow  # imports vLLM
-def test_a_model_that_cannot_generate_is_refused_before_anything_is_built(
+def test_a_model_that_cannot_generate_is_refused_before_building(
     job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_builder", lambda config: lambda *given, **named: pytest.fail("it is built"))
+    monkeypatch.setattr(worker, "_builder", lambda config: lambda *arguments, **named: pytest.fail("it is built"))
     model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
-    generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)
+    generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)  # too small for a sequence
     environment = dict(os.environ)
     with pytest.raises(ConfigError) as caught:
         ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
-    assert [found.key for found in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
-    assert dict(os.environ) == environment
+    assert [finding.key for finding in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
+    assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM

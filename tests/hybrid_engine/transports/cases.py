@@ -1,6 +1,6 @@
-"""Random buckets of transfers for the transport tests, an oracle that knows no strided view, and outcomes to compare.
+"""Random buckets of transfers, an oracle that uses index arithmetic, and outcomes of calls.
 
-A case is made from its seed alone, so every rank of a launch builds the same one and knows every rank's sources.
+A case depends on its seed alone, so every rank of a launch builds it and knows all sources.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.plan import Bucket, Link, Transfer, wire_dtype
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
-SENTINEL_BYTE = 0xA5  # destinations start with it, so that a stray write is seen
+SENTINEL_BYTE = 0xA5  # fills destinations, so that a stray write shows
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a case is drawn from.
+    """Distribution of random cases.
 
     Attributes:
-        src_dtypes, dst_dtypes: a buffer of each on every rank; a transfer goes between buffers of one position.
+        src_dtypes, dst_dtypes: a buffer of each on every rank; transfers connect equal positions.
         edges: (src rank, dst rank) pairs in use; None: all.
         max_length: elements per dim, at most.
         small: transfers of one to three elements only.
@@ -64,7 +64,7 @@ class Case:
         }
 
     def expected(self, rank: int) -> dict[str, torch.Tensor]:
-        """This rank's destinations after all buckets, element by element from index arithmetic."""
+        """Compute this rank's destinations after all buckets element by element."""
         expected = self.new_destinations(rank)
         for transfer in itertools.chain.from_iterable(bucket.transfers for bucket in self.buckets):
             if transfer.dst_rank == rank:
@@ -74,19 +74,19 @@ class Case:
         return expected
 
 
-def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(_bytes(found[name]), _bytes(expected[name]))]
+def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert actual.keys() == expected.keys()
+    return [name for name in actual if not torch.equal(_bytes(actual[name]), _bytes(expected[name]))]
 
 
 def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
-    """A case: every destination element is written at most once; sources may be read several times."""
+    """Build a case: each destination element is written at most once; sources may be read often."""
     generator = random.Random(seed)
     edges = shape.edges or tuple(itertools.product(range(num_ranks), repeat=2))
     positions = range(len(shape.src_dtypes))
     src_ids = [[BufferId(rank, f"src{position}") for position in positions] for rank in range(num_ranks)]
     dst_ids = [[BufferId(rank, f"dst{position}") for position in positions] for rank in range(num_ranks)]
-    ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)
+    ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)  # elements used of each buffer
     transfers: list[list[Transfer]] = [[] for _ in range(shape.num_buckets)]
     for number in range(shape.num_transfers):
         src_rank, dst_rank = generator.choice(edges)
@@ -124,14 +124,14 @@ def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:
 
 
 def _place(generator: random.Random, ends: dict[BufferId, int], buffer_id: BufferId, lengths: tuple[int, ...]) -> Place:
-    """A fresh place at the buffer's end: dims in a random order (transposed), some with gaps between the steps."""
+    """Draw a place at the buffer's end, with dims in a random order (transposed) and some gaps."""
     strides = [0] * len(lengths)
-    step = generator.choice((1, 1, 2))
+    step = generator.choice((1, 1, 2))  # 2 leaves gaps between elements
     for dim in generator.sample(range(len(lengths)), len(lengths)):
         strides[dim] = step
         step *= lengths[dim]
-        step += generator.choice((0, 0, 3))
-    offset = ends[buffer_id] + generator.randint(0, 5)
+        step += generator.choice((0, 0, 3))  # 3 leaves gaps between rows
+    offset = ends[buffer_id] + generator.randint(0, 5)  # a gap between places
     ends[buffer_id] = offset + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
     return Place(buffer_id, offset, tuple(strides))
 
@@ -145,7 +145,7 @@ def _indices(lengths: tuple[int, ...], place: Place) -> torch.Tensor:
 
 
 def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Values that survive a cast in interesting ways; bytes of any value where nothing is cast."""
+    """Return normal floats, which casts round, or small integers and flags."""
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator).to(dtype)
     return torch.randint(0, 2 if dtype == torch.bool else 120, (numel,), generator=generator).to(dtype)
@@ -162,18 +162,18 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def outcome_of(action: Callable[[], object]) -> str:
-    """ "ok", or the seconds it took to fail with the error's type and message."""
+    """Return "ok", or the seconds until the error with its type and message."""
     start = time.monotonic()
     try:
         action()
         return "ok"
     except HybridEngineError as error:
-        pickle.loads(pickle.dumps(error))  # errors travel between ranks
+        pickle.loads(pickle.dumps(error))  # errors are sent between ranks
         return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
 
 
-def assert_says(outcome: object, *parts: str, within: float = 30) -> None:
-    """That a call failed with an error that says all of it, in so many seconds."""
+def check_error(outcome: object, *parts: str, within: float = 30) -> None:
+    """Check that a call failed within `within` seconds, with all `parts` in its message."""
     seconds, message = str(outcome).split(" ", 1)
     for part in parts:
         assert part in message, message

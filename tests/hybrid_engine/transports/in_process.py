@@ -1,4 +1,4 @@
-"""The twin of the transports that pull: it plays one of several ranks that live in one process."""
+"""In-process twin of the pulling transports; all ranks live in one process."""
 
 from __future__ import annotations
 

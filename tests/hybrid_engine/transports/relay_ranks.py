@@ -1,4 +1,4 @@
-"""Reshards between two hosts, and the four ranks that play them: 0 and 1 are on one host, 2 and 3 on the other."""
+"""Reshards between two simulated hosts and the four ranks that run them: 0, 1 and 2, 3."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
 
 HOSTS = ("a", "a", "b", "b")
-ROWS, COLUMNS = 24, 5
+ROWS = 24
+COLUMNS = 5
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """Layouts of all ranks; numbers below 2048, which are exact in float16."""
+    """Layouts of all ranks; values are below 2048, which are exact in float16."""
 
     source: Layout
     destination: Layout
@@ -35,8 +36,12 @@ class Reshard:
 
 
 def rows_of(tensors: list[str], parts: list[tuple[int, int, int]], dtype: str, side: str) -> Layout:
-    """Every rank's rows [start, stop) of every tensor, each part in a buffer of its own; a tensor is a group."""
-    buffers, shards = {}, []
+    """Build a layout from (rank, start, stop) rows of every tensor.
+
+    Each part has a separate buffer, and each tensor is a group.
+    """
+    buffers = {}
+    shards = []
     for tensor in tensors:
         for number, (rank, start, stop) in enumerate(parts):
             buffer = BufferId(rank, f"{side} {tensor} {number}")
@@ -47,7 +52,7 @@ def rows_of(tensors: list[str], parts: list[tuple[int, int, int]], dtype: str, s
 
 
 def random_reshard(seed: int, src_dtype: str, dst_dtype: str) -> Reshard:
-    """Sources cut anywhere, mostly on one host; every rank wants a window of its own, and some want two."""
+    """Cut sources at random, mostly on one host; every rank reads a random window or two."""
     generator = random.Random(seed)
     tensors = [f"t{number}" for number in range(6)]
     cuts = sorted(generator.sample(range(1, ROWS), 2))
@@ -59,7 +64,7 @@ def random_reshard(seed: int, src_dtype: str, dst_dtype: str) -> Reshard:
 
 
 RESHARDS = {
-    "halves to everybody": lambda: Reshard(
+    "halves to every rank": lambda: Reshard(
         rows_of(["t0", "t1", "t2"], [(0, 0, 12), (1, 12, 24)], "float32", "src"),
         rows_of(["t0", "t1", "t2"], [(rank, 0, ROWS) for rank in range(4)], "float32", "dst"),
     ),
@@ -73,7 +78,7 @@ RESHARDS = {
 
 
 class Rank:
-    """One of the four, connected for a plan of its own part of a reshard."""
+    """A rank connected for its part of a reshard plan."""
 
     def __init__(
         self,
@@ -92,7 +97,8 @@ class Rank:
         gathered: list = [None] * len(HOSTS)
         dist.all_gather_object(gathered, export_handles(self.rank, {**self.source, **relays.tensors}))
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        self.group, self.notify_group = dist.new_group(), dist.new_group()
+        self.group = dist.new_group()
+        self.notify_group = dist.new_group()
         context = TransportContext(
             self.rank,
             reshard.source.buffers,
@@ -116,13 +122,13 @@ class Rank:
         }
 
     def clear(self, *, whole: bool = True) -> None:
-        """Before a fill."""
+        """Prepare a fill."""
         self.router.begin(whole=whole)
         self.router.prepare()
         self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
 
     def negate(self) -> None:
-        """Change all values, in any layout and dtype, and so the upper words of float32 alone."""
+        """Negate all values in any layout and dtype; in float32 only the upper words change."""
         for flat in (*self.source.values(), *self.expected.values()):
             flat.neg_()
 
@@ -134,14 +140,14 @@ class Rank:
         return next(iter(self.plan.buckets[index + 1 :]), None)
 
     def run_ahead(self, index: int) -> str:
-        """The same, with the next bucket's messages sent meanwhile."""
+        """Run a bucket while the next bucket's messages are sent."""
         return self.run(index, following=self.following(index))
 
     def abandon_ahead(self, index: int, reason: str) -> str:
         return outcome_of(lambda: self.router.abandon(self.plan.buckets[index], reason, self.following(index)))
 
     def wrong(self, *indices: int) -> list[str]:
-        """Buffers of these buckets' groups (default: all) that differ from what they should hold."""
+        """Return buffers of these buckets' groups (default: all) with wrong values."""
         tensors = [tensor for index in indices for tensor in self.plan.buckets[index].tensors]
         return [
             name

@@ -1,4 +1,4 @@
-"""Many small copies in few calls: the same bytes, few views, and nothing kept of the memory."""
+"""Many small copies in few calls: the same bytes, few views, and no reference to the memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.transports.copies import BatchedCopies, CopyError, widened
 
-EXPERTS, ROWS, COLUMNS = 8, 4, 6
+EXPERTS = 8
+ROWS = 4
+COLUMNS = 6
 SIZE = ROWS * COLUMNS
 
 
@@ -27,12 +29,13 @@ def transfer(
     source: str = "source",
     name: str = "tensor",
 ) -> Transfer:
-    src_place, dst_place = Place(BufferId(0, source), src, strides), Place(BufferId(0, "to"), dst, strides)
+    src_place = Place(BufferId(0, source), src, strides)
+    dst_place = Place(BufferId(0, "to"), dst, strides)
     return Transfer(name, lengths, src_place, dst_place, 4 * SIZE, Link.SELF)
 
 
 def backwards() -> list[Transfer]:
-    """Experts as Megatron's buffers hold them: the last one first, and a gap after each."""
+    """Copy experts as they lie in Megatron's buffers: the last one first, with a gap after each."""
     return [transfer((EXPERTS - 1 - number) * (SIZE + 3), number * SIZE) for number in range(EXPERTS)]
 
 
@@ -48,24 +51,26 @@ def irregular() -> list[Transfer]:
 
 
 def repeated() -> list[Transfer]:
-    """One source box in several places."""
+    """Copy one source box to several places."""
     return [transfer(5, number * SIZE) for number in range(EXPERTS)]
 
 
-def calls_of(copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, int]:
-    """What the copies write, and how many tensors they hand to torch."""
-    handed: list[int] = []
-    real = transports.copies.copy_each
+def run_copies(
+    copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, int]:
+    """Run copies; returns the destination and the number of tensors passed to torch."""
+    counts: list[int] = []
+    copy_each = transports.copies.copy_each
 
-    def counted(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
-        handed.append(len(into))
-        real(into, out_of)
+    def counting(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
+        counts.append(len(into))
+        copy_each(into, out_of)
 
-    monkeypatch.setattr(transports.copies, "copy_each", counted)
+    monkeypatch.setattr(transports.copies, "copy_each", counting)
     destination = torch.zeros(100 * SIZE, dtype=source.dtype)
     copies.run(lambda _: source, lambda _: destination)
-    assert len(handed) == 1
-    return destination, handed[0]
+    assert len(counts) == 1
+    return destination, counts[0]
 
 
 @pytest.mark.parametrize(
@@ -73,43 +78,45 @@ def calls_of(copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.Mo
     [(backwards, EXPERTS), (backwards_with_gaps, EXPERTS), (irregular, EXPERTS // 2), (repeated, 1)],
 )
 def test_a_bucket_is_copied_in_one_call(make, num_views: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers, source = make(), torch.arange(100.0 * SIZE)
+    transfers = make()
+    source = torch.arange(100.0 * SIZE)
     expected = torch.zeros(100 * SIZE)
-    for one in transfers:
-        box = source.as_strided(one.lengths, one.src.strides, one.src.offset)
-        expected.as_strided(one.lengths, one.dst.strides, one.dst.offset).copy_(box)
+    for copied in transfers:
+        box = source.as_strided(copied.lengths, copied.src.strides, copied.src.offset)
+        expected.as_strided(copied.lengths, copied.dst.strides, copied.dst.offset).copy_(box)
     copies = BatchedCopies(reversed(transfers))
-    found, handed = calls_of(copies, source, monkeypatch)
-    assert torch.equal(found, expected)
-    assert handed == num_views
+    destination, num_passed = run_copies(copies, source, monkeypatch)
+    assert torch.equal(destination, expected)
+    assert num_passed == num_views
 
 
 def test_buffers_of_one_storage_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen experts: each is a buffer of its own, and they lie one after the other."""
+    """Frozen experts are separate buffers that lie one after the other."""
     whole = torch.arange(100.0 * SIZE)
     parts = {f"expert {number}": whole[number * SIZE : (number + 1) * SIZE] for number in range(EXPERTS)}
     copies = BatchedCopies(transfer(0, number * SIZE, source=name) for number, name in enumerate(parts))
-    handed: list[int] = []
-    monkeypatch.setattr(transports.copies, "copy_each", lambda into, _: handed.append(len(into)))
-    copies.run(lambda one: parts[one.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
-    elsewhere = {name: part.clone() for name, part in parts.items()}
-    copies.run(lambda one: elsewhere[one.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
-    assert handed == [1, EXPERTS]  # and what was found out of the memory before is not believed of another
+    counts: list[int] = []
+    monkeypatch.setattr(transports.copies, "copy_each", lambda into, _: counts.append(len(into)))
+    copies.run(lambda copied: parts[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
+    scattered = {name: part.clone() for name, part in parts.items()}
+    copies.run(lambda copied: scattered[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
+    assert counts == [1, EXPERTS]  # runs found for the first memory do not hold for the second
     runs = copies._runs
     again = {name: part.clone() for name, part in parts.items()}
-    copies.run(lambda one: again[one.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
-    assert copies._runs is runs  # but of memory that lies alike
+    copies.run(lambda copied: again[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
+    assert copies._runs is runs  # the layout is unchanged, so the runs are reused
 
 
 class Memory:
-    """Bytes that live as long as a tensor over them."""
+    """Bytes that live as long as any tensor over them."""
 
     def __init__(self) -> None:
         self.pages = torch.ones(400 * SIZE, dtype=torch.uint8)
 
 
 def test_no_memory_is_kept() -> None:
-    copies, memories = BatchedCopies(backwards()), [Memory(), Memory()]
+    copies = BatchedCopies(backwards())
+    memories = [Memory(), Memory()]
     flats = [
         tensor_over(memory.pages.data_ptr(), 400 * SIZE, torch.device("cpu"), memory).view(torch.float32)
         for memory in memories
@@ -122,7 +129,7 @@ def test_no_memory_is_kept() -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_the_transfer_that_fails_is_named_out_of_thousands() -> None:
+def test_a_failed_transfer_is_named() -> None:
     outside = transfer(1000 * SIZE, EXPERTS * SIZE, name="outside")
     with pytest.raises(CopyError, match="out of bounds") as failed:
         BatchedCopies([*backwards(), outside]).run(lambda _: torch.ones(100 * SIZE), lambda _: torch.ones(100 * SIZE))
@@ -130,8 +137,8 @@ def test_the_transfer_that_fails_is_named_out_of_thousands() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
-def test_elements_of_16_bytes_are_the_same_bytes(dtype: torch.dtype) -> None:
-    """As the experts' second matrices are cut by tensor parallelism; shown on the CPU, used on CUDA."""
+def test_copies_by_16_bytes_write_the_same_bytes(dtype: torch.dtype) -> None:
+    """Tensor parallelism cuts experts' second matrices like this; CUDA only, tested on the CPU."""
     step = 16 // dtype.itemsize
     source = torch.randint(0, 2, (3, 4 * 9 * 4 * step), dtype=torch.uint8).to(dtype).view(-1)
     into = torch.zeros_like(source)
@@ -144,7 +151,7 @@ def test_elements_of_16_bytes_are_the_same_bytes(dtype: torch.dtype) -> None:
     assert torch.count_nonzero(into.view(torch.uint8)) <= torch.count_nonzero(views[1].contiguous().view(torch.uint8))
 
 
-def test_what_is_no_multiple_of_16_bytes_stays() -> None:
+def test_views_without_16_byte_alignment_are_unchanged() -> None:
     flat = torch.zeros(1000, dtype=torch.bfloat16)
     cases = {
         "start": flat.as_strided((2, 8), (16, 1), 4),

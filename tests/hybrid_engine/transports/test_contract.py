@@ -1,7 +1,7 @@
-"""The contract of `ports.Transport`, over every transport: whatever the boxes, exactly the planned bytes move.
+"""The contract of `ports.Transport` for every transport: exactly the planned bytes move.
 
-In one process (the ranks played one after the other): local, shared memory, in-process twin, with hypothesis-made
-cases. On 2 and 4 real ranks: shared memory, collective over gloo, and both together behind `TransportSet`.
+One process plays the ranks in turn: local, shared memory and the in-process twin, with cases from
+hypothesis. 2 and 4 real ranks: shared memory, collective over gloo, and both behind `TransportSet`.
 """
 
 from __future__ import annotations
@@ -81,38 +81,39 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         for bucket in case.buckets:
             transport.run(bucket.index, bucket.transfers, by_rank[rank], destination)
         transport.close()
-        transport.close()
+        transport.close()  # idempotent
         assert differing(destination, case.expected(rank)) == []
 
 
 DELTAS = ("deltas", "deltas, staged")
 KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", *DELTAS]
-"""Every registered transport that goes between ranks, several of them at once, and messages that may be deltas, also
-where they do not come into the copies of the last ones, as on a GPU."""
+"""Transports between ranks, several at once, and deltas; "staged": not received in kept copies."""
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
-    """Carry out the case twice with one transport (maps and staging are used again), the second time with the next
-    bucket under way meanwhile; names that came out wrong."""
+    """Run the case twice over one set of transports; returns names of wrong destinations.
+
+    The second run sends one bucket ahead and reuses maps and staging memory.
+    """
     sources = elastic_sources(case, rank)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
     preference = {"mixed": "auto", **dict.fromkeys(DELTAS, CollectiveTransport.name)}.get(kind, kind)
-    if kind == "mixed":  # every other buffer is not exported
+    if kind == "mixed":  # buffers of odd ranks are not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
     deltas = Deltas() if kind in DELTAS else None
     context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, deltas=deltas, timeout=60)
     router = TransportSet.connect(context, preference)
     if kind == "deltas, staged":
-        router._transports[CollectiveTransport.name]._receives_copies = False
+        router._transports[CollectiveTransport.name]._receives_copies = False  # as on a GPU
     wrong = []
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)
         dist.barrier()
         router.begin(whole=not is_ahead)
         router.prepare()
-        if deltas is not None and is_ahead:  # a few elements are others, and each rank knows all sources
+        if deltas is not None and is_ahead:  # change some elements; each rank knows all sources
             for buffer_id, flat in case.sources.items():
                 flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
                 if buffer_id.rank == rank:
@@ -121,18 +122,18 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
         for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
             with mock.patch.object(collective, "_begin", wraps=collective._begin) as begun:
                 report = router.run(bucket, sources, destination, following if is_ahead else None)
-            # one batch of messages for each bucket, which may be the next one's; of deltas headers and contents
+            # One batch per bucket, possibly the next one's; deltas have headers and contents.
             assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
-            if deltas is None or not is_ahead:  # a delta is counted as it is
+            if deltas is None or not is_ahead:  # reports count deltas by their own size
                 assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
-        if is_ahead and preference == CollectiveTransport.name:  # what other hosts read is not read where it lies
+        if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)
         dist.barrier()
         wrong += differing(destination, case.expected(rank))
     router.close()
-    router.close()
+    router.close()  # idempotent
     return wrong
 
 
@@ -150,10 +151,11 @@ def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
 
 
 def staging_growth_on_rank(rank: int) -> list[str]:
-    """The staging memory's addresses after the first cycle stay the same in the next cycles."""
+    """Return differences between the staging memory of the first and third cycle."""
     case = build_case(SEED, dist.get_world_size(), CASES["strided_boxes"])
     transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
-    sizes, addresses = [], []
+    sizes = []
+    addresses = []
     for _ in range(3):
         for bucket in case.buckets:
             transport.run(bucket.index, bucket.transfers, case.sources_of(rank), case.new_destinations(rank))
@@ -180,16 +182,17 @@ def test_collective_staging_is_reused(results_by_rank):
 
 
 @given(cases())
-def test_what_is_sent_are_the_bytes_that_the_plan_counts(case: PlannedCase) -> None:
-    """Casts too, straight and into relay buffers; and both ends expect the same."""
+def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None:
+    """Includes casts and relay buffers; senders and receivers expect the same."""
     planned = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
     for bucket in planned.buckets:
-        sent, received = Counter(), Counter()
+        sent = Counter()
+        received = Counter()
         for rank in range(len(case.hosts)):
             messages = MessagePlanner(rank, case.source.buffers, case.destination.buffers, planned.relays)
             outgoing, incoming = messages.messages(bucket.of_rank(rank).transfers)
-            for ends, found in ((sent, outgoing), (received, incoming)):
-                for message in found:
+            for ends, messages_of_rank in ((sent, outgoing), (received, incoming)):
+                for message in messages_of_rank:
                     key = (rank, message.peer) if ends is sent else (message.peer, rank)
                     ends[key] += sum(piece.nbytes for piece in message.pieces)
                     ends[key] += sum(image.nbytes for image in message.images)

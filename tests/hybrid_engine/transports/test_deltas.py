@@ -1,4 +1,4 @@
-"""Positions and values of what changed, against brute force; what is no delta of a message; the copies of both ends."""
+"""Deltas of messages: encoding compared with brute force, errors, and copies on both ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.harness.errors import has_code
 
 
 def message(num_words: int, seed: int) -> torch.Tensor:
-    """Any bits: NaNs of all kinds and both zeros are among them."""
+    """Return random bits, which include NaNs of all kinds and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (2 * num_words,), generator=generator, dtype=torch.uint8)
 
 
 def changed(old: torch.Tensor, positions: Iterable[int]) -> torch.Tensor:
-    """With other bits in these words."""
+    """Return `old` with other bits in these words."""
     new = old.clone()
     for position in positions:
         new.view(torch.int16)[position] ^= 1 + position % 999
@@ -30,18 +30,18 @@ def changed(old: torch.Tensor, positions: Iterable[int]) -> torch.Tensor:
 
 
 def by_brute_force(new: torch.Tensor, old: torch.Tensor) -> bytes:
-    """What the module's docstring says that a delta is."""
+    """Encode a delta as the module's docstring defines it."""
     pairs = list(zip(new.view(torch.int16).tolist(), old.view(torch.int16).tolist(), strict=True))
-    found = [(number, now) for number, (now, before) in enumerate(pairs) if now != before]
-    counts = [sum(number // BLOCK == block for number, _ in found) for block in range(-(-len(pairs) // BLOCK))]
-    parts = *counts, *(value for _, value in found)
+    changes = [(number, now) for number, (now, before) in enumerate(pairs) if now != before]
+    counts = [sum(number // BLOCK == block for number, _ in changes) for block in range(-(-len(pairs) // BLOCK))]
+    parts = *counts, *(value for _, value in changes)
     words = b"".join(value.to_bytes(2, "little", signed=True) for value in parts)
-    return words + bytes(number % BLOCK for number, _ in found)
+    return words + bytes(number % BLOCK for number, _ in changes)
 
 
 @st.composite
 def pairs_of_messages(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty ones, some that end within a block; none, few, many and all words of them changed."""
+    """Draw (new, old): empty or ending within a block; with no, few, many or all words changed."""
     num_words = draw(st.integers(0, 5 * BLOCK))
     old = message(num_words, draw(st.integers(0, 99)))
     if not num_words:
@@ -52,7 +52,7 @@ def pairs_of_messages(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(pairs_of_messages(), st.integers(1, 3))
-def test_a_delta_is_what_changed_or_is_not_worth_it(pair: tuple[torch.Tensor, torch.Tensor], num_together: int) -> None:
+def test_a_delta_holds_the_changes_if_it_is_shorter(pair: tuple[torch.Tensor, torch.Tensor], num_together: int) -> None:
     new, old = pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(deltas._PARTS, "cpu", num_together)
@@ -68,23 +68,23 @@ def test_a_delta_is_what_changed_or_is_not_worth_it(pair: tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("count", [0, 1, BLOCK, 65 * BLOCK, 66 * BLOCK, 100 * BLOCK])
-def test_the_choice_is_by_bytes(count: int) -> None:
+def test_the_shorter_form_is_chosen_by_bytes(count: int) -> None:
     old = message(100 * BLOCK, 0)
-    delta, found = encode(changed(old, range(count)), old)
-    nbytes = 3 * count + 2 * 100 if count else 0
-    assert found == count
+    delta, num_changed = encode(changed(old, range(count)), old)
+    nbytes = 3 * count + 2 * 100 if count else 0  # 3 per changed word, 2 per block
+    assert num_changed == count
     assert (None if delta is None else delta.numel()) == (nbytes if nbytes < old.numel() else None)
 
 
-def test_bits_are_compared_and_not_values() -> None:
+def test_bits_are_compared_not_values() -> None:
     old = torch.zeros(BLOCK, dtype=torch.bfloat16)
     old[:2] = torch.tensor([float("nan"), 1.0])
     new = old.clone()
     new[2] = -0.0
     new.view(torch.int16)[0] ^= 1  # another NaN
-    delta, found = encode(new.view(torch.uint8), old.view(torch.uint8))
+    delta, num_changed = encode(new.view(torch.uint8), old.view(torch.uint8))
     assert delta is not None
-    assert found == 2
+    assert num_changed == 2
     apply(delta, old.view(torch.uint8))
     assert torch.equal(new.view(torch.int16), old.view(torch.int16))
 
@@ -98,7 +98,7 @@ def test_bits_are_compared_and_not_values() -> None:
         lambda delta: torch.cat([torch.full_like(delta[:2], 255), delta[2:]]),
     ],
 )
-def test_what_is_no_delta_is_refused(damage: object) -> None:
+def test_an_invalid_delta_is_refused(damage: object) -> None:
     old = message(3 * BLOCK, 1)
     before = old.clone()
     delta, _ = encode(changed(old, [1, 2, 700]), old)
@@ -107,8 +107,10 @@ def test_what_is_no_delta_is_refused(damage: object) -> None:
     assert torch.equal(old, before)
 
 
-def test_what_no_receiver_is_known_to_have_goes_whole() -> None:
-    ends, old, nbytes = Deltas(), message(4 * BLOCK, 1), 4 * BLOCK * 2
+def test_a_message_without_a_known_copy_is_sent_whole() -> None:
+    ends = Deltas()
+    old = message(4 * BLOCK, 1)
+    nbytes = old.numel()
     new = changed(old, [5])
 
     def sent_whole(*to: int, message: torch.Tensor, whole: bool = False) -> list[int]:
@@ -117,17 +119,19 @@ def test_what_no_receiver_is_known_to_have_goes_whole() -> None:
 
     assert sent_whole(1, 2, message=old, whole=True) == [1, 2]
     assert ends.counted() == DeltaCount(num_whole=2, copies_nbytes=2 * nbytes)
-    assert ends.counted().density is None
+    assert ends.counted().density is None  # no delta was sent
     assert sent_whole(1, 2, 3, message=new) == [3]
     assert ends.counted() == DeltaCount(2, 1, 2 * nbytes // 2, 2, 3 * nbytes)
     assert sent_whole(1, message=new, whole=True) == [1]
-    assert sent_whole(1, 2, message=old) == [2]  # which was sent none since
+    assert sent_whole(1, 2, message=old) == [2]  # peer 2 missed the message before
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
 def test_the_receivers_copy_is_the_last_message(is_copy: bool) -> None:
-    """Whether messages come into the copy, as on the host, or into memory of a device."""
-    sender, receiver, old = Deltas(), Deltas(), message(4 * BLOCK + 32, 1)
+    """Messages arrive in the copy on the host, or in other memory of a device."""
+    sender = Deltas()
+    receiver = Deltas()
+    old = message(4 * BLOCK + 32, 1)
     for new in (old, changed(old, [0, 9, 999]), old, old):
         copy = receiver.received(0, 1, new.numel() + 512)[512:]
         contents = copy if is_copy else torch.empty_like(copy)
@@ -145,9 +149,11 @@ def test_the_receivers_copy_is_the_last_message(is_copy: bool) -> None:
 
 
 def test_a_copy_that_differs_is_an_error() -> None:
-    """Where something changed, and where nothing did."""
+    """The check covers an empty delta too."""
     for positions in ([], [3]):
-        sender, receiver, old = Deltas(), Deltas(), message(BLOCK, 1)
+        sender = Deltas()
+        receiver = Deltas()
+        old = message(BLOCK, 1)
         copy = receiver.received(7, 1, old.numel())
         assert sender.outgoing(7, 2, old) == (None, 0)
         copy.copy_(old)

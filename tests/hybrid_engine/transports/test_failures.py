@@ -1,4 +1,4 @@
-"""What goes wrong between ranks becomes a TransportError that says where, on every rank, in time."""
+"""Failures between ranks become a TransportError with its location, on every rank and in time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import REGISTRY, TransportSet, choose_transport, export_handles
 from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.transports.cases import assert_says, outcome_of
+from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
 NUMEL = 1000
 
 
 def transfer_between(src_rank: int, dst_rank: int, link: Link = Link.NETWORK) -> Transfer:
-    src, dst = BufferId(src_rank, "src"), BufferId(dst_rank, f"dst{src_rank}")
+    src = BufferId(src_rank, "src")
+    dst = BufferId(dst_rank, f"dst{src_rank}")
     return Transfer("tensor", (NUMEL,), Place(src, 0, (1,)), Place(dst, 0, (1,)), NUMEL * 4, link)
 
 
@@ -43,7 +44,7 @@ SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0
 
 
 class Peers:
-    """One rank of a pair that starts each scenario with fresh connections."""
+    """A rank of two; each scenario has new connections."""
 
     def __init__(self, timeout: float = 60, deltas: Deltas | None = None) -> None:
         self.rank = dist.get_rank()
@@ -61,11 +62,11 @@ class Peers:
         return all(bool((self.destination[f"dst{rank}"] == rank + 1).all()) for rank in (0, 1))
 
 
-def peer_never_shows_up() -> list[object]:
-    peers = Peers(timeout=0.5)
+def peer_never_comes() -> list[object]:
+    peers = Peers(timeout=0.5)  # seconds
     if peers.rank == 1:
-        return []  # lives on, with its connections, until the barrier after the scenario
-    return [peers.run(0), peers.run(1), outcome_of(lambda: peers.router.abandon(BUCKETS[2], "gives up"))]
+        return []  # keeps its connections until the barrier after the scenario
+    return [peers.run(0), peers.run(1), outcome_of(lambda: peers.router.abandon(BUCKETS[2], "out of time"))]
 
 
 def rank_abandons() -> list[object]:
@@ -84,12 +85,12 @@ def buckets_differ() -> list[object]:
 def connection_is_lost() -> list[object]:
     peers = Peers()
     if peers.rank == 1:
-        dist.destroy_process_group(peers.group)
+        dist.destroy_process_group(peers.group)  # closes its connections
         return []
     return [peers.run(0)]
 
 
-def no_memory(*_: object) -> NoReturn:
+def raise_memory_error(*_: object) -> NoReturn:
     raise MemoryError("not a byte left")
 
 
@@ -101,36 +102,36 @@ def no_room_for_deltas(
 ) -> list[torch.Tensor]:
     if side == "deltas":
         raise TransportError("no memory for deltas")
-    found: list[torch.Tensor] = staged_parts(transport, side, sizes)
-    return found
+    parts: list[torch.Tensor] = staged_parts(transport, side, sizes)
+    return parts
 
 
 WITHOUT_MEMORY = {
-    "to compare": (deltas.np, "flatnonzero", no_memory),
+    "to compare": (deltas.np, "flatnonzero", raise_memory_error),
     "to receive": (CollectiveTransport, "_staged_parts", no_room_for_deltas),
 }
-"""What of a fill of deltas finds no memory -> what is replaced for that."""
+"""Step of a fill with deltas that finds no memory -> attribute to replace, and its replacement."""
 
 
-def without_memory(name: str) -> list[object]:
-    """On rank 0, for one bucket of deltas; the next is one of those, too."""
+def run_without_memory(name: str) -> list[object]:
+    """Lack memory on rank 0 for one bucket of deltas; the next bucket has deltas too."""
     peers = Peers(deltas=Deltas())
     for flat in peers.source.values():
-        flat[::100] += 1
+        flat[::100] += 1  # undone before the second fill
     peers.router.begin(whole=True)
-    found: list[object] = [peers.run(0), peers.run(1)]
+    outcomes: list[object] = [peers.run(0), peers.run(1)]
     for flat in peers.source.values():
         flat[::100] -= 1
     dist.barrier()
     peers.router.begin(whole=False)
     with mock.patch.object(*WITHOUT_MEMORY[name]) if peers.rank == 0 else nullcontext():
-        found.append(peers.run(0))
-    return [*found, peers.run(1), peers.is_right()]
+        outcomes.append(peers.run(0))
+    return [*outcomes, peers.run(1), peers.is_right()]
 
 
-SCENARIOS = [peer_never_shows_up, rank_abandons, buckets_differ, connection_is_lost]
+SCENARIOS = [peer_never_comes, rank_abandons, buckets_differ, connection_is_lost]
 
-# name -> what rank 0 runs bucket 0 with, what it says, and what rank 1 says
+# name -> changed arguments of bucket 0 on rank 0, texts of rank 0's error, texts of rank 1's error
 FAULTS: dict[str, tuple[Callable[[Peers], dict[str, object]], tuple[str, ...], tuple[str, ...]]] = {
     "missing source": (
         lambda _: {"source": {}},
@@ -171,7 +172,7 @@ def run_scenarios() -> dict[str, list[object]]:
         results[name] = fail_on_rank_0(name)
         dist.barrier()
     for name in WITHOUT_MEMORY:
-        results[name] = without_memory(name)
+        results[name] = run_without_memory(name)
         dist.barrier()
     dist.destroy_process_group()
     return results
@@ -187,54 +188,52 @@ def outcomes(by_rank: list[dict[str, list[object]]]) -> Callable[[Callable], lis
     return lambda scenario: [results[scenario.__name__] for results in by_rank]
 
 
-def test_peer_that_never_shows_up_is_an_error_within_the_timeout(outcomes):
-    first, second, abandoned = outcomes(peer_never_shows_up)[0]
-    assert_says(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
-    assert_says(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
-    assert_says(abandoned, "TransportError", "earlier failure", within=5)
+def test_a_missing_peer_is_an_error_within_the_timeout(outcomes):
+    first, second, abandoned = outcomes(peer_never_comes)[0]
+    check_error(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
+    check_error(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+    check_error(abandoned, "TransportError", "earlier failure", within=5)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_rank_is_heard_of_on_both_and_the_next_bucket_works(by_rank, name: str):
-    _, own_says, peer_says = FAULTS[name]
-    (own, *after), (peer, *peers_after) = (results[name] for results in by_rank)
-    assert_says(own, *own_says)
-    if peer_says:
-        assert_says(peer, *peer_says)
+def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(by_rank, name: str):
+    _, local_texts, peer_texts = FAULTS[name]
+    (local, *after), (peer, *peers_after) = (results[name] for results in by_rank)
+    check_error(local, *local_texts)
+    if peer_texts:
+        check_error(peer, *peer_texts)
     assert after == peers_after == ["ok", True]
 
 
-def test_no_memory_for_deltas_of_a_bucket_leaves_no_peer_waiting(by_rank):
-    (*own_before, own, own_after, is_right), (*before, peers, after, peer_is_right) = (
-        results["to compare"] for results in by_rank
-    )
-    assert own_before == before == ["ok", "ok"]
-    assert_says(own, "TransportError", "bucket 0", "phase read", "not a byte left")
-    assert_says(peers, "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
-    assert (own_after, is_right, after, peer_is_right) == ("ok", True, "ok", True)
-    (_, _, own, *own_after), (_, _, *all_of_peer) = (results["to receive"] for results in by_rank)
-    assert_says(own, "TransportError", "no memory for deltas")
-    assert own_after == ["ok", True]
-    assert all_of_peer == ["ok", "ok", True]
+def test_no_memory_for_deltas_leaves_no_peer_waiting(by_rank):
+    local, peer = (results["to compare"] for results in by_rank)
+    assert local[:2] == peer[:2] == ["ok", "ok"]
+    check_error(local[2], "TransportError", "bucket 0", "phase read", "not a byte left")
+    check_error(peer[2], "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
+    assert local[3:] == peer[3:] == ["ok", True]
+    local, peer = (results["to receive"] for results in by_rank)
+    check_error(local[2], "TransportError", "no memory for deltas")
+    assert local[3:] == ["ok", True]
+    assert peer[2:] == ["ok", "ok", True]
 
 
-def test_rank_that_abandons_a_bucket_leaves_no_peer_waiting(outcomes):
-    own, (peers, *peers_after) = outcomes(rank_abandons)
-    assert own == ["abandoned", "ok", True]
-    assert_says(peers, "PeerTransportError", "peer 0", "out of memory in allocate")
-    assert peers_after == ["ok", True]
+def test_an_abandoned_bucket_leaves_no_peer_waiting(outcomes):
+    local, (peer, *peer_after) = outcomes(rank_abandons)
+    assert local == ["abandoned", "ok", True]
+    check_error(peer, "PeerTransportError", "peer 0", "out of memory in allocate")
+    assert peer_after == ["ok", True]
 
 
-def test_different_plans_are_noticed(outcomes):
+def test_different_plans_are_detected(outcomes):
     for rank, (outcome,) in enumerate(outcomes(buckets_differ)):
-        assert_says(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
+        check_error(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
 
 
-def test_lost_connection_is_an_error(outcomes):
-    assert_says(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
+def test_a_lost_connection_is_an_error(outcomes):
+    check_error(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
 
 
-# Shared memory: nobody waits, so its failures are those of mapping.
+# Shared memory: no rank waits for another, so only mapping can fail.
 
 
 def pull_with(handles: dict) -> None:
@@ -247,7 +246,7 @@ def export_from_a_process(connection) -> None:
 
 
 @pytest.mark.slow
-def test_shared_memory_names_peer_bucket_and_phase_when_the_peer_ended():
+def test_shared_memory_of_an_ended_peer_is_an_error_with_its_location():
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=export_from_a_process, args=(sender,))
@@ -271,17 +270,17 @@ def test_shared_memory_names_peer_bucket_and_phase_when_the_peer_ended():
         (0, Link.HOST, False, "shared_memory", "shared_memory"),
     ],
 )
-def test_choice(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
+def test_choice_of_transport(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
     exported = {BufferId(src_rank, "src")} if is_exported else set()
     assert choose_transport(transfer_between(src_rank, 1, link), exported, preference) == expected
 
 
-def test_what_the_configuration_can_ask_for_is_in_the_registry():
+def test_the_configuration_offers_every_registered_transport():
     _, *between_ranks = (transport.name for transport in REGISTRY)
     assert get_args(GenerateConfig.model_fields["transport"].annotation) == ("auto", *between_ranks)
 
 
-def test_check_reports_every_transfer_that_no_transport_carries():
+def test_every_transfer_without_a_transport_is_reported():
     transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
     plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), {}, (), "")
     key = "generate_config.transport"

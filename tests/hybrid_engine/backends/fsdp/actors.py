@@ -1,4 +1,4 @@
-"""The trainer of a worker on real ranks, without vLLM: built from a configuration, as the worker does it."""
+"""FSDP2 actor of a worker on real ranks, without vLLM."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
-    """One that is built and ended as the worker does it."""
+    """Build an actor from a configuration and close it like a worker."""
     with closing(Job.join(60)) as job, ExitStack() as owner:
         config = configuration(path, job.world_size, **settings)
         yield build_actor(config, table_for(config.hf_config()), job, owner)
 
 
 def configuration(path: Path, world_size: int, **settings: Any) -> HybridConfig:
-    own = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
-    return load_config({"model": path, "random_weights": True, "actor_config": {**own, **settings}}, world_size)
+    defaults = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
+    # The directory has a config, but no weights.
+    return load_config({"model": path, "random_weights": True, "actor_config": {**defaults, **settings}}, world_size)
 
 
 def train(engine: FsdpTrainEngine, step: int) -> dict[str, float]:
@@ -51,12 +52,15 @@ def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Te
 
 
 def state_of(engine: FsdpTrainEngine) -> State:
-    """All that a resumed run needs, whole."""
+    """Return the whole state that a resumed run needs."""
     tensors = {name: whole(tensor) for name, tensor in engine.weights.tensors.tensors.items()}
     for name, tensor in engine.model.named_parameters():
         for key, value in engine.trained_by.state.get(tensor, {}).items():
             tensors[f"{name}: {key}"] = whole(value)
-    groups = [{key: value for key, value in one.items() if key != "params"} for one in engine.trained_by.param_groups]
+    # Parameters are compared by name, above.
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in engine.trained_by.param_groups
+    ]
     return {"tensors": tensors, "groups": groups, "version": engine.version, "generator": torch.get_rng_state()}
 
 

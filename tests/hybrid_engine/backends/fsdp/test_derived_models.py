@@ -1,4 +1,4 @@
-"""Models without a name table, from FSDP2 to vLLM: bits, bytes and log-probabilities, over several switches."""
+"""Models without a name table, switched from FSDP2 to vLLM and compared bitwise."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tests.hybrid_engine.models.small_configs import SMALL, small_config
 TENSOR: dict[str, Any] = {"infer_tensor_parallel_size": 2}
 EXPERT: dict[str, Any] = {**TENSOR, "infer_expert_parallel_size": 2}
 FEW = {
-    # Experts in one tensor, sinks that attention refers to, biases that only the loader can write.
+    # All experts in one tensor, attention sinks, biases that only the loader can write.
     "GptOssForCausalLM": TENSOR,
-    # Experts in one tensor each, a router's bias in float32, dense layers before.
+    # One tensor per expert, a float32 router bias, dense first layers.
     "Glm4MoeForCausalLM": EXPERT,
-    # Layers with heads of different sizes, embeddings for each layer, tied ones.
+    # Heads of different sizes, embeddings per layer, tied embeddings.
     "Gemma4ForCausalLM": TENSOR,
-    # Mamba, whose A vLLM computes from the logarithm.
+    # Mamba, where vLLM computes A from its logarithm.
     "NemotronHForCausalLM": TENSOR,
-    # Fused projections, computed by transformers' modules in vLLM.
+    # Fused projections; vLLM runs transformers' modules.
     "SmolLM3ForCausalLM": TENSOR,
     # Replicas of vLLM.
     "MistralForCausalLM": {},
 }
-REFUSED = {
+# Models that are not run, with the reason.
+EXCLUDED = {
     "Ernie4_5_MoeForCausalLM": "vLLM computes another router than transformers",
     "DeepseekV32ForCausalLM": "vLLM has no sparse attention on a CPU",
     "GlmMoeDsaForCausalLM": "vLLM has no sparse attention on a CPU",
@@ -37,7 +38,6 @@ REFUSED = {
     "Qwen3_5ForCausalLM": "vLLM imports torchvision for it",
     "Qwen3_5MoeForCausalLM": "vLLM imports torchvision for it",
 }
-"""Not run here, with the reason."""
 
 
 def verdicts_of(layouts: dict[str, dict[str, Any]], directory: Path) -> dict[str, list[str]]:
@@ -61,5 +61,5 @@ def test_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(1200)
 def test_all_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
-    layouts = dict.fromkeys(SMALL.keys() - REFUSED.keys(), TENSOR)
+    layouts = dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR)
     assert verdicts_of(layouts, tmp_path) == {name: [] for name in layouts}

@@ -1,4 +1,4 @@
-"""PEFT's LoRA on a sharded model, delivered apart and merged, with real PEFT and vLLM; two ranks."""
+"""PEFT's LoRA on a sharded model, delivered separately or merged, with real PEFT and vLLM."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPTS = torch.arange(2, 18).reshape(2, 8)
 NUM_STEPS = 2
 
-# Ranks, alphas and scaling of each kind: by default, by pattern, rank-stabilised.
-APART = {
+# Ranks, alphas and scaling of every kind: by default, by pattern, rank-stabilised.
+SEPARATE = {
     **{"r": 6, "lora_alpha": 12, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     **{"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"layers.1.self_attn.v_proj": 7}},
 }
@@ -36,28 +36,28 @@ MERGED = {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "o_proj"],
 
 @dataclass
 class Adapted:
-    """What one rank saw.
+    """Results of one rank.
 
     Attributes:
-        different: vLLM's parameters that differ from its own load of the checkpoint, by how much.
-        loras: the adapter's matrices in vLLM that differ in a bit from its own load of PEFT's checkpoint.
-        num_loras: how many were compared.
-        gap: greatest difference of a log-probability from what transformers computes with the adapter.
-        far: the same from transformers without the adapter.
-        chosen: share of greedy tokens that are transformers' likeliest.
-        refusals: codes of errors of a switch after adapters were disabled.
-        trained: names of parameters that differ in a bit from those of the same steps without an engine.
+        different: vLLM's parameters that differ from its own load, with the largest difference.
+        loras: matrices of the adapter that differ bitwise from vLLM's load of PEFT's checkpoint.
+        num_loras: number of modules compared for `loras`.
+        gap: largest difference of a log-probability from transformers with the adapter.
+        base_gap: largest difference from transformers without the adapter.
+        chosen: share of greedy tokens that are the likeliest in transformers.
+        refusals: error codes of a switch with disabled adapters.
+        trained: parameters that differ bitwise from the same training without an engine.
         surplus: bytes received beyond the least.
-        origins: how many of the model's tensors each canonical one is made of.
-        read, skipped: bytes of each switch, of what this rank's vLLM holds.
-        committed: vLLM's parameters, as they were last filled.
+        origins: number of model tensors that each canonical tensor is made of.
+        read, skipped: bytes of each switch, for the weights of this rank's vLLM.
+        committed: vLLM's parameters after the last switch.
     """
 
     different: dict[str, float] = field(default_factory=dict)
     loras: list[str] = field(default_factory=list)
     num_loras: int = 0
     gap: float = 0.0
-    far: float = 0.0
+    base_gap: float = 0.0
     chosen: float = 0.0
     refusals: list[str] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
@@ -69,11 +69,11 @@ class Adapted:
 
 
 def peft_model(path: Path, settings: dict[str, Any]) -> Any:
-    """LoRA with random A and B on the model of a config.json, fp32; the same on every rank."""
+    """Return an fp32 model with random A and B, the same on every rank."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(sharded_models.from_config(path), LoraConfig(**settings))
-    torch.manual_seed(5)
+    torch.manual_seed(5)  # PEFT's B is zero, so adapters would have no effect
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -82,7 +82,7 @@ def peft_model(path: Path, settings: dict[str, Any]) -> Any:
 
 
 def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Adapted:
-    """Train, switch and compare, `NUM_STEPS` times."""
+    """Train, switch and compare `NUM_STEPS` times."""
     path = Path(directory)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -93,71 +93,78 @@ def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Ad
     rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, **rollout}
     with other_torch_modes():
         engine = HybridEngine(model=model, rollout_config=rollout_config, train_config={"fsdp_config": {}})
-    found = Adapted(origins={name: len(each) for name, each in engine.train.weights.origins().items()})
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    results = Adapted(origins={name: len(origins) for name, origins in engine.train.weights.origins().items()})
+    optimizer = _optimizer_of(model)
     for step in range(NUM_STEPS):
         with engine.train_context():
             _train(model, optimizer, step)
             whole = _whole_copy(path, settings, model)
-        _compare(engine, whole, path, rollout.get("lora_delivery") == "adapter", found)
+        _compare(engine, whole, path, rollout.get("lora_delivery") == "adapter", results)
     with model.disable_adapter():
         try:
             engine.train.weights.prepare()
         except ReshardError as error:
-            found.refusals.append(error.code)
+            results.refusals.append(error.code)
     engine.shutdown()
     alone = sharded_models.shard(peft_model(path, settings))
-    other = torch.optim.AdamW([each for each in alone.parameters() if each.requires_grad], lr=1e-2)
+    other = _optimizer_of(alone)
     for step in range(NUM_STEPS):
         _train(alone, other, step)
-    both = zip(model.named_parameters(), alone.parameters(), strict=True)
-    found.trained = [name for (name, one), two in both if not same_bits(local_of(one), local_of(two))]
-    return found
+    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if not same_bits(local_of(parameter), local_of(expected)):
+            results.trained.append(name)
+    return results
+
+
+def _optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     batch = token_batch(100 * step + dist.get_rank(), num_sequences=2, length=16)
-    tokens, labels = batch["tokens"] % 130, batch["labels"] % 130
+    tokens = batch["tokens"] % 130
+    labels = batch["labels"] % 130
     optimizer.zero_grad()
     (-label_log_probs(model(input_ids=tokens).logits, labels).mean()).backward()
     optimizer.step()
 
 
 def _whole_copy(path: Path, settings: dict[str, Any], model: Any) -> Any:
-    """The same model on this rank alone."""
+    """Return the unsharded model on this rank."""
     whole = peft_model(path, settings)
     whole.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
     return whole
 
 
-def _compare(engine: Any, whole: Any, path: Path, apart: bool, found: Adapted) -> None:
-    seen = found.committed
+def _compare(engine: Any, whole: Any, path: Path, is_separate: bool, results: Adapted) -> None:
+    parameters = results.committed
 
     def keep(name: str, tensor: torch.Tensor) -> None:
-        seen[name] = tensor.detach().clone()
+        parameters[name] = tensor.detach().clone()
 
     with engine.inference.adaptor.observed(keep):
         with other_torch_modes(), engine.rollout_context():
             pass
-        _of_answers(engine, whole, found)
-        if apart:
-            _of_loras(engine, whole, path / "peft", found)
-        base = whole.unload() if apart else whole.merge_and_unload()
+        _compare_answers(engine, whole, results)
+        if is_separate:
+            _compare_loras(engine, whole, path / "peft", results)
+        # vLLM's own load reads either the base weights or the merged ones.
+        base = whole.unload() if is_separate else whole.merge_and_unload()
         if dist.get_rank() == 0:
             base.save_pretrained(path)
         dist.barrier()
         native = native_parameters(engine.inference, str(path))
-    for name in seen | native:
-        if not same_bits(seen.get(name), native.get(name)):
-            found.different[name] = float((seen[name] - native[name]).abs().max())
+    for name in parameters | native:
+        if not same_bits(parameters.get(name), native.get(name)):
+            results.different[name] = float((parameters[name] - native[name]).abs().max())
     report = engine.sharding.last_report
-    found.surplus += report.bytes_received - report.bytes_least
-    found.read.append(report.bytes_own + report.bytes_received)
-    found.skipped.append(report.bytes_skipped)
+    results.surplus += report.bytes_received - report.bytes_least
+    results.read.append(report.bytes_own + report.bytes_received)
+    results.skipped.append(report.bytes_skipped)
 
 
-def _of_answers(engine: Any, whole: Any, found: Adapted) -> None:
-    """Log-probabilities and greedy tokens, against transformers."""
+def _compare_answers(engine: Any, whole: Any, results: Adapted) -> None:
+    """Compare log-probabilities and greedy tokens with transformers."""
     with other_torch_modes():
         sequences = engine.generate(PROMPTS, GREEDY)
         scored = engine.inference.prompt_logprobs(sequences.tolist(), lora=engine.adapter)
@@ -165,29 +172,31 @@ def _of_answers(engine: Any, whole: Any, found: Adapted) -> None:
         logits = whole(input_ids=sequences).logits[:, :-1].log_softmax(-1)
         with whole.disable_adapter():
             plain = whole(input_ids=sequences).logits[:, :-1].log_softmax(-1)
-    for row, (of_row, with_lora, without) in enumerate(zip(scored, logits, plain, strict=True)):
+    for row, (log_probs, with_lora, without_lora) in enumerate(zip(scored, logits, plain, strict=True)):
         drawn = sequences[row, 1:, None]
-        found.gap = max(found.gap, float((of_row - with_lora.gather(-1, drawn)[:, 0]).abs().max()))
-        found.far = max(found.far, float((of_row - without.gather(-1, drawn)[:, 0]).abs().max()))
-    found.chosen = float((logits[:, -4:].argmax(-1) == sequences[:, -4:]).float().mean())
+        gap = (log_probs - with_lora.gather(-1, drawn)[:, 0]).abs().max()
+        base_gap = (log_probs - without_lora.gather(-1, drawn)[:, 0]).abs().max()
+        results.gap = max(results.gap, float(gap))
+        results.base_gap = max(results.base_gap, float(base_gap))
+    results.chosen = float((logits[:, -4:].argmax(-1) == sequences[:, -4:]).float().mean())
 
 
-def _of_loras(engine: Any, whole: Any, path: Path, found: Adapted) -> None:
-    """What vLLM was given, against what its own loader reads."""
+def _compare_loras(engine: Any, whole: Any, path: Path, results: Adapted) -> None:
+    """Compare the adapter delivered to vLLM with vLLM's own load."""
     if dist.get_rank() == 0:
         whole.save_pretrained(path)
     dist.barrier()
     loras = engine.inference.loras
     manager = internals.model_runner_of(engine.inference.llm).lora_manager
-    ours = loras._load(loras.request(engine.adapter))
+    delivered = loras._load(loras.request(engine.adapter))
     native = type(manager)._load_adapter(manager, internals.LORA_REQUEST.load()("native", 99, str(path)))
-    assert ours.loras.keys() == native.loras.keys()
-    for name, one in ours.loras.items():
+    assert delivered.loras.keys() == native.loras.keys()
+    for name, lora in delivered.loras.items():
         other = native.loras[name].optimize()
-        one = one.optimize()
-        found.num_loras += 1
-        if not (same_bits(one.lora_a, other.lora_a) and same_bits(one.lora_b, other.lora_b)):
-            found.loras.append(name)
+        lora = lora.optimize()
+        results.num_loras += 1
+        if not (same_bits(lora.lora_a, other.lora_a) and same_bits(lora.lora_b, other.lora_b)):
+            results.loras.append(name)
 
 
 pytest.importorskip("peft", reason="pip install peft")
@@ -195,60 +204,59 @@ pytest.importorskip("peft", reason="pip install peft")
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By rank, what each delivery brought back."""
+    """Results of both deliveries, by rank."""
     directory = tmp_path_factory.mktemp("peft")
-    apart = {"tp_size": 2, "lora_delivery": "adapter", "incremental": "auto"}
+    rollout = {"tp_size": 2, "lora_delivery": "adapter", "incremental": "auto"}
     calls = {
-        "apart": (run, (str(directory / "apart"), APART, apart)),
+        "separate": (run, (str(directory / "separate"), SEPARATE, rollout)),
         "merged": (run, (str(directory / "merged"), MERGED, {"incremental": "auto"})),
     }
     return engines.launch_in_turn(2, calls)
 
 
-def test_vllm_has_base_and_adapter_as_it_loads_them_itself(outcomes: Outcomes) -> None:
-    for found in outcomes["apart"]:
-        assert found.different == {}
-        assert found.loras == []
-        assert found.num_loras == NUM_STEPS * 2 * 3  # layers and modules
+def test_vllm_base_and_adapter_equal_its_own_load(outcomes: Outcomes) -> None:
+    for adapted in outcomes["separate"]:
+        assert adapted.different == {}  # the base is not merged
+        assert adapted.loras == []
+        assert adapted.num_loras == NUM_STEPS * 2 * 3  # layers and modules
 
 
-def test_vllm_has_the_weights_that_peft_merges(outcomes: Outcomes) -> None:
-    """Products are of a rank's rows alone, so their last bits may differ; what has no adapter is the same."""
-    for found in outcomes["merged"]:
-        assert max(found.different.values(), default=0.0) < 1e-6
-        assert all(name.endswith(("embed_tokens.weight", "o_proj.weight")) for name in found.different)
+def test_vllm_weights_equal_those_merged_by_peft(outcomes: Outcomes) -> None:
+    for adapted in outcomes["merged"]:
+        # Each rank multiplies its own rows only, so the last bits of a product may differ.
+        assert max(adapted.different.values(), default=0.0) < 1e-6
+        assert all(name.endswith(("embed_tokens.weight", "o_proj.weight")) for name in adapted.different)
 
 
-def test_a_sum_is_made_of_its_weight_and_its_adapter(outcomes: Outcomes) -> None:
-    for found in outcomes["merged"]:
-        summed = {name for name, count in found.origins.items() if count == 3}
-        assert summed == {name for name in found.origins if name.endswith(("embed_tokens.weight", "o_proj.weight"))}
-    assert all(set(found.origins.values()) == {1} for found in outcomes["apart"])
+def test_merged_weights_originate_from_the_weight_and_its_adapter(outcomes: Outcomes) -> None:
+    for adapted in outcomes["merged"]:
+        summed = {name for name, count in adapted.origins.items() if count == 3}
+        assert summed == {name for name in adapted.origins if name.endswith(("embed_tokens.weight", "o_proj.weight"))}
+    assert all(set(adapted.origins.values()) == {1} for adapted in outcomes["separate"])
 
 
-def test_the_base_goes_once_and_what_has_an_adapter_in_every_switch(outcomes: Outcomes) -> None:
-    """Merged, sums go anew; that they were right each time is above."""
-    for delivery, share in (("apart", 0.5), ("merged", 0.1)):
-        for found in outcomes[delivery]:
-            assert found.skipped[0] == 0
-            assert found.skipped[1] + found.read[1] == found.read[0]
-            assert found.skipped[1] > share * found.read[0]
-            assert found.read[1] > 0
+def test_the_base_is_sent_once_and_adapted_weights_in_every_switch(outcomes: Outcomes) -> None:
+    for delivery, share in (("separate", 0.5), ("merged", 0.1)):
+        for adapted in outcomes[delivery]:
+            assert adapted.skipped[0] == 0
+            assert adapted.skipped[1] + adapted.read[1] == adapted.read[0]
+            assert adapted.skipped[1] > share * adapted.read[0]
+            assert adapted.read[1] > 0
 
 
-@pytest.mark.parametrize("delivery", ["apart", "merged"])
-def test_completions_are_those_of_the_adapted_model(outcomes: Outcomes, delivery: str) -> None:
-    for found in outcomes[delivery]:
-        assert found.gap < 1e-4 < 0.1 < found.far
-        assert found.chosen == 1.0
-        assert found.surplus == 0
+@pytest.mark.parametrize("delivery", ["separate", "merged"])
+def test_completions_equal_those_of_the_adapted_model(outcomes: Outcomes, delivery: str) -> None:
+    for adapted in outcomes[delivery]:
+        assert adapted.gap < 1e-4 < 0.1 < adapted.base_gap  # the adapter matters
+        assert adapted.chosen == 1.0
+        assert adapted.surplus == 0
 
 
-def test_a_switch_refuses_other_adapters_than_it_was_built_for(outcomes: Outcomes) -> None:
-    for found in [*outcomes["apart"], *outcomes["merged"]]:
-        assert found.refusals == ["adapters-changed"]
+def test_a_switch_refuses_adapters_that_changed(outcomes: Outcomes) -> None:
+    for adapted in [*outcomes["separate"], *outcomes["merged"]]:
+        assert adapted.refusals == ["adapters-changed"]
 
 
-@pytest.mark.parametrize("delivery", ["apart", "merged"])
-def test_adapters_train_as_without_switches(outcomes: Outcomes, delivery: str) -> None:
-    assert [found.trained for found in outcomes[delivery]] == [[], []]
+@pytest.mark.parametrize("delivery", ["separate", "merged"])
+def test_switches_do_not_change_the_training_of_adapters(outcomes: Outcomes, delivery: str) -> None:
+    assert [adapted.trained for adapted in outcomes[delivery]] == [[], []]

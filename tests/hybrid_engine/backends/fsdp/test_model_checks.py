@@ -1,4 +1,4 @@
-"""Checks of models that need no ranks: configs that are not the model's, private names; and how a model is sharded."""
+"""Checks of models against their config, and of private names; no ranks but in one test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
 
 
-def test_only_a_torch_older_than_tested_is_refused() -> None:
+def test_a_torch_older_than_tested_is_refused() -> None:
     for version in ("2.6.0", "2.12.9+cu128"):
         with pytest.raises(DependencyError, check=has_code("torch-too-old", version, "2.13.0")):
             require_torch(version)
@@ -52,7 +52,10 @@ def weights(**dtypes: torch.dtype) -> dict[str, torch.Tensor]:
         ({"a": torch.bfloat16, "b": torch.float32}, "bfloat16", "float32"),
     ],
 )
-def test_the_dtype_of_the_weights(dtypes: dict[str, torch.dtype], wire: str | None, kept: str) -> None:
+def test_weights_have_the_dtype_of_their_parameters(
+    dtypes: dict[str, torch.dtype], wire: str | None, kept: str
+) -> None:
+    # Buffers do not count.
     with_buffer = {**weights(**dtypes), "buffer": torch.zeros(1, dtype=torch.float64)}
     assert weights_dtype(with_buffer, wire) == kept
 
@@ -63,7 +66,7 @@ def test_weights_of_several_dtypes_are_refused(wire: str | None) -> None:
         weights_dtype(weights(a=torch.bfloat16, b=torch.float32), wire)
 
 
-def made(path: Path, variant: str = "llama", **changes: Any) -> Any:
+def model_from(path: Path, variant: str = "llama", **changes: Any) -> Any:
     return sharded_models.from_config(write_config(path, served_config(variant, torch_dtype="float32", **changes)))
 
 
@@ -83,16 +86,16 @@ def has_line(lines: list[str], *values: str) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loading_in_another_dtype_rounds_weights_alone(tmp_path: Path, dtype: torch.dtype) -> None:
-    made(tmp_path).save_pretrained(tmp_path)
+def test_loading_in_another_dtype_rounds_only_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    model_from(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert model.dtype is dtype
     require_configured(model)
 
 
 @pytest.mark.parametrize("variant", SERVED_VARIANTS)
-def test_every_family_is_what_its_config_says(tmp_path: Path, variant: str) -> None:
-    model = made(tmp_path, variant)
+def test_models_of_every_family_match_their_config(tmp_path: Path, variant: str) -> None:
+    model = model_from(tmp_path, variant)
     model.set_attn_implementation("eager")
     require_configured(model)
     with ExitStack() as owner:
@@ -103,19 +106,19 @@ def test_every_family_is_what_its_config_says(tmp_path: Path, variant: str) -> N
 @pytest.mark.parametrize(
     ("variant", "softcap", "implementation", "is_refused"),
     [
-        ("gemma2", 50.0, "sdpa", True),  # the default
+        ("gemma2", 50.0, "sdpa", True),  # the default implementation
         ("gemma2", 50.0, "paged|eager", True),
         ("gemma2", 50.0, "eager", False),
         ("gemma2", 50.0, "flex_attention", False),
         ("gemma2", None, "sdpa", False),
-        ("gemma3", 50.0, "sdpa", False),  # its attention has no soft cap, whatever its config says
+        ("gemma3", 50.0, "sdpa", False),  # its attention ignores the soft cap
     ],
 )
-def test_attention_that_leaves_out_what_the_config_sets_is_refused(
+def test_attention_without_the_configured_soft_cap_is_refused(
     tmp_path: Path, variant: str, softcap: float | None, implementation: str, is_refused: bool
 ) -> None:
-    model = made(tmp_path, variant, attn_logit_softcapping=softcap)
-    model.config._attn_implementation = implementation
+    model = model_from(tmp_path, variant, attn_logit_softcapping=softcap)
+    model.config._attn_implementation = implementation  # without transformers' own check
     lines = differences(model)
     assert bool(lines) == is_refused
     assert has_line(lines, f"'{implementation}'", "softcap 50.0", "attn_implementation='eager'") == is_refused
@@ -123,16 +126,16 @@ def test_attention_that_leaves_out_what_the_config_sets_is_refused(
 
 
 @pytest.mark.parametrize(("has_mask", "is_refused"), [(False, True), (True, False)])
-def test_attention_without_masks_leaves_windows_out(
+def test_attention_without_masks_is_refused_for_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_mask: bool, is_refused: bool
 ) -> None:
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> None:
-        """Is registered, and not called."""
+        """Registered but never called."""
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "ours", attend)
     if has_mask:
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "ours", attend)
-    model = made(tmp_path, "mixtral", sliding_window=100)
+    model = model_from(tmp_path, "mixtral", sliding_window=100)
     model.config._attn_implementation = "ours"
     assert has_line(differences(model), "'ours'", "sliding_window 100") == is_refused
 
@@ -145,8 +148,8 @@ def test_attention_without_masks_leaves_windows_out(
     ],
     ids=lambda scaling: scaling["rope_type"],
 )
-def test_rotary_frequencies_that_follow_the_longest_sequence_are_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    model = made(tmp_path, "llama", rope_scaling=scaling)
+def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    model = model_from(tmp_path, "llama", rope_scaling=scaling)
     (rotary,) = {attention.rotary for attention in live_attention(model).values()}
     assert torch.allclose(torch.tensor(rotary.frequencies), model.model.rotary_emb.inv_freq)
 
@@ -159,7 +162,7 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_read(tmp_path: 
     ],
     ids=str,
 )
-def test_a_config_that_transformers_builds_nothing_from_is_named(
+def test_a_config_that_transformers_cannot_build_is_refused(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     path = write_config(tmp_path, served_config("llama") | change)
@@ -167,14 +170,13 @@ def test_a_config_that_transformers_builds_nothing_from_is_named(
         model_of_config(path)
 
 
-def test_norms_within_latent_attention_have_the_configs_epsilon(tmp_path: Path) -> None:
-    """As vLLM and Megatron compute them; transformers gives them the default of its class."""
-    model = made(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
+def test_norms_of_latent_attention_need_the_configured_epsilon(tmp_path: Path) -> None:
+    model = model_from(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
     model.set_attn_implementation("eager")
     assert has_line(differences(model), "variance_epsilon", "1e-06", "0.5")
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 0.5
+            module.variance_epsilon = 0.5  # as vLLM and Megatron compute
     require_configured(model)
 
 
@@ -189,12 +191,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_what_a_model_was_told_when_it_was_loaded_is_written(tmp_path: Path, name: str) -> None:
-    made(tmp_path).save_pretrained(tmp_path)
+def test_overrides_passed_at_loading_are_written(tmp_path: Path, name: str) -> None:
+    model_from(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **OVERRIDES[name])
     require_configured(model)
     with ExitStack() as owner:
         directory = _model_directory(model, owner)
+        # A model built from the written config computes the same, the config on disk does not.
         built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         built.load_state_dict(model.state_dict())
         tokens = torch.arange(24)[None]
@@ -204,10 +207,10 @@ def test_what_a_model_was_told_when_it_was_loaded_is_written(tmp_path: Path, nam
             assert not torch.allclose(plain(tokens).logits, model(tokens).logits, atol=1e-3)
 
 
-def test_generation_ends_where_the_live_model_s_would(tmp_path: Path) -> None:
-    made(tmp_path).save_pretrained(tmp_path)
+def test_end_tokens_of_the_live_model_are_written(tmp_path: Path) -> None:
+    model_from(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    model.generation_config.eos_token_id = [5, 6]
+    model.generation_config.eos_token_id = [5, 6]  # vLLM stops by generation_config.json
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
     with ExitStack() as owner:
         written = json.loads((_model_directory(model, owner) / "generation_config.json").read_text())
@@ -241,8 +244,8 @@ def compiled_layers(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [settings_of_training, with_lora, more_tokens, compiled_layers, torch.nn.Module.eval]
 )
-def test_what_does_not_change_inference_is_let_be(tmp_path: Path, change: Callable[[Any], object]) -> None:
-    model = made(tmp_path)
+def test_changes_without_effect_on_inference_are_accepted(tmp_path: Path, change: Callable[[Any], object]) -> None:
+    model = model_from(tmp_path)
     change(model)
     require_configured(model)
 
@@ -278,12 +281,12 @@ REFUSED: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_config_does_not_say_is_refused(tmp_path: Path, name: str) -> None:
+def test_differences_from_the_config_are_refused(tmp_path: Path, name: str) -> None:
     change, values = REFUSED[name]
-    model = made(tmp_path)
+    model = model_from(tmp_path)
     state = torch.get_rng_state()
     require_configured(model)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), state)  # the check builds a model without drawing numbers
     change(model)
     assert has_line(differences(model), *values)
 
@@ -292,14 +295,14 @@ HYBRID = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=2)
 
 
 @pytest.mark.ranks
-def test_replicas_train_again_after_the_groups_of_others_have_ended(ranks: Ranks) -> None:
-    """torch remembers how tensors of an equal mesh were reduced, by the groups of then."""
+def test_replicas_train_after_groups_of_an_equal_mesh_have_ended(ranks: Ranks) -> None:
+    """torch caches reductions by mesh, with groups that have ended by then."""
     first, second = ranks.launch(two_norms, 4)[0]
     assert first == second > 0
 
 
 def two_norms() -> list[float]:
-    """Norms of the gradients of one model that was sharded twice."""
+    """Return the gradient norms of a model that is sharded twice."""
     dist.init_process_group("gloo")
     norms = []
     for _ in range(2):
@@ -309,11 +312,12 @@ def two_norms() -> list[float]:
         fully_shard(model, mesh=mesh)
         model(torch.ones(2, 8)).sum().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+        # The second model must not reduce over these.
         end_groups(*(group for group in mesh.get_all_groups() if group is not dist.group.WORLD))
     dist.destroy_process_group()
     return norms
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
-def test_the_installed_versions_have_the_name(private: PrivateName) -> None:
+def test_private_names_exist_in_the_installed_versions(private: PrivateName) -> None:
     assert exists(private), private.reason

@@ -1,4 +1,4 @@
-"""Names inside PEFT's and torch's wrappers, what of PEFT is refused, and where each family's checkpoint tensors lie."""
+"""Names inside PEFT's and torch's wrappers, refused adapters, and names of every family."""
 
 from __future__ import annotations
 
@@ -50,42 +50,44 @@ def compiled_layers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))])
-def test_names_are_found_below_torch_s_wrappers(path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
+def test_names_are_read_through_torch_wrappers(path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
     plain = sharded_models.from_config(path)
     expected = read(path, plain).packed
     wrapped = wrap(plain)
-    found = read(path, wrapped).packed
-    assert found.keys() == expected.keys()
+    packed = read(path, wrapped).packed
+    assert packed.keys() == expected.keys()
     state = wrapped.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
+    # Wrappers of layers also change the names of parameters.
     if wrap is compiled:
-        assert {name: names[id(state[place.parameter])] for name, place in found.items()} == {
+        assert {name: names[id(state[place.parameter])] for name, place in packed.items()} == {
             name: place.parameter for name, place in expected.items()
         }
 
 
-def test_weights_are_found_below_peft_s_wrappers(path: Path) -> None:
+def test_weights_are_read_through_peft_wrappers(path: Path) -> None:
     plain = sharded_models.from_config(path)
     expected = read(path, plain).packed
     model = with_lora(compiled_layers(plain), modules_to_save=["lm_head"])
     state = model.state_dict(keep_vars=True)
-    found = read(path, model)
-    assert found.packed.keys() == expected.keys()
-    assert found.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
-    assert all(state[place.parameter].shape == place.view.shape for place in found.packed.values())
-    assert len(found.names.loras) == 14
+    reading = read(path, model)
+    assert reading.packed.keys() == expected.keys()
+    assert reading.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
+    assert all(state[place.parameter].shape == place.view.shape for place in reading.packed.values())
+    assert len(reading.names.loras) == 14  # seven linear layers in each of two layers
     with model.disable_adapter():
-        without = read(path, model)
-    assert without.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
-    assert without.names.loras == ()
+        plain_reading = read(path, model)
+    assert plain_reading.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
+    assert plain_reading.names.loras == ()
 
 
-def test_an_adapter_apart_says_what_its_tensors_mean(path: Path) -> None:
+def test_a_separate_adapter_carries_its_settings(path: Path) -> None:
     model = with_lora(sharded_models.from_config(path), r=4, lora_alpha=6, rank_pattern={"o_proj": 2}, use_rslora=True)
     lora = read(path, model, "adapter").lora
     assert lora is not None
     modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
     settings = lora.settings
+    # Rank-stabilised scaling.
     assert (settings.rank, settings.alpha, settings.largest_rank) == (4, 6 / 4**0.5 * 4, 4)
     assert settings.ranks == dict.fromkeys(modules, 2)
     assert settings.alphas == pytest.approx(dict.fromkeys(modules, 6 / 2**0.5 * 2))
@@ -121,13 +123,13 @@ def ia3(model: torch.nn.Module) -> Any:
 
 
 def adalora(model: torch.nn.Module) -> Any:
-    """Its layers are LoRA's by class, and A and B have LoRA's names, but W + B diag(E) A is computed."""
+    """AdaLoRA: subclasses of LoRA's layers that compute W + B diag(E) A."""
     peft = pytest.importorskip("peft", reason="pip install peft")
     return peft.get_peft_model(model, peft.AdaLoraConfig(total_step=9, init_r=2, target_modules=["q_proj"]))
 
 
 def one_more_tensor(model: torch.nn.Module) -> Any:
-    """As a later PEFT might have it: plain LoRA, and a buffer that no state dict shows."""
+    """Plain LoRA with a non-persistent buffer, as a later PEFT might have."""
     model = with_lora(model, target_modules=["q_proj"])
     layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
     layer.register_buffer("lora_gate", torch.ones(2), persistent=False)
@@ -160,9 +162,9 @@ NOT_SEPARATE: dict[str, tuple[Callable[[torch.nn.Module], Any], str, tuple[str, 
 }
 
 
-def test_adapters_that_do_not_compute_are_let_be(path: Path) -> None:
+def test_inactive_adapters_are_ignored(path: Path) -> None:
     model = two_adapters(sharded_models.from_config(path))
-    model.base_model.set_adapter("other")
+    model.base_model.set_adapter("other")  # "default" does not compute
     assert len(read(path, model, "adapter").names.loras) == 2
 
 
@@ -207,7 +209,7 @@ def model_of(path: Path, variant: str, **changes: object) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("variant", SERVED_VARIANTS)
-def test_every_tensor_of_a_checkpoint_is_found(variant: str, tmp_path: Path) -> None:
+def test_every_tensor_of_a_checkpoint_has_a_view(variant: str, tmp_path: Path) -> None:
     model = model_of(tmp_path, variant)
     state = model.state_dict(keep_vars=True)
     views = canonical_views(model, state, table_for(read_config(tmp_path)))
@@ -216,11 +218,11 @@ def test_every_tensor_of_a_checkpoint_is_found(variant: str, tmp_path: Path) -> 
     assert views.keys() == saved.keys()
     for name, packed in views.items():
         whole = state[packed.parameter].detach().contiguous()
-        found = whole.as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
-        assert torch.equal(found, saved[name]), name
+        tensor = whole.as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
+        assert torch.equal(tensor, saved[name]), name
 
 
-def test_a_model_of_another_config_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+def test_a_model_of_another_config_is_refused_with_all_differences(tmp_path: Path) -> None:
     model = model_of(tmp_path / "one", "llama", num_hidden_layers=1)
     write_config(tmp_path / "other", served_config("qwen2", hidden_size=128))
     table = table_for(read_config(tmp_path / "other"))
@@ -232,9 +234,9 @@ def test_a_model_of_another_config_is_refused_with_all_that_differs(tmp_path: Pa
 
 
 def test_a_tensor_computed_from_several_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion that adds two tensors stands in for one that transformers may have some day."""
     model = model_of(tmp_path, "llama")
 
+    # No conversion of transformers adds tensors yet.
     def convert(_model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**state, "model.norm.weight": state["model.norm.weight"] + 1}
 

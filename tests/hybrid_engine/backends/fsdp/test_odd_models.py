@@ -1,5 +1,8 @@
-"""What users do to models and optimizers: records find every element, training is bitwise as without switches, and
-while a publisher has the state off the device nothing reads or writes it."""
+"""Unusual models and optimizers of users.
+
+Records locate every element, switches leave training bitwise unchanged, and nothing reads or writes
+training state while a publisher has offloaded it.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,18 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def adamw(model: torch.nn.Module) -> Optimizers:
-    return [torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)]
+    return [torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)]
 
 
 @dataclass(frozen=True)
 class Odd:
-    """
+    """An unusual model with its optimizers.
+
     Attributes:
-        make: a sharded model from the directory of its config.
-        optimizers: of the model.
+        make: builds a sharded model from the directory of its config.
+        optimizers: builds the optimizers of a model.
         config: changes of config.json.
-        micro_batches: accumulated for a step.
+        micro_batches: number accumulated for a step.
     """
 
     make: Callable[[Path], torch.nn.Module] = lambda path: shard(from_config(path))
@@ -69,7 +73,7 @@ def checkpointed(path: Path) -> torch.nn.Module:
 
 
 def wrapped(wrap: Callable[[torch.nn.Module], Any]) -> Callable[[Path], torch.nn.Module]:
-    """Each layer wrapped before it is sharded."""
+    """Wrap each layer before it is sharded."""
 
     def make(path: Path) -> torch.nn.Module:
         model = from_config(path)
@@ -82,21 +86,21 @@ def wrapped(wrap: Callable[[torch.nn.Module], Any]) -> Callable[[Path], torch.nn
 
 
 def from_meta(path: Path) -> torch.nn.Module:
-    """Sharded without memory, then given some, and filled with what another model has."""
+    """Shard a model on the meta device, then allocate it and copy another model's weights."""
     with torch.device("meta"):
         model = from_config(path)
     shard(model).to_empty(device="cpu")
     whole = from_config(path)
     with torch.no_grad():
-        for one, other in zip(model.parameters(), shard(from_config(path)).parameters(), strict=True):
-            local_of(one).copy_(local_of(other))
-        for one, other in zip(model.buffers(), whole.buffers(), strict=True):
-            one.copy_(other)
+        for parameter, source in zip(model.parameters(), shard(from_config(path)).parameters(), strict=True):
+            local_of(parameter).copy_(local_of(source))
+        for buffer, source in zip(model.buffers(), whole.buffers(), strict=True):
+            buffer.copy_(source)
     return model
 
 
 class Nested(torch.optim.SGD):
-    """With state that is nested, and partly a number."""
+    """SGD with nested state, of tensors and a scalar tensor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -113,12 +117,12 @@ class Nested(torch.optim.SGD):
 
 
 def two_optimizers(model: torch.nn.Module) -> Optimizers:
-    small = [each for each in model.parameters() if each.dim() == 1]
-    large = [each for each in model.parameters() if each.dim() > 1]
+    small = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    large = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     return [torch.optim.SGD(small, lr=1e-2), torch.optim.AdamW(large, lr=1e-2)]
 
 
-def made_of(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[torch.nn.Module], Optimizers]:
+def optimizer_of(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[torch.nn.Module], Optimizers]:
     return lambda model: [kind(model.parameters(), **settings)]
 
 
@@ -135,10 +139,10 @@ TWO_RANKS = {
     "compiled": Odd(wrapped(lambda layer: torch.compile(layer, backend="eager"))),
     "from meta": Odd(from_meta),
     "cpu offload": Odd(with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    "fused": Odd(optimizers=made_of(torch.optim.AdamW, lr=1e-2, fused=True)),
-    "foreach": Odd(optimizers=made_of(torch.optim.AdamW, lr=1e-2, foreach=True)),
-    "momentum": Odd(optimizers=made_of(torch.optim.SGD, lr=1e-2, momentum=0.9)),
-    "nested state": Odd(optimizers=made_of(Nested, lr=1e-2)),
+    "fused": Odd(optimizers=optimizer_of(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "foreach": Odd(optimizers=optimizer_of(torch.optim.AdamW, lr=1e-2, foreach=True)),
+    "momentum": Odd(optimizers=optimizer_of(torch.optim.SGD, lr=1e-2, momentum=0.9)),
+    "nested state": Odd(optimizers=optimizer_of(Nested, lr=1e-2)),
     "two optimizers": Odd(optimizers=two_optimizers),
 }
 FOUR_RANKS = {
@@ -148,37 +152,39 @@ FOUR_RANKS = {
 
 
 def run(directory: str, cases: dict[int, list[str]]) -> dict[str, list[str]]:
-    """Case -> what is wrong on this rank: elements that records do not find, and training that switches changed."""
-    found = {}
+    """Map each case to its faults on this rank; see `_faults`."""
+    faults = {}
     with closing(Job.join(120)) as job:
         for name in cases[job.world_size]:
             odd = (TWO_RANKS | FOUR_RANKS)[name]
             path = Path(directory) / name
             if job.rank == 0:
                 write_config(path, served_config("llama", torch_dtype="float32", **odd.config))
-            job.agreement.conclude(name)
-            found[name] = [*_wrong(odd, path, job)]
-    return found
+            job.agreement.conclude(name)  # other ranks read the config next
+            faults[name] = [*_faults(odd, path, job)]
+    return faults
 
 
-def _wrong(odd: Odd, path: Path, job: Job) -> Iterator[str]:
+def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
+    """Yield elements that records misplace, unguarded calls, and differences in training."""
     model = odd.make(path)
     optimizers = odd.optimizers(model)
     driven = ShardedModel(model, table_for(read_config(path)), job.rank, optimizers)
     offloader = Offloader(driven)
     for step in range(NUM_STEPS):
         _train(odd, model, optimizers, 10 * step + job.rank)
-        away = offloader.offload()
-        if not all(away.nbytes.values()):
-            yield f"stays on the device: {[kind for kind, nbytes in away.nbytes.items() if not nbytes]}"
+        offloaded = offloader.offload()
+        if not all(offloaded.nbytes.values()):  # every kind must leave
+            yield f"stays on the device: {[kind for kind, nbytes in offloaded.nbytes.items() if not nbytes]}"
         offloader.onload()
         driven.weights.prepare()
         yield from _misplaced(driven)
-    held, moments = model.state_dict(), optimizers[0].state_dict()
+    weights = model.state_dict()
+    moments = optimizers[0].state_dict()
     calls: dict[str, Callable[[], object]] = {
         "forward": lambda: model(torch.zeros(1, 4, dtype=torch.int64)),
         "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict(held),
+        "load_state_dict": lambda: model.load_state_dict(weights),
         "step": optimizers[0].step,
         "state_dict of an optimizer": optimizers[0].state_dict,
         "load_state_dict of an optimizer": lambda: optimizers[0].load_state_dict(moments),
@@ -186,18 +192,20 @@ def _wrong(odd: Odd, path: Path, job: Job) -> Iterator[str]:
     passed = let_through(driven, driven.table.shapes, job, calls)
     yield from (f"{call} goes on while the weights are published" for call in passed)
     other = odd.make(path)
-    others = odd.optimizers(other)
+    other_optimizers = odd.optimizers(other)
     for step in range(NUM_STEPS):
-        _train(odd, other, others, 10 * step + job.rank)
-    one, two = _state(model, optimizers), _state(other, others)
-    yield from (f"{name} differs" for name in one | two if not same_bits(one.get(name), two.get(name)))
+        _train(odd, other, other_optimizers, 10 * step + job.rank)
+    state = _state(model, optimizers)
+    expected = _state(other, other_optimizers)
+    yield from (f"{name} differs" for name in state | expected if not same_bits(state.get(name), expected.get(name)))
 
 
 def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
-    """A step; gradients are kept until the next one begins."""
+    """Train one step; gradients are kept until the next step."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     for number in range(odd.micro_batches):
+        # Gradients are reduced once per step.
         model.set_requires_gradient_sync(number == odd.micro_batches - 1)
         generator = torch.Generator().manual_seed(100 * number + seed)
         tokens = torch.randint(0, 128, (2, 8), generator=generator)
@@ -207,11 +215,12 @@ def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
 
 
 def _misplaced(driven: ShardedModel) -> Iterator[str]:
-    """Tensors of whose whole value some record holds other elements."""
+    """Yield tensors with a record that points at other elements than the whole tensor."""
     weights = driven.weights
     whole = {name: _whole(tensor) for name, tensor in weights.tensors.tensors.items()}
     for record in weights.layout().shards:
-        region, place = record.region, record.place
+        region = record.region
+        place = record.place
         packed = weights.packed[region.tensor]
         tensor = whole[packed.parameter].as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
         index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
@@ -226,16 +235,16 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 def _state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
-    found = {}
+    state = {}
     for name, parameter in model.named_parameters():
-        found[name] = local_of(parameter)
+        state[name] = local_of(parameter)
         if parameter.grad is not None:
-            found[f"{name}.grad"] = local_of(parameter.grad)
+            state[f"{name}.grad"] = local_of(parameter.grad)
         for number, optimizer in enumerate(optimizers):
             tensors = torch.utils._pytree.tree_leaves(optimizer.state.get(parameter, {}))
             leaves = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-            found |= {f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)}
-    return found
+            state |= {f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)}
+    return state
 
 
 CASES = {2: list(TWO_RANKS), 4: list(FOUR_RANKS)}
@@ -243,13 +252,13 @@ CASES = {2: list(TWO_RANKS), 4: list(FOUR_RANKS)}
 
 @pytest.fixture(scope="module")
 def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, list[str]]]]:
-    """Number of ranks -> by rank, case -> what is wrong."""
+    """Return a function from a number of ranks to the faults by rank and case."""
     directory = str(tmp_path_factory.mktemp("odd"))
     return functools.cache(lambda num_ranks: engines.launch(run, num_ranks, directory, CASES))
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(number, name) for number, names in CASES.items() for name in names])
-def test_odd_models_are_read_and_trained_as_without_switches(
+def test_odd_models_are_read_correctly_and_train_unchanged(
     runs: Callable[[int], list[dict[str, list[str]]]], num_ranks: int, name: str
 ) -> None:
-    assert [found[name] for found in runs(num_ranks)] == [[]] * num_ranks
+    assert [faults[name] for faults in runs(num_ranks)] == [[]] * num_ranks

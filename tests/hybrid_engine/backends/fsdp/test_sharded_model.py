@@ -1,4 +1,4 @@
-"""What a sharded model must be, where its parts lie, and what it does with the user's own loop; two ranks."""
+"""Requirements on a sharded model, the place of its parts, and use in a user's own loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Outcomes = dict[str, str]
 
 @dataclass(frozen=True)
 class Rank:
-    """What a scenario works with on one rank."""
+    """Inputs of a scenario on one rank."""
 
     job: Job
     path: Path
@@ -44,13 +44,13 @@ class Rank:
 
 
 def train(model: torch.nn.Module, *, sync: bool = True) -> None:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     tokens = torch.arange(16).reshape(2, 8)
     model.set_requires_gradient_sync(sync)
     model(tokens).logits.float().square().mean().backward()
 
 
-# -- models that are refused ------------------------------------------------------------------------------------------
+# -- refused models --------------------------------------------------------------------------------
 
 
 def not_sharded(rank: Rank) -> None:
@@ -59,7 +59,7 @@ def not_sharded(rank: Rank) -> None:
 
 def root_not_sharded(rank: Rank) -> None:
     model = rank.model()
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(model):  # embedding and head stay plain tensors
         fully_shard(layer)
     rank.wrapped(model)
 
@@ -70,17 +70,18 @@ def on_meta(rank: Rank) -> None:
     rank.wrapped(shard(model))
 
 
-def unreadable_all_over(rank: Rank) -> None:
-    """Several faults: one error names each."""
+def with_several_faults(rank: Rank) -> None:
+    """A model with faults in several parameters; one error names all."""
     model = shard(rank.model())
-    norm, head = model.model.norm, model.lm_head
+    norm = model.model.norm
+    head = model.lm_head
     norm.weight = torch.nn.Parameter(DTensor.from_local(local_of(norm.weight), norm.weight.device_mesh, [Partial()]))
     head.weight = torch.nn.Parameter(torch.zeros(130, 64, dtype=torch.int8), requires_grad=False)
     rank.wrapped(model)
 
 
 def strided_the_other_way(rank: Rank) -> None:
-    """Every second row: no box."""
+    """Each rank holds every second row, which is not a box."""
     model = shard(rank.model())
     weight = model.lm_head.weight
     mesh = init_device_mesh("cpu", (1, 2))
@@ -96,7 +97,7 @@ def wrapped_by_others(rank: Rank) -> None:
 def driven_twice(rank: Rank) -> None:
     model = shard(rank.model())
     first = rank.wrapped(model)
-    first.close()
+    first.close()  # after this the model may be wrapped again
     second = rank.wrapped(model)
     rank.wrapped(model)
     second.close()
@@ -104,13 +105,13 @@ def driven_twice(rank: Rank) -> None:
 
 def optimizer_of_another_model(rank: Rank) -> None:
     model = rank.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # before it is sharded: FSDP makes other parameters
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # sharding replaces the parameters
     rank.wrapped(shard(model), optimizer)
 
 
 def another_config(rank: Rank) -> None:
     model = rank.model()
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros(140, 64))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(140, 64))  # config.json has 130
     rank.wrapped(shard(model))
 
 
@@ -122,7 +123,7 @@ def added_later(rank: Rank) -> None:
 
 
 def sharded_later(rank: Rank) -> None:
-    """`fully_shard` on a part of what is sharded makes other parameters of its own."""
+    """`fully_shard` on a part of a sharded model replaces its parameters."""
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.full_tensor())
@@ -131,7 +132,7 @@ def sharded_later(rank: Rank) -> None:
 
 
 def steps_of_a_mixed_optimizer(rank: Rank) -> None:
-    """Made after the model was wrapped: noticed at its first step."""
+    """An optimizer made after the model was wrapped is checked at its first step."""
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
     other = torch.nn.Parameter(torch.zeros(2))
@@ -161,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], tuple[str, ...]]] = {
     "root not sharded": (root_not_sharded, ("ModelError", "unusable-model", "model.embed_tokens.weight")),
     "on meta": (on_meta, ("ModelError", "unusable-model", "model.embed_tokens.weight", "to_empty")),
     "placements": (
-        unreadable_all_over,
+        with_several_faults,
         (
             "ModelError",
             "unusable-model",
@@ -184,17 +185,17 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], tuple[str, ...]]] = {
 
 
 def refusals(directory: str) -> Outcomes:
-    """Scenario -> type, code and message of the error on this rank."""
-    found = {}
+    """Map each scenario to the type, code and message of its error on this rank."""
+    errors = {}
     with closing(Job.join(60)) as job:
         rank = _rank(job, Path(directory))
         for name, (scenario, _) in REFUSED.items():
             try:
                 scenario(rank)
-                found[name] = "no error"
+                errors[name] = "no error"
             except HybridEngineError as error:
-                found[name] = f"{type(error).__name__} {error.code}: {error}"
-    return found
+                errors[name] = f"{type(error).__name__} {error.code}: {error}"
+    return errors
 
 
 def _rank(job: Job, path: Path) -> Rank:
@@ -210,16 +211,16 @@ def refused(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Ou
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_driven_is_refused_on_every_rank(refused: list[Outcomes], name: str) -> None:
+def test_unusable_models_are_refused_on_every_rank(refused: list[Outcomes], name: str) -> None:
     for outcomes in refused:
         assert all(value in outcomes[name] for value in REFUSED[name][1]), outcomes[name]
 
 
-# -- models that are taken --------------------------------------------------------------------------------------------
+# -- accepted models -------------------------------------------------------------------------------
 
 
 def steps_are_counted(rank: Rank) -> None:
-    """Also those of an optimizer that is made later; those of other models are not."""
+    """Steps of later optimizers count as well; steps of other models do not."""
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
     late, later = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
@@ -230,14 +231,14 @@ def steps_are_counted(rank: Rank) -> None:
     late.step()
     late.step()
     assert (wrapped.version, wrapped.optimizers) == (2, [late])
-    for _ in range(3):  # it replaces the first: these are other weights
+    for _ in range(3):  # steps of either optimizer make new weights
         later.step()
     assert (wrapped.version, wrapped.optimizers) == (5, [late, later])
 
 
 def only_padding(rank: Rank) -> None:
-    """The memory of a part without rows is counted, and can leave the device."""
-    model = torch.nn.Linear(8, 1, bias=False)
+    """A part without rows has memory that is counted and can be offloaded."""
+    model = torch.nn.Linear(8, 1, bias=False)  # one row for two ranks
     fully_shard(model)
     tensors = ShardedTensors(model)
     assert tensors.parts["weight"].lengths == (1 - rank.job.rank, 8)
@@ -245,12 +246,13 @@ def only_padding(rank: Rank) -> None:
 
 
 def prediction_layers_of_the_checkpoint(rank: Rank) -> None:
-    """transformers builds no layers for multi-token prediction: a checkpoint without them is complete."""
+    """A checkpoint without MTP layers is complete, because transformers builds none."""
     path = rank.path / "mtp"
     if rank.job.rank == 0:
         write_config(path, tiny_config("deepseek_v3", num_nextn_predict_layers=1, torch_dtype="float32"))
     rank.job.agreement.conclude("writing the config")
-    table, model = table_for(read_config(path)), shard(from_config(path))
+    table = table_for(read_config(path))
+    model = shard(from_config(path))
     weights = ShardedModel(model, table, rank.job.rank).weights
     save_hf_checkpoint(path / "saved", weights, table, rank.job, path)
     before = {name: flat.clone() for name, flat in weights.buffers().items()}
@@ -258,36 +260,36 @@ def prediction_layers_of_the_checkpoint(rank: Rank) -> None:
         flat.zero_()
     load_hf_checkpoint(path / "saved", weights, table, rank.job)
     assert all(torch.equal(flat, before[name]) for name, flat in weights.buffers().items())
-    save_hf_checkpoint(path / "saved", weights, table, rank.job, path)  # in place of its own
+    save_hf_checkpoint(path / "saved", weights, table, rank.job, path)  # replaces its own files
 
 
-TAKEN: dict[str, Callable[[Rank], None]] = {
+ACCEPTED: dict[str, Callable[[Rank], None]] = {
     "steps are counted": steps_are_counted,
     "only padding": only_padding,
     "prediction layers": prediction_layers_of_the_checkpoint,
 }
 
 
-def run_taken(directory: str) -> Outcomes:
-    """Scenario -> "" or what failed on this rank."""
-    found = {}
+def run_accepted(directory: str) -> Outcomes:
+    """Map each scenario to its failure on this rank, or ""."""
+    failures = {}
     with closing(Job.join(60)) as job:
         rank = _rank(job, Path(directory))
-        for name, scenario in TAKEN.items():
+        for name, scenario in ACCEPTED.items():
             try:
                 scenario(rank)
-                found[name] = ""
+                failures[name] = ""
             except (AssertionError, HybridEngineError) as error:
-                found[name] = f"{type(error).__name__}: {error}"
-            job.agreement.conclude(name)
-    return found
+                failures[name] = f"{type(error).__name__}: {error}"
+            job.agreement.conclude(name)  # a failed rank does not start the next scenario
+    return failures
 
 
 @pytest.fixture(scope="module")
-def taken(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
-    return engines.launch(run_taken, 2, str(tmp_path_factory.mktemp("taken")))
+def accepted(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    return engines.launch(run_accepted, 2, str(tmp_path_factory.mktemp("taken")))
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_users_do_is_supported(taken: list[Outcomes], name: str) -> None:
-    assert [outcomes[name] for outcomes in taken] == ["", ""]
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_models_work_on_every_rank(accepted: list[Outcomes], name: str) -> None:
+    assert [outcomes[name] for outcomes in accepted] == ["", ""]

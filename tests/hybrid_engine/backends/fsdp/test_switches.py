@@ -1,4 +1,4 @@
-"""FSDP2 -> vLLM: families, layouts and casts, each over several switches with training steps between, bit by bit."""
+"""FSDP2 -> vLLM, bitwise: families, layouts and casts over several switches with training."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from tests.zoo.tiny_models import label_log_probs, token_batch
 
 @dataclass(frozen=True)
 class Case:
-    """
+    """A model, its sharding and vLLM's layout.
+
     Attributes:
-        family: one of the zoo's.
+        family: name in the zoo.
         replicas: of the sharded model; the other ranks of the job shard it.
         infer: parallel sizes of vLLM, as in `generate_config`.
-        dtype: what vLLM computes in.
+        dtype: of vLLM's computation.
         model: changes of config.json.
         shard: options of `fully_shard`.
-        num_steps: of training, with a switch to vLLM and back before each.
-        tensor_parallel: two ranks share each sequence and cut the matrices, before FSDP2 does.
+        num_steps: training steps, with a switch to vLLM and back before each.
+        tensor_parallel: whether matrices are split over two ranks before FSDP2 shards them.
     """
 
     family: str
@@ -60,25 +61,27 @@ class Case:
         return f"{self.family}, {train} -> {sizes or 'dp'}, {self.dtype}"
 
     def data_of(self, rank: int) -> int:
-        """The number of the sequences that this rank trains on."""
+        """Return the seed of the sequences that `rank` trains on."""
         return rank // 2 if self.tensor_parallel else rank
 
 
 @dataclass
 class Switched:
-    """What one rank saw.
+    """Results of one rank.
 
     Attributes:
-        different: parameters of vLLM that differ in a bit from its own load of the same checkpoint.
-        num_compared: how many parameters were compared, over all switches.
+        different: parameters of vLLM that differ bitwise from its own load of the checkpoint.
+        num_compared: number of parameters compared, over all switches.
         received, least: bytes of the last switch.
-        misplaced: tensors that this rank holds otherwise than `plan` computes from config.json and sizes alone.
-        planned: bytes that this rank receives, by the same plan. planned_memory, memory: bytes of parameters, of
-            gradients and of optimizer state, by the plan and as they are.
-        losses: of the steps between.
-        changed: parameters and optimizer state that differ in a bit from those of the same steps without an engine.
-        elastic: share of the parameters' bytes whose memory comes and goes page by page.
-        offloaded: share of the training bytes that were off the device while vLLM generated.
+        misplaced: tensors held otherwise than `plan` computes from config.json and sizes.
+        planned: bytes that this rank receives according to `plan`.
+        planned_memory, memory: planned and actual bytes of parameters, gradients and optimizer
+            state.
+        losses: of the training steps.
+        changed: parameters and optimizer state that differ bitwise from the same training
+            without an engine.
+        elastic: share of the parameters' bytes in elastic buffers.
+        offloaded: share of the training bytes off the device while vLLM generated.
     """
 
     different: list[str] = field(default_factory=list)
@@ -96,7 +99,7 @@ class Switched:
 
 
 def run_cases(directory: str, cases: list[Case]) -> dict[str, Switched]:
-    """Each case in turn, in one job."""
+    """Run all cases in one job."""
     with closing(Job.join(120)) as job:
         return {case.name: _run(job, Path(directory) / str(number), case) for number, case in enumerate(cases)}
 
@@ -104,7 +107,7 @@ def run_cases(directory: str, cases: list[Case]) -> dict[str, Switched]:
 def _run(job: Job, path: Path, case: Case) -> Switched:
     if job.rank == 0:
         write_config(path, served_config(case.family, torch_dtype=case.dtype, **case.model))
-    job.agreement.conclude("writing the config")
+    job.agreement.conclude("writing the config")  # other ranks read it next
     values = {
         "model": str(path),
         "random_weights": True,
@@ -112,41 +115,44 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
         "generate_config": {
             **{"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "timeout_seconds": job.timeout_seconds},
             **case.infer,
-            **_narrower(case.dtype),
+            **_compression(case.dtype),
         },
     }
     config = load_config(values, job.world_size)
     table = table_for(read_config(path))
     model, optimizer = _sharded(path, case)
     trainer = ShardedModel(model, table, job.rank, [optimizer])
-    plan = None if case.tensor_parallel else _plan(config, case, job)  # before any rank writes the model's directory
+    # The plan reads the model's directory, so it comes before any rank writes to it.
+    plan = None if case.tensor_parallel else _plan(config, case, job)
     side = gather_side(job, trainer.weights)
     inference = build_inference_engine(config, table, side, job)
     engine = HybridEngine.from_parts(parts_with_engine(trainer, inference, config, training_side=side))
-    found = Switched()
+    switched = Switched()
     if plan is not None:
         state = plan.memory.state
-        found.misplaced = differences(plan.source.layout_of(job.rank), side.of_rank(job.rank))
-        found.planned = int(plan.bytes.received[job.rank])
-        found.planned_memory = tuple(int(each[job.rank]) for each in (state.params, state.grads, state.optimizer))
+        switched.misplaced = differences(plan.source.layout_of(job.rank), side.of_rank(job.rank))
+        switched.planned = int(plan.bytes.received[job.rank])
+        switched.planned_memory = tuple(
+            int(nbytes[job.rank]) for nbytes in (state.params, state.grads, state.optimizer)
+        )
     try:
         for step in range(case.num_steps):
             with engine.train_context():
-                sharded_models.save(model, path, getattr(torch, case.dtype))
-            _compare(engine, path, found)
+                sharded_models.save(model, path, getattr(torch, case.dtype))  # for vLLM's own load
+            _compare(engine, path, switched)
             with engine.train_context():
-                found.losses.append(_train(model, optimizer, step, case.data_of(job.rank)))
-        found.elastic = _elastic_share(trainer)
-        found.memory = tuple(_nbytes(trainer, kind) for kind in ("param", "grad", "optimizer"))
-        found.changed = _differences(model, optimizer, *_trained_alone(path, case, job.rank))
+                switched.losses.append(_train(model, optimizer, step, case.data_of(job.rank)))
+        switched.elastic = _elastic_share(trainer)
+        switched.memory = tuple(_nbytes(trainer, kind) for kind in ("param", "grad", "optimizer"))
+        switched.changed = _differences(model, optimizer, *_trained_alone(path, case, job.rank))
     finally:
         engine.sharding.close()
         inference.shutdown()
-    return found
+    return switched
 
 
 def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
-    """What the command line would say of this job; ranks of one host."""
+    """Return the plan of the command line for this job, with all ranks on one host."""
     actor = ActorConfig(params_dtype="float32", fsdp=FsdpConfig(replicas=case.replicas))
     return plan_job(
         config.model_copy(update={"actor_config": actor}), job.world_size, Cluster(ranks_per_host=job.world_size)
@@ -154,7 +160,8 @@ def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
 
 
 def _nbytes(trainer: ShardedModel, kind: str) -> int:
-    """Of a kind of state; memory that several tensors share counts once."""
+    """Return the bytes of one kind of state; memory shared by tensors counts once."""
+    # Items may share storage; its address identifies it.
     storages = {
         item.tensor.untyped_storage().data_ptr(): item.tensor.untyped_storage().nbytes()
         for item in trainer.offload_items()
@@ -173,7 +180,7 @@ def _sharded(path: Path, case: Case) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def _trained_alone(path: Path, case: Case, rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The same steps without an engine."""
+    """Train the same steps without an engine."""
     model, optimizer = _sharded(path, case)
     for step in range(case.num_steps):
         _train(model, optimizer, step, case.data_of(rank))
@@ -186,10 +193,11 @@ def _differences(
     other_model: torch.nn.Module,
     other_optimizer: torch.optim.Optimizer,
 ) -> list[str]:
-    """Names of what differs on this rank between two models and their optimizers."""
-    one, other = (_state(*pair) for pair in ((model, optimizer), (other_model, other_optimizer)))
-    assert len(one) > 2 * len(list(model.parameters()))
-    return [name for name in sorted(one | other) if not same_bits(one.get(name), other.get(name))]
+    """Return the names of tensors that differ on this rank between two models and optimizers."""
+    state = _state(model, optimizer)
+    expected = _state(other_model, other_optimizer)
+    assert len(state) > 2 * len(list(model.parameters()))
+    return [name for name in sorted(state | expected) if not same_bits(state.get(name), expected.get(name))]
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -206,36 +214,40 @@ def _elastic_share(trainer: ShardedModel) -> float:
     return sum(sizes[name] for name in elastic) / sum(sizes.values())
 
 
-def _narrower(dtype: str) -> dict[str, Any]:
+def _compression(dtype: str) -> dict[str, Any]:
     return {} if dtype == "float32" else {"compress_reshard": True, "compression_dtype": dtype}
 
 
-def _compare(engine: HybridEngine[ShardedModel], path: Path, found: Switched) -> None:
-    seen: dict[str, torch.Tensor] = {}
+def _compare(engine: HybridEngine[ShardedModel], path: Path, switched: Switched) -> None:
+    parameters: dict[str, torch.Tensor] = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
-        seen[name] = tensor.detach().clone()
+        parameters[name] = tensor.detach().clone()
 
-    before = _resident(engine)
+    before = _resident(engine)  # all training state is on the device
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
-        found.offloaded = 1 - _resident(engine) / before
+        switched.offloaded = 1 - _resident(engine) / before
         native = native_parameters(engine.inference, str(path))
-    found.different += [name for name in sorted({*seen, *native}) if not same_bits(seen.get(name), native.get(name))]
-    found.num_compared += len(native)
+    switched.different += [
+        name for name in sorted({*parameters, *native}) if not same_bits(parameters.get(name), native.get(name))
+    ]
+    switched.num_compared += len(native)
     report = engine.sharding.last_report
     assert report is not None
-    found.received, found.least = report.bytes_received, report.bytes_least
+    switched.received = report.bytes_received
+    switched.least = report.bytes_least
 
 
 def _resident(engine: HybridEngine[ShardedModel]) -> int:
-    """Bytes of training state on the device."""
+    """Return the bytes of training state on the device."""
     return sum(sum(owners.values()) for owners in engine.sharding.offloader.resident_nbytes().values())
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, data: int) -> float:
     vocab_size = model.get_input_embeddings().num_embeddings
     batch = token_batch(100 * step + data, num_sequences=2, length=16)
-    tokens, labels = batch["tokens"] % vocab_size, batch["labels"] % vocab_size
+    tokens = batch["tokens"] % vocab_size
+    labels = batch["labels"] % vocab_size
     loss = -label_log_probs(model(tokens).logits, labels).mean()
     optimizer.zero_grad()
     loss.backward()
@@ -243,10 +255,11 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, 
     return loss.item()
 
 
-def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    # Equal NaN count as equal.
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 TP2 = {"infer_tensor_parallel_size": 2}
@@ -273,10 +286,11 @@ CASES = {
     ],
 }
 ALL = [pytest.param(num_ranks, case, id=case.name) for num_ranks, cases in CASES.items() for case in cases]
-PLANNED = [each for each in ALL if not each.values[1].tensor_parallel]  # the command line knows no meshes of users'
+# The command line cannot plan for meshes made by users.
+PLANNED = [parameters for parameters in ALL if not parameters.values[1].tensor_parallel]
 
+# Number of ranks -> results by rank, under "cases".
 Runs = Callable[[int], Outcomes]
-"""Number of ranks -> under "cases", by rank, what became of each."""
 
 
 @pytest.fixture(scope="module")
@@ -296,35 +310,36 @@ def by_rank(runs: Runs, num_ranks: int, case: Case) -> list[Switched]:
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_vllm_has_the_bits_of_its_own_load(by_rank: list[Switched], case: Case) -> None:
+def test_vllm_weights_equal_its_own_load(by_rank: list[Switched], case: Case) -> None:
     for switched in by_rank:
         assert switched.different == []
         assert switched.num_compared > 5 * case.num_steps
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_the_fewest_bytes_are_sent(by_rank: list[Switched]) -> None:
+def test_the_least_number_of_bytes_is_received(by_rank: list[Switched]) -> None:
     assert sum(switched.received for switched in by_rank) == sum(switched.least for switched in by_rank) > 0
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), PLANNED)
-def test_the_plan_of_the_command_line_is_the_one_that_runs(by_rank: list[Switched]) -> None:
+def test_the_plan_of_the_command_line_is_executed(by_rank: list[Switched]) -> None:
     for switched in by_rank:
         assert switched.misplaced == []
         assert switched.received == switched.planned
-        if switched.elastic > 0.99:  # FSDP2 pads other parts, which shows in such small models
+        if switched.elastic > 0.99:  # FSDP2's padding of uneven parts counts in such small models
             assert switched.memory == pytest.approx(switched.planned_memory, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_training_is_as_without_switches(by_rank: list[Switched], case: Case) -> None:
+def test_switches_do_not_change_training(by_rank: list[Switched], case: Case) -> None:
     for switched in by_rank:
         assert switched.changed == []
         assert len(set(switched.losses)) == case.num_steps
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_everything_leaves_the_device_while_vllm_generates(by_rank: list[Switched], num_ranks: int) -> None:
+def test_training_state_is_offloaded_while_vllm_generates(by_rank: list[Switched], num_ranks: int) -> None:
     for switched in by_rank:
         assert switched.offloaded > 0.99
-        assert switched.elastic > 0.99 or num_ranks > 2  # all of these models' tensors split evenly over 2 ranks
+        # Over two ranks all tensors of these models split evenly.
+        assert switched.elastic > 0.99 or num_ranks > 2

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into Megatron's shards and out of them, on real ranks, bit by bit."""
+"""Loading and saving Hugging Face checkpoints as Megatron shards, bitwise, on real ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, vie
 from tests.zoo.tiny_models import read_canonical, save_model
 
 TP2 = {"tensor_model_parallel_size": 2}
-SMALL_FILES = 20_000  # bytes: several files
+SMALL_FILES = 20_000  # bytes, so that a model takes several files
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ CASES = {
 }
 
 
-# name -> (error with the codes of its violations, parts of its message, how the checkpoint differs from the model; None
-# for one without files)
+# name -> (error with the codes of its violations, parts of its message, changes of config.json;
+# None: a checkpoint without files)
 BROKEN: dict[str, tuple[str, tuple[str, ...], dict[str, Any] | None]] = {
     "other sizes": (
         "ParameterMismatchError",
@@ -81,14 +81,14 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], dict[str, Any] | None]] = {
 }
 
 
-# name -> (error, part of its message, what happens to the last file of a saved checkpoint)
+# name -> (error, part of its message, damage to the last file of a saved checkpoint)
 DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
     "cut": ("FileError", "file not fully covered", lambda contents: contents.__delitem__(slice(-9, None))),
     "flipped": ("FileError", "checksum ", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
     "header": ("FileError", "header too large", lambda contents: contents.__setitem__(6, 255)),
 }
 
-# name -> (errors of the ranks in any order, part of every message): saves that fail and change nothing
+# Saves that fail and change nothing: name -> (errors of the ranks, part of every message)
 REFUSED = {
     "below a file": ({"FileError", "RemoteError"}, "config.json/below.*: not a directory"),
     "another model": ({"ConfigError weights-of-another-model", "RemoteError"}, "gate_proj.weight"),
@@ -106,13 +106,14 @@ def kind_of(error: BaseException) -> str:
 
 
 def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]]:
-    """Every case one after the other; what was wrong in it, on this rank."""
+    """Load and save every case; return the differences found on this rank."""
     results = {}
     for name, case in CASES.items():
         with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
-            job, weights = Job.join(60), run.engine.weights
+            job = Job.join(60)
+            weights = run.engine.weights
             for tensor in weights.buffers().values():
-                tensor.fill_(7)
+                tensor.fill_(7)  # no weight is right before the load
             load_hf_checkpoint(paths[name], weights, run.table, job)
             run.engine.reload_main_params()
             results[name] = {
@@ -130,7 +131,8 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
 
 
 def wrong_shards(weights: Any, canonical: dict[str, torch.Tensor]) -> list[str]:
-    buffers, layout = weights.buffers(), weights.layout()
+    buffers = weights.buffers()
+    layout = weights.layout()
     return [
         shard.region.tensor
         for shard in layout.shards
@@ -152,19 +154,19 @@ def padding_values(weights: Any) -> set[float]:
 
 
 def main_parameters_differ(run: Any) -> bool:
-    """Whether an optimizer step with a learning rate of 0 changes the weights: it writes main parameters back."""
+    """Return whether a step with learning rate 0 changes weights."""
     before = {name: tensor.clone() for name, tensor in run.engine.weights.buffers().items()}
     run.engine.set_learning_rate(0.0)
     for chunk in run.actor.chunks:
         chunk.zero_grad_buffer()
-    run.actor.optimizer.step()
+    run.actor.optimizer.step()  # writes the optimizer's main parameters back
     run.engine.weights.prepare()
     return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.weights.buffers().items())
 
 
 @pytest.fixture(scope="module")
 def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, Outcomes]:
-    """Models, where they were saved, and by rank what loading brought back: of good checkpoints, of broken ones."""
+    """Paths of the models, the directory of the saved models, and the results of all calls."""
     directory = tmp_path_factory.mktemp("hf")
     paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}
     model = save_model(directory / "model", "qwen3")
@@ -174,29 +176,29 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     save_model(broken["another architecture"], "qwen2")
     rewrite(broken["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
     headless = save_model(directory / "headless", "qwen3")
-    rewrite(headless, HEAD, lambda tensor: None)
+    rewrite(headless, HEAD, lambda tensor: None)  # drops the tensor
     tied = save_model(directory / "tied", "qwen2", tie_word_embeddings=True)
     save_file(read_canonical(tied) | {HEAD: torch.ones(6)}, tied / model_files.SINGLE)
     calls = {
         "good": (load_and_save, (paths, directory / "out")),
-        "broken": (load_what_is_wrong, (model, broken)),
-        "two heads": (load_what_is_wrong, (paths["qwen2 tied pp2"], {"tied": tied})),
+        "broken": (load_broken, (model, broken)),
+        "two heads": (load_broken, (paths["qwen2 tied pp2"], {"tied": tied})),
         "headless": (load_without_a_head, (model, headless)),
-        "damaged": (load_what_is_damaged, (model, directory / "damaged")),
+        "damaged": (load_damaged, (model, directory / "damaged")),
         "fetched": (fetch_from_the_hub, (directory,)),
-        "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
+        "refused": (refuse_saves, (model, broken["other sizes"])),
     }
     return paths, directory / "out", engines.launch_in_turn(2, calls)
 
 
 @pytest.fixture
 def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
-    paths, out, found = launched
-    return paths, out, found["good"]
+    paths, out, outcomes = launched
+    return paths, out, outcomes["good"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> None:
+def test_every_shard_equals_the_checkpoint(outcome: Any, name: str) -> None:
     _, _, results = outcome
     assert [result[name]["wrong"] for result in results] == [[], []]
     assert all(result[name]["padding"] <= {0.0} for result in results)
@@ -204,14 +206,15 @@ def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
+def test_a_saved_checkpoint_equals_the_loaded_one(outcome: Any, name: str) -> None:
     paths, out, _ = outcome
     dtype = getattr(torch, CASES[name].actor.get("params_dtype", "float32"))
-    before, after = read_canonical(paths[name]), read_canonical(out / name)
+    before = read_canonical(paths[name])
+    after = read_canonical(out / name)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor].to(dtype), after[tensor]) for tensor in before)
     index = json.loads((out / name / model_files.INDEX).read_text())
-    assert len(set(index["weight_map"].values())) > 1
+    assert len(set(index["weight_map"].values())) > 1  # several files
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
     assert not list((out / name).glob("*.incomplete"))
     half = read_canonical(out / f"{name} half")
@@ -220,10 +223,10 @@ def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_have_one_digest_in_every_layout(outcome: Any, name: str) -> None:
-    """That of the files, each tensor of which is one box."""
+def test_the_digest_of_weights_is_independent_of_the_layout(outcome: Any, name: str) -> None:
     paths, _, results = outcome
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    # In the files every tensor is one box.
     hashes = [
         _box_hash(tensor.to(dtype), 0, tensor.stride(), text_digest(tensor_name))
         for tensor_name, tensor in read_canonical(paths[name]).items()
@@ -231,7 +234,7 @@ def test_weights_have_one_digest_in_every_layout(outcome: Any, name: str) -> Non
     assert {result[name]["digest"] for result in results} == {f"{sum(hashes) % 2**64:016x}"}
 
 
-def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
+def test_transformers_loads_a_saved_checkpoint(outcome: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     paths, out, _ = outcome
@@ -242,8 +245,8 @@ def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
             assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
 
 
-def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[str, str, bool]]:
-    """Return (kind of error, its message, whether weights are unchanged) for every broken checkpoint."""
+def load_broken(model: Path, broken: dict[str, Path]) -> dict[str, tuple[str, str, bool]]:
+    """Return (kind of error, message, whether weights are unchanged) per checkpoint."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
@@ -256,7 +259,7 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) -> None:
+def test_a_wrong_checkpoint_is_refused_and_weights_stay(launched: Any, name: str) -> None:
     error, values, _ = BROKEN[name]
     for results in launched[2]["broken"]:
         kind, message, is_kept = results[name]
@@ -265,7 +268,7 @@ def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) ->
         assert is_kept
 
 
-def test_a_head_that_contradicts_the_embedding_is_refused_on_all_ranks(launched: Any) -> None:
+def test_a_tied_head_other_than_the_embedding_is_refused_on_all_ranks(launched: Any) -> None:
     results = [results["tied"] for results in launched[2]["two heads"]]
     assert {error for error, _, _ in results} == {"ParameterMismatchError", "RemoteError"}
     for _, text, is_kept in results:
@@ -274,14 +277,14 @@ def test_a_head_that_contradicts_the_embedding_is_refused_on_all_ranks(launched:
 
 
 def rewrite(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Change, or leave out, one tensor of a checkpoint."""
+    """Change one tensor of a checkpoint, or remove it if `change` returns None."""
     tensors = read_canonical(path)
     changed = change(tensors.pop(name))
     save_file(tensors | ({} if changed is None else {name: changed}), path / model_files.SINGLE)
 
 
 def load_without_a_head(model: Path, headless: Path) -> tuple[list[str], list[str], bool]:
-    """Return the findings, the wrong shards after `load_pretrained`, and whether the head is unchanged."""
+    """Return the findings, the wrong shards after `load_pretrained`, whether the head stayed."""
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         weights = run.engine.weights
         (head,) = (shard for shard in weights.layout().shards if shard.region.tensor == HEAD)
@@ -294,22 +297,22 @@ def load_without_a_head(model: Path, headless: Path) -> tuple[list[str], list[st
         return findings, wrong, torch.equal(view_of(weights.buffers(), head), before)
 
 
-def test_a_head_that_the_checkpoint_lacks_may_be_new_at_the_start(launched: Any) -> None:
+def test_load_pretrained_accepts_a_checkpoint_without_a_head(launched: Any) -> None:
     for findings, wrong, is_kept in launched[2]["headless"]:
         assert [finding.split(":")[0] for finding in findings] == [HEAD]
         assert (wrong, is_kept) == ([HEAD], True)
 
 
 def fetch_from_the_hub(directory: Path) -> dict[str, Any]:
-    """On one host, and each rank on its own: who downloads; and what is said of failures and of two commits."""
+    """Return which ranks download on one host and on two, and the errors of failures."""
     snapshots = [directory / "models--org--name" / "snapshots" / (digit * 40) for digit in "01"]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, hosts in (("one host", "aa"), ("two hosts", "ab")):
         with closing(Job.join(60, host=hosts[int(os.environ["RANK"])])) as job:
             with mock.patch.object(HubSnapshot, "download", autospec=True) as download:
                 fetch_weights(directory, job)
                 fetch_weights(snapshots[0], job, "critic_config.model")
-            found[name] = download.call_args_list == [mock.call(HubSnapshot.at(snapshots[0]), "critic_config.model")]
+            results[name] = download.call_args_list == [mock.call(HubSnapshot.at(snapshots[0]), "critic_config.model")]
     with closing(Job.join(60)) as job:
         full = FileError("disk full")
         with mock.patch.object(HubSnapshot, "download", side_effect=full), pytest.raises(HybridEngineError) as failed:
@@ -318,20 +321,20 @@ def fetch_from_the_hub(directory: Path) -> dict[str, Any]:
             fetch_weights(snapshots[job.rank], job)
         with pytest.raises(ConfigError, check=has_violations(("critic_config.model", "ranks-differ"))):
             fetch_weights(snapshots[job.rank], job, "critic_config.model")
-    return found | {"failed": f"{failed.type.__name__}: {failed.value}", "differing": str(differing.value)}
+    return results | {"failed": f"{failed.type.__name__}: {failed.value}", "differing": str(differing.value)}
 
 
 def test_one_rank_of_each_host_downloads(launched: Any) -> None:
     results = launched[2]["fetched"]
-    assert [found["one host"] for found in results] == [True, False]
-    assert [found["two hosts"] for found in results] == [True, True]
+    assert [result["one host"] for result in results] == [True, False]
+    assert [result["two hosts"] for result in results] == [True, True]
     assert results[0]["failed"] == "FileError: disk full"
     assert results[1]["failed"].startswith("RemoteError: downloading the model's weights failed on 1 rank(s)")
-    assert all(f"org/name@{'0' * 40}, org/name@{'1' * 40}" in found["differing"] for found in results)
+    assert all(f"org/name@{'0' * 40}, org/name@{'1' * 40}" in result["differing"] for result in results)
 
 
-def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
-    """Return (kind of error, its message, whether weights are unchanged) for every damage to one of several files."""
+def load_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
+    """Return (kind of error, message, whether weights are unchanged) per kind of damage."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         job = Job.join(60)
@@ -342,12 +345,12 @@ def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, s
             tensor.fill_(7)
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, (_, _, damage) in DAMAGED.items():
-            job.agreement.conclude("all are here")
+            job.agreement.conclude("all ranks have read")  # before rank 0 writes the file again
             contents = bytearray(whole)
             damage(contents)
             if dist.get_rank() == 0:
                 path.write_bytes(contents)
-            job.agreement.conclude("all are here")
+            job.agreement.conclude("all ranks have read")
             with pytest.raises(HybridEngineError) as caught:
                 load_hf_checkpoint(directory, run.engine.weights, run.table, job)
             kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
@@ -356,42 +359,43 @@ def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, s
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_damaged_is_named_and_nothing_is_changed(launched: Any, name: str) -> None:
-    """A rank either finds it or hears of it."""
+def test_a_damaged_file_is_refused_and_weights_stay(launched: Any, name: str) -> None:
     error, message, _ = DAMAGED[name]
     results = [results[name] for results in launched[2]["damaged"]]
-    assert error in {found for found, _, _ in results} <= {error, "RemoteError"}
+    # Ranks that do not read the damaged part raise RemoteError.
+    assert error in {kind for kind, _, _ in results} <= {error, "RemoteError"}
     for _, text, is_kept in results:
         assert message in text
         assert re.search(r"damaged/model-.*\.safetensors", text)
         assert is_kept
 
 
-def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, str]]:
-    """Return (kind of error, its message) for every place; its contents, or its absence, stay."""
+def refuse_saves(model: Path, other: Path) -> dict[str, tuple[str, str]]:
+    """Return (kind of error, message) per save; a refused save leaves the directory unchanged."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         job = Job.join(60)
         before = contents_below(other.parent)
 
-        def refused(name: str, path: Any, *args: Any, **settings: Any) -> None:
+        def expect_refusal(name: str, path: Any, *args: Any, **settings: Any) -> None:
             with pytest.raises(HybridEngineError) as caught:
                 save_hf_checkpoint(path, run.engine.weights, run.table, job, model, *args, **settings)
             results[name] = (kind_of(caught.value), str(caught.value))
-            job.agreement.conclude("all are here")  # rank 0 cleans up
+            job.agreement.conclude("rank 0 has cleaned up")
             assert contents_below(other.parent) == before
 
-        refused("below a file", other / "config.json" / "below")
-        refused("another model", other)
+        expect_refusal("below a file", other / "config.json" / "below")
+        expect_refusal("another model", other)
+        # The limit applies to one rank; files of the other rank must go too.
         with file_size_limit(3000) if dist.get_rank() == 1 else nullcontext():
-            refused("limited", other.with_name("limited"), file_nbytes=SMALL_FILES)
-        refused("too long", other.with_name("x" * 300))
-        refused("no path", 5)
+            expect_refusal("limited", other.with_name("limited"), file_nbytes=SMALL_FILES)
+        expect_refusal("too long", other.with_name("x" * 300))
+        expect_refusal("no path", 5)
         infinite = other.with_name("infinite")
         for name, value, dtype in (("nan", float("nan"), None), ("too large for float16", 7e4, "float16")):
             for tensor in run.engine.weights.buffers().values():
-                tensor[0] = value if dist.get_rank() == 1 else 0.0
-            refused(name, infinite, dtype)
+                tensor[0] = value if dist.get_rank() == 1 else 0.0  # wrong on one rank only
+            expect_refusal(name, infinite, dtype)
         save_hf_checkpoint(infinite, run.engine.weights, run.table, job, model, "float16", check_nan=False)
     return results
 
@@ -401,8 +405,8 @@ def contents_below(directory: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_saved_is_said_on_all_ranks(launched: Any, name: str) -> None:
+def test_a_failed_save_raises_on_all_ranks(launched: Any, name: str) -> None:
     errors, message = REFUSED[name]
     results = [results[name] for results in launched[2]["refused"]]
-    assert {found for found, _ in results} == errors
+    assert {kind for kind, _ in results} == errors
     assert all(re.search(message, text, re.DOTALL) for _, text in results)

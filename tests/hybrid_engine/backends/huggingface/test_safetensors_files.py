@@ -1,4 +1,4 @@
-"""Reading files of Hugging Face checkpoints that are damaged or hostile; safetensors looks at the headers."""
+"""Headers of damaged or hostile safetensors files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         files.stored_tensors(tmp_path)
 
 
-def test_a_tensor_in_two_files_and_a_dtype_that_is_none(tmp_path: Path) -> None:
+def test_duplicate_tensors_and_unsupported_dtypes_are_refused(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)
     weight_map = {"a": "x.safetensors", "b": "y.safetensors"}

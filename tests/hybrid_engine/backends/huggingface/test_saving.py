@@ -1,4 +1,4 @@
-"""Saves of Hugging Face checkpoints by one rank: killed at every step, on a full disk, beside files of others."""
+"""Saving a Hugging Face checkpoint from one rank: kills, full disks, foreign files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from tests.harness.kills import kill_at_every_step
 from tests.harness.small_disks import file_size_limit
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (30,), "b": (2, 3), "c": ()}
-ONE_FILE, SEVERAL_FILES = 10**9, 30
+ONE_FILE = 10**9
+SEVERAL_FILES = 30
+# A job of one rank, for which collectives are trivial.
 AGREEMENT = SimpleNamespace(
     phase=lambda name, patience=None: nullcontext(),
     gather=lambda value, kind, phase, limit=0: [value],
@@ -60,13 +62,13 @@ TABLE: Any = SimpleNamespace(
 
 
 class Weights:
-    """Training weights of one rank, all of one value."""
+    """Training weights of one rank, all elements equal to `value`."""
 
     def __init__(self, value: float) -> None:
         self.tensors = {name: torch.full(shape, value).view(-1) for name, shape in SHAPES.items()}
 
     def prepare(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no gathers are pending."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return self.tensors
@@ -94,18 +96,18 @@ def contents_of(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """In memory where there is such a place: hundreds of saves wait for no disk."""
+    """Temporary directory, in memory where possible: hundreds of saves need no disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory)
 
 
 @pytest.mark.parametrize("file_nbytes", [ONE_FILE, SEVERAL_FILES], ids=["one file", "several files"])
-def test_what_is_saved_is_what_the_index_says(tmp_path: Path, file_nbytes: int) -> None:
+def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
     save(tmp_path / "hf", 2, file_nbytes, dtype="bfloat16")
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
-    loaded = {name: load_file(tmp_path / "hf" / name) for name in files}
-    tensors = {name: tensor for each in loaded.values() for name, tensor in each.items()}
+    loaded = {file: load_file(tmp_path / "hf" / file) for file in files}
+    tensors = {name: tensor for contents in loaded.values() for name, tensor in contents.items()}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**SHAPES, "d": SHAPES["a"]}
     assert all(tensor.dtype == torch.bfloat16 and (tensor == 2).all() for tensor in tensors.values())
     assert json.loads((tmp_path / "hf" / CHECKSUMS).read_text()).keys() == set(files)
@@ -113,15 +115,14 @@ def test_what_is_saved_is_what_the_index_says(tmp_path: Path, file_nbytes: int) 
         assert files == [SINGLE]
     else:
         index = json.loads((tmp_path / "hf" / INDEX).read_text())
-        assert index["weight_map"] == {name: file for file, each in loaded.items() for name in each}
+        assert index["weight_map"] == {name: file for file, contents in loaded.items() for name in contents}
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
 @pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
-def test_a_killed_save_leaves_the_old_directory_or_the_new(quick_path: Path, older: int | None, newer: int) -> None:
-    """Killed before every call that changes a file. Between two renames the old one is beside its place."""
+def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, older: int | None, newer: int) -> None:
     model, directory, replaced = (quick_path / name for name in ("model", "hf", "hf.replaced"))
     model.mkdir()
     (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
@@ -131,7 +132,7 @@ def test_a_killed_save_leaves_the_old_directory_or_the_new(quick_path: Path, old
         if file_nbytes is not None:
             save(quick_path / f"expected-{number}", number, file_nbytes, model_dir=model)
             expected[number] = contents_of(quick_path / f"expected-{number}")
-    seen = []
+    results = []
 
     def prepare() -> None:
         for path in (directory, replaced):
@@ -139,37 +140,42 @@ def test_a_killed_save_leaves_the_old_directory_or_the_new(quick_path: Path, old
         if older is not None:
             shutil.copytree(quick_path / "expected-0", directory)
 
+    # Killed before each call that changes a file.
     for _ in kill_at_every_step(lambda: save(directory, 1, newer, model_dir=model), prepare):
         if directory.exists():
-            seen.append(contents_of(directory))
+            results.append(contents_of(directory))
         else:
+            # Between two renames the old directory lies at hf.replaced.
             assert older is None or contents_of(replaced) == expected[0]
-            seen.append(expected[0])
-    assert seen == [expected[0]] * seen.count(expected[0]) + [expected[1]] * seen.count(expected[1])
-    assert (seen[0], seen[-1]) == tuple(expected)
+            results.append(expected[0])
+    assert results == [expected[0]] * results.count(expected[0]) + [expected[1]] * results.count(expected[1])
+    assert (results[0], results[-1]) == tuple(expected)
     config = json.loads(expected[1]["config.json"] if expected[1] else b"")
+    # The dtype of the saved weights replaces the original.
     assert config == {"dtype": "float32", "hidden_size": 8}
-    assert sorted(path.name for path in quick_path.glob("hf*")) == ["hf"]  # each save removed what one before had left
+    # Every save removed the leftovers of the killed save before it.
+    assert sorted(path.name for path in quick_path.glob("hf*")) == ["hf"]
 
 
-# name -> (where, what is there that a save would remove, code)
+# name -> (directory, contents that a save would remove, code of the violation)
 FOREIGN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file": ("hf", lambda path: (path / "notes.txt").touch(), "foreign-files"),
     "other weights": ("hf", lambda path: (path / "adapter.safetensors").touch(), "foreign-files"),
     "a folder": ("hf", lambda path: (path / "tokenizer.json").mkdir(), "foreign-files"),
-    "what is being written": ("hf.incomplete", lambda path: (path / "notes.txt").touch(), "foreign-files"),
-    "what was replaced": ("hf.replaced", lambda path: (path / "notes.txt").touch(), "foreign-files"),
+    "a file in the incomplete directory": ("hf.incomplete", lambda path: (path / "notes.txt").touch(), "foreign-files"),
+    "a file in the replaced directory": ("hf.replaced", lambda path: (path / "notes.txt").touch(), "foreign-files"),
     "another model": ("hf", lambda path: save_file({"z": torch.ones(3)}, path / SINGLE), "weights-of-another-model"),
     "a shape": ("hf", lambda path: save_file({"a": torch.ones(3)}, path / SINGLE), "weights-of-another-model"),
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_not_a_models_is_never_replaced(tmp_path: Path, name: str) -> None:
+def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
     place, make, code = FOREIGN[name]
     save(tmp_path / "hf")
     (tmp_path / place).mkdir(exist_ok=True)
     make(tmp_path / place)
+    # Files and folders, with contents.
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     with pytest.raises(ConfigError, check=has_violations(("path", code))) as caught:
         save(tmp_path / "hf")
@@ -177,10 +183,12 @@ def test_what_is_not_a_models_is_never_replaced(tmp_path: Path, name: str) -> No
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
-def test_the_working_directory_stays_and_so_does_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directories_are_not_replaced_and_links_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "disk").mkdir()
     monkeypatch.chdir(tmp_path / "disk")
-    for place in (".", "..", "/proc"):
+    for place in (".", "..", "/proc"):  # none can be renamed or removed
         with pytest.raises(ConfigError, check=has_violations(("path", "not-replaceable"), exactly=False)):
             save(Path(place))
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
@@ -191,18 +199,17 @@ def test_the_working_directory_stays_and_so_does_a_link(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["hf"]
 
 
-def test_the_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
-    """Without another to copy; and a directory may be saved over itself."""
-    for model_dir in (None, tmp_path):
+def test_an_existing_configuration_is_kept(tmp_path: Path) -> None:
+    for model_dir in (None, tmp_path):  # nothing to copy from, or the directory itself
         (tmp_path / "config.json").write_text('{"torch_dtype": "float16", "a": 1}')
         save(tmp_path, model_dir=model_dir)
         assert json.loads((tmp_path / "config.json").read_text()) == {"torch_dtype": "float32", "a": 1}
 
 
-def test_a_full_disk_is_an_error_and_the_old_set_stays(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_and_the_old_files_stay(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk / "hf")
     before = contents_of(small_disk / "hf")
-    monkeypatch.setitem(SHAPES, "a", (1 << 20,))
+    monkeypatch.setitem(SHAPES, "a", (1 << 20,))  # more than the disk holds
     with pytest.raises(ConfigError, check=has_violations(("path", "weights-of-another-model"))):
         save(small_disk / "hf")
     full = has_code("file-failed", "new.incomplete/model.safetensors", "no space left", "MB free")
@@ -212,7 +219,7 @@ def test_a_full_disk_is_an_error_and_the_old_set_stays(small_disk: Path, monkeyp
     assert [path.name for path in small_disk.iterdir()] == ["hf"]
 
 
-def test_a_limit_on_file_sizes_is_an_error_and_the_old_set_stays(tmp_path: Path) -> None:
+def test_a_file_size_limit_raises_and_the_old_files_stay(tmp_path: Path) -> None:
     save(tmp_path / "hf")
     before = contents_of(tmp_path / "hf")
     too_large = has_code("file-failed", "hf.incomplete/model.safetensors", "too large")
@@ -232,7 +239,7 @@ def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
     save(tmp_path)
     path = tmp_path / SINGLE
     written = path.read_bytes()
-    for position in (20, 100, -1):  # of the header, and of the data
+    for position in (20, 100, -1):  # two in the header, one in the data
         contents = bytearray(written)
         contents[position] ^= 1
         path.write_bytes(contents)
@@ -240,10 +247,10 @@ def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
             load(tmp_path)
     (tmp_path / "elsewhere").write_bytes(written)
     path.unlink()
-    path.symlink_to("elsewhere")  # as in the Hub's cache
+    path.symlink_to("elsewhere")  # like the cache of the Hub
     assert load(tmp_path) == [1.0] * len(SHAPES)
     path.unlink()
-    save_file({name: torch.full(shape, 5.0) for name, shape in SHAPES.items()}, path)  # by another program
+    save_file({name: torch.full(shape, 5.0) for name, shape in SHAPES.items()}, path)  # as another program would
     with pytest.raises(FileError, match=CHECKSUMS):
         load(tmp_path)
     (tmp_path / CHECKSUMS).unlink()
@@ -255,7 +262,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_how_far_reading_has_come_is_in_the_log_or_on_the_terminal(
+def test_progress_is_logged_or_shown_on_a_terminal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path)

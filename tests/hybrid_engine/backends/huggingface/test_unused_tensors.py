@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that fill no parameter; files alone, no ranks."""
+"""Checkpoint tensors that fill no parameter; files alone, without ranks."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def compare(path: Path, table: ModelTable, head: Change) -> None:
         list(compare_repetitions(path, stored, table, rank, 2))
 
 
-def one_changed(tensor: torch.Tensor) -> torch.Tensor:
+def with_one_change(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.clone()
     tensor[-1, -1] += 1
     return tensor
 
 
 @pytest.mark.parametrize("head", [torch.clone, torch.Tensor.bfloat16, torch.Tensor.double])
-def test_a_tied_head_that_is_the_embedding_is_no_fault(tmp_path: Path, table: ModelTable, head: Change) -> None:
+def test_a_tied_head_equal_to_the_embedding_is_accepted(tmp_path: Path, table: ModelTable, head: Change) -> None:
     compare(tmp_path, table, head)
 
 
 @pytest.mark.parametrize("step_nbytes", [1, 10_000, 1 << 30])
-def test_a_tied_head_of_its_own_is_refused(
+def test_a_tied_head_with_other_values_is_refused(
     tmp_path: Path, table: ModelTable, monkeypatch: pytest.MonkeyPatch, step_nbytes: int
 ) -> None:
     monkeypatch.setattr(loading, "_STEP_NBYTES", step_nbytes)
     with pytest.raises(ParameterMismatchError, match=rf"{HEAD}: 1 elements .* {EMBEDDING}"):
-        compare(tmp_path, table, one_changed)
+        compare(tmp_path, table, with_one_change)
 
 
 def test_a_tied_head_of_another_size_is_refused(tmp_path: Path, table: ModelTable) -> None:
@@ -60,11 +60,11 @@ def test_a_tied_head_of_another_size_is_refused(tmp_path: Path, table: ModelTabl
         compare(tmp_path, table, lambda tensor: tensor[1:].clone())
 
 
-def test_an_untied_head_repeats_nothing(tmp_path: Path) -> None:
-    compare(tmp_path, table_for(served_config("qwen2")), one_changed)
+def test_an_untied_head_may_differ_from_the_embedding(tmp_path: Path) -> None:
+    compare(tmp_path, table_for(served_config("qwen2")), with_one_change)
 
 
-def test_what_is_not_used_is_named(tmp_path: Path, table: ModelTable, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_logged(tmp_path: Path, table: ModelTable, caplog: pytest.LogCaptureFixture) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = {EMBEDDING: torch.zeros(table.shapes[EMBEDDING]), name: torch.ones(8)}
     save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, tmp_path / "model.safetensors")

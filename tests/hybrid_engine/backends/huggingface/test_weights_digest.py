@@ -1,4 +1,4 @@
-"""A digest of weights is a sum over elements, however they are cut into boxes."""
+"""The digest of weights is a sum over elements, independent of the boxes they are split into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_engine.backends.huggingface.weights_digest import _box_hash
 MODULE = "hybrid_engine.backends.huggingface.weights_digest._PIECE_NUMEL"
 
 
-def whole(tensor: torch.Tensor, salt: int = 5) -> int:
+def hash_of(tensor: torch.Tensor, salt: int = 5) -> int:
     return _box_hash(tensor, 0, tensor.stride(), salt) % 2**64
 
 
@@ -27,23 +27,30 @@ def test_boxes_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
         (tensor[2:, 3:, 1:], 2 * strides[0] + 3 * strides[1] + 1),
         (tensor[2:, 3:, :1].clone(), 2 * strides[0] + 3 * strides[1]),
     ]
-    assert sum(_box_hash(box, offset, strides, 5) for box, offset in boxes) % 2**64 == whole(tensor)
-    with mock.patch(MODULE, 3):
-        in_pieces = whole(tensor)
-    assert in_pieces == whole(tensor)
-    assert torch.equal(tensor.double(), before.double()), "it is only read"
+    assert sum(_box_hash(box, offset, strides, 5) for box, offset in boxes) % 2**64 == hash_of(tensor)
+    with mock.patch(MODULE, 3):  # pieces of three elements
+        in_pieces = hash_of(tensor)
+    assert in_pieces == hash_of(tensor)
+    assert torch.equal(tensor.double(), before.double()), "hashing changed the tensor"
 
 
-def test_what_is_different_has_another_hash() -> None:
+def test_different_tensors_have_different_hashes() -> None:
     tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     changed = tensor.clone()
+    # The smallest possible change.
     changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(9.0))
     exchanged = tensor.clone()
     exchanged[[0, 1]] = exchanged[[1, 0]]
-    hashes = [whole(tensor), whole(tensor, 6), whole(changed), whole(exchanged), whole(tensor.t().contiguous())]
+    hashes = [
+        hash_of(tensor),
+        hash_of(tensor, 6),
+        hash_of(changed),
+        hash_of(exchanged),
+        hash_of(tensor.t().contiguous()),
+    ]
     assert len(set(hashes)) == len(hashes)
 
 
 def test_many_small_changes_do_not_cancel() -> None:
     tensor = torch.zeros(4096)
-    assert len({whole(tensor + step) for step in range(200)}) == 200
+    assert len({hash_of(tensor + step) for step in range(200)}) == 200

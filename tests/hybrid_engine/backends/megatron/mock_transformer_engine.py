@@ -1,13 +1,18 @@
-"""A mock of Transformer Engine: parameters of the right names and shapes, and nothing that computes.
+"""Mock of Transformer Engine: parameters with the right names and shapes, no computation.
 
-    install()      before the first import of megatron, in a process of its own
+    install()      before the first import of megatron, in a separate process
 
-Transformer Engine needs a GPU to be installed and imported. megatron-core's wrappers (`extensions/transformer_engine`)
-derive from its classes and leave to them what the parameters are called and how large they are. The mock repeats that
-much of `transformer_engine.pytorch` 2.x: `Linear` has weight and bias; `LayerNormLinear` has layer_norm_weight and
-layer_norm_bias beside them; `GroupedLinear` has weight0, weight1, ... and bias0, bias1, ... or, after `group_weights`,
-one `GroupedTensor` for all weights, as it has from 2.14 on with `single_grouped_weight`; norms have weight and bias. A
-column parallel layer has its rows over `tp_size` ranks, a row parallel one its columns.
+Transformer Engine can be installed and imported only with a GPU. megatron-core's wrappers
+(`extensions/transformer_engine`) derive from its classes, which decide the names and sizes of the
+parameters. The mock repeats that part of `transformer_engine.pytorch` 2.x:
+
+    Linear            weight, bias
+    LayerNormLinear   also layer_norm_weight, layer_norm_bias
+    GroupedLinear     weight0, weight1, ... and bias0, bias1, ...; after `group_weights` one
+                      `GroupedTensor` for all weights (`single_grouped_weight` since 2.14)
+    norms             weight, bias
+
+A column parallel layer splits its rows over `tp_size` ranks, a row parallel layer its columns.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ import torch
 
 
 class _Layer(torch.nn.Module):
-    """Parameters only."""
+    """Base of the layers; has parameters only."""
 
     def _add(self, name: str, *shape: int, dtype: torch.dtype | None) -> None:
         self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
     def set_tensor_parallel_group(self, group: Any) -> None:
-        """Taken and not used."""
+        """Do nothing."""
 
 
 class Linear(_Layer):
@@ -82,7 +87,7 @@ class GroupedLinear(_Layer):
                 self._add(f"bias{gemm}", rows, dtype=params_dtype)
 
     def group_weights(self) -> None:
-        """Put one parameter in place of all weights."""
+        """Replace all weights by one parameter."""
         names = [name for name, _ in self.named_parameters() if name.startswith("weight")]
         weights = [self.get_parameter(name).detach() for name in names]
         for name in names:
@@ -91,7 +96,7 @@ class GroupedLinear(_Layer):
 
 
 class GroupedTensor(torch.Tensor):
-    """Wraps the flat tensor `rowwise_data` without memory of its own; [experts, rows, columns]."""
+    """Tensor [experts, rows, columns] over the flat `rowwise_data`, without memory of its own."""
 
     rowwise_data: torch.Tensor
 
@@ -107,11 +112,11 @@ class GroupedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0].rowwise_data.view(args[0].shape))
-        raise NotImplementedError(f"{function} of a mock")
+        raise NotImplementedError(f"the mock does not implement {function}")
 
 
 class RMSNorm(_Layer):
-    """Takes its size by Transformer Engine's present name or, as megatron-core used to give it, by its former one."""
+    """Accepts `normalized_shape` and the name used by older megatron-core, `hidden_size`."""
 
     def __init__(
         self, normalized_shape: int = 0, *, hidden_size: int = 0, params_dtype: torch.dtype, **_unused: Any
@@ -140,11 +145,11 @@ class _HasAnything(type):
 
 
 class _Nothing(metaclass=_HasAnything):
-    """Stands for every class and function of Transformer Engine that is imported and not used."""
+    """Placeholder for every class and function of Transformer Engine that is only imported."""
 
 
 class _MockModule(ModuleType):
-    """A module or package that has whatever is asked of it."""
+    """Module or package that has every attribute."""
 
     __path__: Sequence[str] = ()
 
@@ -155,10 +160,12 @@ class _MockModule(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the mock and all its submodules."""
+    """Import hook for the mock and all its submodules."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "transformer_engine" else None
+        if name.split(".")[0] != "transformer_engine":
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _MockModule(spec.name)
@@ -172,9 +179,10 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Put the mock in place of Transformer Engine. Raises RuntimeError when the real one, or megatron, is there."""
-    if present := [name for name in ("transformer_engine", "megatron.core") if name in sys.modules]:
-        raise RuntimeError(f"{', '.join(present)} imported already")
+    """Install the mock; RuntimeError if Transformer Engine or megatron was imported before."""
+    present = [name for name in ("transformer_engine", "megatron.core") if name in sys.modules]
+    if present:
+        raise RuntimeError(f"the mock must be installed first, but {', '.join(present)} is imported")
     sys.meta_path.insert(0, _Finder())
     importlib.import_module("transformer_engine").__version__ = "2.6.0"
     for name in ("pytorch", "pytorch.distributed", "pytorch.ops", "common", "common.recipe"):
@@ -182,7 +190,7 @@ def install() -> None:
 
 
 def _local_shape(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
-    """Rows and columns of one rank's weight."""
+    """Rows and columns of one rank's part of a weight."""
     if parallel_mode == "column":
         return out_features // tp_size, in_features
     return out_features, in_features // tp_size if parallel_mode == "row" else in_features

@@ -1,5 +1,4 @@
-"""The dense families in Megatron against transformers: the same weights, the same tokens, the same numbers, also after
-training. All on one set of ranks."""
+"""Dense families in Megatron compared with transformers, before and after training."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_lo
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
-# fp32: sums in another order only. Logits reach about 5.
+# fp32 sums are only reordered; logits reach about 5.
 ATOL = 2e-5
-# Adam turns the rounding of tiny gradients into whole steps; so wider after training.
+# Adam turns rounding errors of tiny gradients into whole steps.
 TRAINED_ATOL = 1e-4
 NUM_STEPS = 2
 
@@ -111,8 +110,9 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tp2 dp2": ("llama", {**TP2, "micro_batch_size": 2}),
     "llama pp2 dp2, overlap": ("llama, biases, other rotary base", {**PP2, **OVERLAP}),
 }
-"""Name -> model, actor settings; data parallel ranks are what remains."""
+# Name -> model, actor settings; the remaining ranks are data parallel.
 LAYOUTS = TWO_RANKS | FOUR_RANKS
+# Layouts that also read batches padded on either side, and packed batches.
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
     "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),
@@ -120,9 +120,7 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 tp2 sp, padded": ("gemma3", SP2),
     "gpt2 pp2, padded": ("gpt2", {**PP2, "micro_batch_size": 2}),
 }
-"""As LAYOUTS: read with padding on either side and packed."""
-WARM = 1.4
-"""The temperature of what is computed in bfloat16."""
+WARM = 1.4  # temperature of the bfloat16 runs
 BFLOAT16 = ("llama 3.1", "qwen2 with windows", "qwen3", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 SCALINGS = (("llama3", 8.0, 1.0, 4.0, 8192), ("llama3", 32.0, 1.5, 6.0, 4096), ("linear", 8.0, 1.0, 4.0, 8192))
 
@@ -135,11 +133,13 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one rank computed, of the whole batch.
+class RankResult:
+    """Results of one rank for the whole batch.
 
     Attributes:
-        logits: before training; `log_probs`: afterwards.
+        logits: before training.
+        reports: one per training step.
+        log_probs: after training.
     """
 
     logits: torch.Tensor
@@ -147,20 +147,20 @@ class Seen:
     log_probs: torch.Tensor
 
 
-def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
+def run_layout(path: Path, settings: dict[str, Any]) -> RankResult:
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
     with running(path, config) as run:
         load_canonical(run, path)
-        engine, batch = run.engine, share_of(run.engine, make_batch())
+        engine = run.engine
+        batch = share_of(run.engine, make_batch())
         logits = engine.logits(batch["tokens"])
         reports = []
         for _ in range(NUM_STEPS):
             reports.append(engine.train_step(batch, negative_log_likelihood))
-            engine.log_probs(batch)  # scoring between steps changes nothing
+            engine.log_probs(batch)  # scoring between steps must not affect training
         assert engine.version == NUM_STEPS
-        return Seen(
-            engine.gather_over_data_parallel(logits), reports, engine.gather_over_data_parallel(engine.log_probs(batch))
-        )
+        log_probs = engine.gather_over_data_parallel(engine.log_probs(batch))
+        return RankResult(engine.gather_over_data_parallel(logits), reports, log_probs)
 
 
 def read_padded(path: Path, settings: dict[str, Any]) -> dict[str, padded_batches.Read]:
@@ -171,32 +171,38 @@ def read_padded(path: Path, settings: dict[str, Any]) -> dict[str, padded_batche
 
 @dataclass(frozen=True)
 class BadLosses:
-    """What a rank is told of them, whether the weights stayed, and what a good one reports afterwards."""
+    """Errors of invalid losses, whether the weights stayed, and the report of a valid loss."""
 
-    told: list[str]
+    errors: list[str]
     weights_stay: bool
-    afterwards: dict[str, float]
+    valid_report: dict[str, float]
 
 
 def refuse_losses(path: Path) -> BadLosses:
-    """On two pipeline stages, of which the last computes losses."""
+    """Train with invalid losses on two pipeline stages; the last stage computes the loss."""
     config = ActorConfig(**{**DENSE_FLOAT32, **PP2})
-    losses: list[Any] = [lambda _b, _l: None, lambda _b, values: -values.sum(0), lambda batch, _l: batch["weights"]]
-    losses.append(lambda _b, values: values.mean() * float("nan"))
+    losses: list[Any] = [
+        lambda _batch, _log_probs: None,
+        lambda _batch, log_probs: -log_probs.sum(0),
+        lambda batch, _log_probs: batch["weights"],
+        lambda _batch, log_probs: log_probs.mean() * float("nan"),
+    ]
     with running(path, config) as run:
         load_canonical(run, path)
-        before, told = run.engine.log_probs(make_batch()), []
+        before = run.engine.log_probs(make_batch())
+        errors = []
         for loss in losses:
             with pytest.raises(HybridEngineError) as caught:
                 run.engine.train_step(make_batch(), loss)
-            told.append(f"{type(caught.value).__name__}: {caught.value}")
+            errors.append(f"{type(caught.value).__name__}: {caught.value}")
         weights_stay = torch.equal(run.engine.log_probs(make_batch()), before) and run.engine.version == 0
-        return BadLosses(told, weights_stay, run.engine.train_step(make_batch(), lambda _b, values: -values.mean()))
+        valid_report = run.engine.train_step(make_batch(), lambda _batch, log_probs: -log_probs.mean())
+        return BadLosses(errors, weights_stay, valid_report)
 
 
 @dataclass(frozen=True)
 class HalfPrecision:
-    """A step in bfloat16: log-probabilities before it, its loss, and parameters that it left as they were."""
+    """A step in bfloat16: prior log-probabilities, the loss, and parameters it did not change."""
 
     log_probs: torch.Tensor
     loss: float
@@ -207,16 +213,18 @@ def run_bfloat16(path: Path) -> HalfPrecision:
     config = ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16", "optimizer": {"lr": 1e-2}})
     with running(path, config) as run:
         load_canonical(run, path)
+        # Logits are divided by the temperature before softmax.
         batch = make_batch() | {"temperature": torch.full((4,), WARM)}
         before = {name: parameter.clone() for name, parameter in run.engine.weights.model.named_parameters()}
         log_probs = run.engine.log_probs(batch)
         report = run.engine.train_step(batch, negative_log_likelihood)
-        unchanged = [name for name, p in run.engine.weights.model.named_parameters() if torch.equal(p, before[name])]
+        after = run.engine.weights.model.named_parameters()
+        unchanged = [name for name, parameter in after if torch.equal(parameter, before[name])]
         return HalfPrecision(log_probs, report["loss"], unchanged)
 
 
 def scale_frequencies() -> list[torch.Tensor]:
-    """Megatron's, by index in SCALINGS."""
+    """Megatron's rotary frequencies, one tensor per entry of SCALINGS."""
     from hybrid_engine.trainer.megatron.model_variants import scaled_frequencies
 
     return [scaled_frequencies(plain_frequencies(), RotaryScaling(*scaling)) for scaling in SCALINGS]
@@ -246,14 +254,15 @@ def in_bfloat16(model: str) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
-    """Of two ranks; layouts of four as well."""
+    """Results of all calls, on two ranks and on four."""
     calls = layout_calls(paths, TWO_RANKS)
     calls |= {in_bfloat16(model): (run_bfloat16, (paths[model],)) for model in BFLOAT16}
     calls |= {name: (read_padded, (paths[model], cut)) for name, (model, cut) in PADDED.items()}
     calls["losses"] = refuse_losses, (paths["gpt2"],)
     calls["frequencies"] = scale_frequencies, ()
     calls["too long"] = refuse_long_sequences, (paths["gpt2"],)
-    on_two, on_four = engines.launch_in_turn(2, calls), engines.launch_in_turn(4, layout_calls(paths, FOUR_RANKS))
+    on_two = engines.launch_in_turn(2, calls)
+    on_four = engines.launch_in_turn(4, layout_calls(paths, FOUR_RANKS))
     return Outcomes({**on_two.results, **on_four.results}, {**on_two.failures, **on_four.failures})
 
 
@@ -263,7 +272,7 @@ def layout_calls(paths: dict[str, Path], layouts: dict[str, tuple[str, dict[str,
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers computes."""
+    """Results of transformers."""
 
     logits: torch.Tensor
     losses: list[float]
@@ -274,73 +283,73 @@ class Expected:
 @functools.cache
 def expected(model_name: str) -> Expected:
     family, changes = MODELS[model_name]
-    model, batch = build_hf_model(family, **changes), make_batch()
+    model = build_hf_model(family, **changes)
+    batch = make_batch()
     with torch.no_grad():
         logits = model(batch["tokens"]).logits
     return Expected(logits, *train_hf_model(model, batch, NUM_STEPS, weight_decay=0.1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_those_of_transformers(outcomes: Outcomes, layout: str) -> None:
+def test_logits_equal_transformers(outcomes: Outcomes, layout: str) -> None:
     logits = expected(LAYOUTS[layout][0]).logits
     assert logits.abs().max() > 1, "logits this small show little"
-    for found in outcomes[layout]:
-        torch.testing.assert_close(found.logits, logits, atol=ATOL, rtol=0)
+    for result in outcomes[layout]:
+        torch.testing.assert_close(result.logits, logits, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_follows_transformers_with_adam(outcomes: Outcomes, layout: str) -> None:
-    """So every parameter gets its gradient, norms under tensor and sequence parallelism included."""
+def test_training_equals_transformers_with_adam(outcomes: Outcomes, layout: str) -> None:
     reference = expected(LAYOUTS[layout][0])
     assert reference.losses[1] < reference.losses[0], "the reference does not learn"
-    for found in outcomes[layout]:
-        assert found.reports == outcomes[layout][0].reports
-        assert all(report["skipped"] == 0.0 for report in found.reports)
-        assert [report["loss"] for report in found.reports] == pytest.approx(reference.losses, abs=ATOL)
-        assert [report["grad_norm"] for report in found.reports] == pytest.approx(reference.norms, rel=1e-3)
-        torch.testing.assert_close(found.log_probs, reference.log_probs, atol=TRAINED_ATOL, rtol=0)
+    for result in outcomes[layout]:
+        assert result.reports == outcomes[layout][0].reports
+        assert all(report["skipped"] == 0.0 for report in result.reports)
+        assert [report["loss"] for report in result.reports] == pytest.approx(reference.losses, abs=ATOL)
+        # The norm is right only if every parameter has its gradient, under all layouts.
+        assert [report["grad_norm"] for report in result.reports] == pytest.approx(reference.norms, rel=1e-3)
+        torch.testing.assert_close(result.log_probs, reference.log_probs, atol=TRAINED_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_padding_and_packing_do_not_change_what_a_token_gets(outcomes: Outcomes, name: str) -> None:
-    """Nor what is learnt; entropy and most likely tokens are those of the whole vocabulary."""
+def test_padding_and_packing_do_not_change_results(outcomes: Outcomes, name: str) -> None:
+    """Scores, entropy, most likely tokens and gradients agree with the plain batch."""
     family, changes = MODELS[PADDED[name][0]]
-    for found in outcomes[name]:
-        padded_batches.assert_all_ways_agree(found, ATOL)
-        padded_batches.assert_is_that_of_logits(found["right"], build_hf_model(family, **changes))
+    for reads in outcomes[name]:
+        padded_batches.assert_all_ways_agree(reads, ATOL)
+        padded_batches.assert_is_that_of_logits(reads["right"], build_hf_model(family, **changes))
 
 
-def test_losses_that_are_none_are_refused_on_all_ranks(outcomes: Outcomes) -> None:
+def test_invalid_losses_are_refused_on_all_ranks(outcomes: Outcomes) -> None:
     first, last = outcomes["losses"]
-    for text, problem in zip(
-        last.told, ("returned None", "a tensor of shape [12]", "KeyError: 'weights'", "returned nan"), strict=True
-    ):
-        assert text.startswith("LossError: loss function refuse_losses.<locals>.<lambda>")
-        assert problem in text
-    assert all(text.startswith("RemoteError: loss function") for text in first.told)
+    problems = ("returned None", "a tensor of shape [12]", "KeyError: 'weights'", "returned nan")
+    for error, problem in zip(last.errors, problems, strict=True):
+        assert error.startswith("LossError: loss function refuse_losses.<locals>.<lambda>")
+        assert problem in error
+    assert all(error.startswith("RemoteError: loss function") for error in first.errors)
     assert first.weights_stay
     assert last.weights_stay
-    assert first.afterwards == last.afterwards
-    assert first.afterwards["loss"] > 0
+    assert first.valid_report == last.valid_report
+    assert first.valid_report["loss"] > 0
 
 
 @pytest.mark.parametrize("model", BFLOAT16)
-def test_bfloat16_models_compute_nearly_the_same(outcomes: Outcomes, model: str) -> None:
+def test_bfloat16_results_are_close_to_float32(outcomes: Outcomes, model: str) -> None:
     log_probs = label_log_probs(expected(model).logits / WARM, make_batch()["labels"])
-    for found in outcomes[in_bfloat16(model)]:
-        difference = (found.log_probs - log_probs).abs()
+    for result in outcomes[in_bfloat16(model)]:
+        difference = (result.log_probs - log_probs).abs()
         assert difference.max() < 0.3  # bf16 has 8 bits
         assert difference.mean() < 0.05
-        assert found.loss == pytest.approx(-log_probs.mean().item(), abs=0.1)
+        assert result.loss == pytest.approx(-log_probs.mean().item(), abs=0.1)
 
 
 @pytest.mark.parametrize("model", BFLOAT16)
 def test_a_step_in_bfloat16_changes_every_parameter(outcomes: Outcomes, model: str) -> None:
-    assert [found.unchanged for found in outcomes[in_bfloat16(model)]] == [[], []]
+    assert [result.unchanged for result in outcomes[in_bfloat16(model)]] == [[], []]
 
 
 @pytest.mark.parametrize("index", range(len(SCALINGS)))
-def test_rotary_frequencies_are_those_of_transformers(outcomes: Outcomes, index: int) -> None:
+def test_rotary_frequencies_equal_transformers(outcomes: Outcomes, index: int) -> None:
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -349,9 +358,9 @@ def test_rotary_frequencies_are_those_of_transformers(outcomes: Outcomes, index:
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 128, "rope_parameters": {**rope, "rope_theta": 5e5}})
     frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(outcomes["frequencies"][0][index], frequencies, rtol=1e-6, atol=0)
-    assert not torch.equal(frequencies, plain_frequencies())
+    assert not torch.equal(frequencies, plain_frequencies())  # the scaling has an effect
 
 
-def test_learned_positions_end(outcomes: Outcomes) -> None:
+def test_sequences_longer_than_the_learned_positions_are_refused(outcomes: Outcomes) -> None:
     text = "actor_config.seq_length: 65, but the model has 64 positions"
     assert all(text in refusal for refusal in outcomes["too long"])

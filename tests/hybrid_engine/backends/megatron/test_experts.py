@@ -1,8 +1,8 @@
-"""Megatron with experts, latent attention, multi-token prediction and uneven pipelines, against transformers.
+"""Megatron with experts, latent attention, MTP and uneven pipelines, against transformers.
 
-Everything that can be spread over ranks is compared with one transformers model: logits, losses and gradient norms of
-training steps, and every weight after them. What transformers' training has not is computed beside it: a router's bias
-that moves by counts, and a loss for multi-token prediction.
+Logits, losses and gradient norms of training steps, and all trained weights are compared with one
+transformers model. Two features that transformers lacks in training are computed here: a router
+bias updated by token counts, and the loss of multi-token prediction (MTP).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, mtp_losses, read_canonical, save_model, token_batch, train_hf_model
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}  # shorter than the sequences
-# name -> (family, what differs from the family's sizes)
+# name -> (family, changes of the family's config)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, some layers dense": (
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how Megatron spreads it; data parallel ranks are what remains."""
+    """A model and its Megatron layout; the remaining ranks are data parallel."""
 
     model: str
     actor: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Case:
         return ActorConfig(**{**DENSE_FLOAT32, **self.actor, "optimizer": optimizer})
 
 
-# With a usual epsilon Adam turns the rounding of tiny gradients into whole steps.
+# With the usual epsilon Adam turns rounding errors of tiny gradients into whole steps.
 ADAM_EPS = 1e-3
 WEIGHT_DECAY = 0.1
 
@@ -84,11 +84,14 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
-ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
-FIRST1, LAST1 = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_pipeline_stage": 1}
+ETP1 = {"expert_tensor_parallel_size": 1}
+ETP2 = {"expert_tensor_parallel_size": 2}
+FIRST1 = {"num_layers_in_first_pipeline_stage": 1}
+LAST1 = {"num_layers_in_last_pipeline_stage": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 PLAIN = {"use_distributed_optimizer": False}
 
+# By number of ranks; the installed megatron-core decides about the last cases.
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "qwen3_moe ep2": Case("qwen3_moe", EP2),
@@ -143,18 +146,17 @@ if Version("0.19.0") <= INSTALLED:
         "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
         "deepseek_v2 HybridModel tp2": Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"}),
     }
-"""Number of ranks -> what this megatron-core can run there."""
-BATCH, LENGTH = 4, 12
+BATCH = 4
+LENGTH = 12
 
 
 def reference_model(model: str) -> torch.nn.Module:
-    """transformers' model."""
     family, changes = MODELS[model]
     return build_hf_model(family, **changes)
 
 
 def save_models(directory: Path) -> dict[str, Path]:
-    """Every model as a checkpoint with the weights of `reference_model`."""
+    """Save every model as a checkpoint with the weights of `reference_model`."""
     return {
         name: save_model(directory / str(number), family, **changes)
         for number, (name, (family, changes)) in enumerate(MODELS.items())
@@ -165,23 +167,23 @@ def make_batch() -> dict[str, torch.Tensor]:
     return token_batch(3, BATCH, LENGTH)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, where: str, atol: float) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0, msg=lambda message: f"{where}: {message}")
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, where: str, atol: float) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0, msg=lambda message: f"{where}: {message}")
 
 
-# fp32: sums in another order only. Logits reach about 4, losses 5.
+# fp32 sums are only reordered; logits reach about 4, losses 5.
 ATOL = 2e-5
 NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank computed before, in and after training.
+    """Results of one rank.
 
     Attributes:
-        logits, log_probs: of the whole batch, before and after.
-        reports: by step.
-        weights: afterwards, of all ranks, by name in the checkpoint; on rank 0.
+        logits, log_probs: of the whole batch, before and after training.
+        reports: one per step.
+        weights: trained weights of all ranks by checkpoint name; on rank 0 only.
     """
 
     logits: torch.Tensor
@@ -191,22 +193,26 @@ class Trained:
 
 
 def train(case: Case, path: Path) -> Trained:
-    """On every rank, without what transformers has not: a bias that moves, a loss for multi-token prediction."""
+    """Train without the two features that transformers lacks."""
     with running(path, case.config()) as run:
         load_canonical(run, path)
-        engine, batch, settings = run.engine, share_of(run.engine, make_batch()), run.actor.transformer_config
+        engine = run.engine
+        batch = share_of(run.engine, make_batch())
+        settings = run.actor.transformer_config
+        # transformers has no moving router bias and no loss for MTP.
         settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
         logits = engine.gather_over_data_parallel(engine.logits(batch["tokens"]))
         reports = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
         log_probs = engine.gather_over_data_parallel(engine.log_probs(batch))
         engine.weights.prepare()
         weights = whole_weights(engine.weights)
-        assert all(buffer.exported for buffer in engine.weights.layout().buffers.values()), "peers could not read it"
+        buffers = engine.weights.layout().buffers.values()
+        assert all(buffer.exported for buffer in buffers), "peers cannot read all buffers"
         return Trained(logits, reports, log_probs, weights if torch.distributed.get_rank() == 0 else {})
 
 
+# Cases on two ranks that also read batches padded on either side, and packed batches.
 PADDED = ("mixtral ep2, overlap", "deepseek_v2 tp2", "deepseek_v3 pp2, first 1")
-"""Those of two ranks that are read with padding on either side and packed, too."""
 
 
 def read_padded(case: Case, path: Path) -> dict[str, padded_batches.Read]:
@@ -218,7 +224,12 @@ def read_padded(case: Case, path: Path) -> dict[str, padded_batches.Read]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The same with transformers and torch's Adam; `initial`: the checkpoint's tensors."""
+    """Results of transformers with torch's Adam.
+
+    Attributes:
+        weights: trained weights by checkpoint name.
+        initial: tensors of the checkpoint.
+    """
 
     logits: torch.Tensor
     losses: list[float]
@@ -230,7 +241,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Compared:
-    """A case, what its ranks computed, and what transformers did."""
+    """A case with the results of its ranks and of transformers."""
 
     case: Case
     ranks: list[Trained]
@@ -244,7 +255,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes]:
-    """Number of ranks -> what its cases brought back; each number is launched once."""
+    """Return a function from a number of ranks to the results of its cases, launched once."""
 
     def launch_on(num_ranks: int) -> Outcomes:
         cases = CASES[num_ranks]
@@ -265,10 +276,11 @@ def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes
 
 @pytest.fixture(scope="module")
 def references(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """By name of the model."""
+    """Return a function from a model's name to the results of transformers."""
 
     def computed(name: str) -> Reference:
-        model, batch = reference_model(name), make_batch()
+        model = reference_model(name)
+        batch = make_batch()
         with torch.no_grad():
             logits = model(batch["tokens"]).logits
         losses, norms, log_probs = train_hf_model(model, batch, NUM_STEPS, weight_decay=WEIGHT_DECAY, eps=ADAM_EPS)
@@ -289,35 +301,36 @@ def compared(
     return Compared(case, launched(num_ranks)[name], references(case.model))
 
 
-def test_logits_are_those_of_transformers(compared: Compared) -> None:
+def test_logits_equal_transformers(compared: Compared) -> None:
     assert compared.expected.logits.abs().max() > 1, "logits this small show little"
-    for rank, found in enumerate(compared.ranks):
-        close(found.logits, compared.expected.logits, f"rank {rank}", ATOL)
+    for rank, result in enumerate(compared.ranks):
+        assert_close(result.logits, compared.expected.logits, f"rank {rank}", ATOL)
 
 
-def test_training_follows_transformers(compared: Compared) -> None:
-    for found in compared.ranks:
-        assert [report["loss"] for report in found.reports] == pytest.approx(compared.expected.losses, abs=1e-4)
-        assert [report["grad_norm"] for report in found.reports] == pytest.approx(compared.expected.norms, rel=1e-3)
-        close(found.log_probs, compared.expected.log_probs, "log-probabilities", ATOL)
+def test_training_equals_transformers(compared: Compared) -> None:
+    for result in compared.ranks:
+        assert [report["loss"] for report in result.reports] == pytest.approx(compared.expected.losses, abs=1e-4)
+        assert [report["grad_norm"] for report in result.reports] == pytest.approx(compared.expected.norms, rel=1e-3)
+        assert_close(result.log_probs, compared.expected.log_probs, "log-probabilities", ATOL)
 
 
-def test_trained_weights_are_those_of_transformers(compared: Compared) -> None:
-    """All of them; those of experts that no token chose stay, and so do biases."""
-    found, expected = compared.ranks[0].weights, compared.expected
-    assert found.keys() == expected.initial.keys()
+def test_trained_weights_equal_transformers(compared: Compared) -> None:
+    actual = compared.ranks[0].weights
+    expected = compared.expected
+    assert actual.keys() == expected.initial.keys()
     for tensor, values in expected.weights.items():
-        close(found[tensor], values, tensor, ATOL)
+        assert_close(actual[tensor], values, tensor, ATOL)
+        # Every other tensor moved in training, so that the comparison is not trivial.
         is_bias = tensor.endswith("e_score_correction_bias")
-        assert torch.equal(values, expected.initial[tensor]) == is_bias, f"{tensor} shows nothing"
+        assert torch.equal(values, expected.initial[tensor]) == is_bias, tensor
 
 
 @pytest.mark.parametrize("name", [name for name in PADDED if name in CASES[2]])
-def test_padding_and_packing_do_not_change_what_a_token_gets(launched: Callable[[int], Outcomes], name: str) -> None:
-    """Nor what is learnt; with latent attention too."""
-    for found in launched(2)[f"{name}, padded"]:
-        padded_batches.assert_all_ways_agree(found, ATOL)
-        padded_batches.assert_is_that_of_logits(found["right"], reference_model(CASES[2][name].model))
+def test_padding_and_packing_do_not_change_results(launched: Callable[[int], Outcomes], name: str) -> None:
+    """Results and gradients agree with the plain batch, also with latent attention."""
+    for reads in launched(2)[f"{name}, padded"]:
+        padded_batches.assert_all_ways_agree(reads, ATOL)
+        padded_batches.assert_is_that_of_logits(reads["right"], reference_model(CASES[2][name].model))
 
 
 BIASED = {
@@ -325,19 +338,19 @@ BIASED = {
     for num_ranks, cases in CASES.items()
 }
 UPDATE_RATE = 1e-3
+# Labels that MTP learns from; its loss is still the mean over all labels.
 MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0])[None]
-"""Labels that multi-token prediction learns from; the loss is the mean over all."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one rank has after a training step.
+    """Results of one rank after a training step.
 
     Attributes:
-        losses: of the multi-token prediction layers, as Megatron logs them; on the last stage.
-        weights: of all ranks, those of multi-token prediction and the biases, by name in the checkpoint; on rank 0.
-        masked_norm: of the gradients of a step that masks every label.
-        masked_gradients: the largest in that step of each parameter of the layers for multi-token prediction.
+        losses: MTP losses as Megatron logs them; on the last stage.
+        weights: MTP weights and router biases of all ranks by checkpoint name; on rank 0.
+        masked_norm: gradient norm of a step that masks every label.
+        masked_gradients: largest gradient in that step, one per parameter of the MTP layers.
     """
 
     losses: list[float]
@@ -349,25 +362,28 @@ class Stepped:
 def step(case: Case, path: Path) -> Stepped:
     with running(path, case.config()) as run:
         load_canonical(run, path)
-        engine, batch = run.engine, share_of(run.engine, make_batch())
+        engine = run.engine
+        batch = share_of(run.engine, make_batch())
         mask = MASK.expand_as(batch["tokens"])
-        losses = _losses_of_step(run, {**batch, "mask": mask})
+        losses = _mtp_losses_of_step(run, {**batch, "mask": mask})
         weights = {
             name: tensor
             for name, tensor in whole_weights(engine.weights).items()
             if not run.table.is_served(name) or name.endswith("e_score_correction_bias")
         }
-        masked = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
+        # No label is left.
+        masked_report = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
         gradients = [
             parameter.main_grad.abs().max().item()
             for name, parameter in engine.weights.model.named_parameters()
             if "mtp." in name
         ]
-        return Stepped(losses, weights if torch.distributed.get_rank() == 0 else {}, masked["grad_norm"], gradients)
+        is_first = torch.distributed.get_rank() == 0
+        return Stepped(losses, weights if is_first else {}, masked_report["grad_norm"], gradients)
 
 
-def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
-    """Averaged over micro batches."""
+def _mtp_losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Train one step and return the logged MTP losses, averaged over micro batches."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker.clear()
@@ -375,15 +391,19 @@ def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
     run.engine.weights.prepare()
     if not MTPLossLoggingHelper.tracker:
         return []
-    what, values = ("metrics", "loss_values") if Version("0.19.0") <= INSTALLED else ("loss", "values")
-    getattr(MTPLossLoggingHelper, f"reduce_{what}_in_tracker")()
+    if Version("0.19.0") <= INSTALLED:
+        MTPLossLoggingHelper.reduce_metrics_in_tracker()
+        losses = MTPLossLoggingHelper.tracker["loss_values"]
+    else:
+        MTPLossLoggingHelper.reduce_loss_in_tracker()
+        losses = MTPLossLoggingHelper.tracker["values"]
     num_micro_batches = len(batch["tokens"]) // run.engine.micro_batch_size
-    return (MTPLossLoggingHelper.tracker[values] / num_micro_batches).tolist()
+    return (losses / num_micro_batches).tolist()
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The losses of multi-token prediction on sequences in rows of their own, on the left or the right, and packed."""
+    """MTP losses of rows padded on the right, padded on the left, and packed."""
 
     right: list[float]
     left: list[float]
@@ -392,29 +412,30 @@ class Packed:
 
 
 def pack_sequences(case: Case, path: Path) -> Packed:
-    """Each way in one micro batch, whose tokens Megatron takes the mean of."""
+    """Run each arrangement as one micro batch, because Megatron takes the mean per micro batch."""
     with running(path, case.config()) as run:
         load_canonical(run, path)
-        run.engine.set_learning_rate(0.0)
+        run.engine.set_learning_rate(0.0)  # all arrangements see the same weights
         run.actor.transformer_config.moe_router_bias_update_rate = 0.0
-        losses, given = [], padded_batches.batches()
-        for way in ("right", "left", "packed"):
-            run.engine.micro_batch_size = len(given[way]["tokens"])
-            is_refused = way == "packed" and run.engine.limits.no_packing
+        losses = []
+        batches = padded_batches.batches()
+        for arrangement in ("right", "left", "packed"):
+            run.engine.micro_batch_size = len(batches[arrangement]["tokens"])
+            is_refused = arrangement == "packed" and run.engine.limits.no_packing
             with pytest.raises(BatchError, match="2 MTP layers") if is_refused else nullcontext():
-                losses.append(_losses_of_step(run, given[way]))
-        losses += [[]] * (3 - len(losses))
+                losses.append(_mtp_losses_of_step(run, batches[arrangement]))
+        losses += [[]] * (3 - len(losses))  # a refused arrangement has no losses
         return Packed(*losses, run.engine.limits.no_packing)
 
 
 @dataclass(frozen=True)
 class Biases:
-    """The biases in bfloat16 training.
+    """Router biases in bfloat16 training.
 
     Attributes:
-        stay: whether a step leaves them in their memory.
-        moved_by: the largest difference that it makes to each.
-        reference_is_same: whether a model that copied the weights scores as the actor did.
+        stay: whether a step leaves them at the same address.
+        moved_by: largest change in one step, one per bias.
+        reference_is_same: whether a model with copied weights scores like the actor.
     """
 
     dtypes: set[torch.dtype]
@@ -428,6 +449,7 @@ def step_in_bfloat16(path: Path) -> Biases:
         load_canonical(run, path)
         biases = {name: bias for name, bias in run.engine.weights.model.named_weights() if name.endswith("expert_bias")}
         before = {name: bias.clone() for name, bias in biases.items()}
+        # Peers read the biases at these addresses.
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
         reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
@@ -446,23 +468,25 @@ def step_in_bfloat16(path: Path) -> Biases:
 @pytest.mark.parametrize(
     ("num_ranks", "name"), [(num_ranks, name) for num_ranks, cases in BIASED.items() for name in cases]
 )
-def test_the_bias_moves_by_counts(
+def test_router_bias_follows_token_counts(
     launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
 ) -> None:
-    """By the update rate towards experts that got fewer tokens than the mean; the decoder's counts by transformers."""
     model = BIASED[num_ranks][name].model
-    initial, counts = read_canonical(paths[model]), count_tokens(model)
-    found = launched(num_ranks)[f"{name}, biased"][0].weights
+    initial = read_canonical(paths[model])
+    counts = count_tokens(model)
+    actual = launched(num_ranks)[f"{name}, biased"][0].weights
     assert counts
     for layer, count in counts.items():
         tensor = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        close(found[tensor], initial[tensor] + UPDATE_RATE * torch.sign(count.mean() - count), tensor, 1e-7)
+        # Towards experts below the mean token count.
+        assert_close(actual[tensor], initial[tensor] + UPDATE_RATE * torch.sign(count.mean() - count), tensor, 1e-7)
 
 
 @functools.cache
 def count_tokens(model_name: str) -> dict[int, torch.Tensor]:
-    """Decoder layer -> tokens of the batch that each of its experts gets, by transformers."""
-    model, counts = reference_model(model_name), {}
+    """Map each decoder layer to the tokens per expert, counted in transformers."""
+    model = reference_model(model_name)
+    counts = {}
     for layer, block in enumerate(model.model.layers):
         if hasattr(block.mlp, "gate"):
 
@@ -481,60 +505,61 @@ PREDICTING = [
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
-def test_losses_of_multi_token_prediction_are_those_of_transformers_layers(
+def test_mtp_losses_equal_transformers_layers(
     launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
 ) -> None:
     model = BIASED[num_ranks][name].model
     batch = {**make_batch(), "mask": MASK.expand(BATCH, -1)}
     expected = mtp_losses(paths[model], reference_model(model), batch)
-    logged = [found.losses for found in launched(num_ranks)[f"{name}, biased"] if found.losses]
+    logged = [result.losses for result in launched(num_ranks)[f"{name}, biased"] if result.losses]
     assert logged
     assert all(losses == pytest.approx(expected, abs=1e-4) for losses in logged)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
-def test_multi_token_prediction_learns(
+def test_a_training_step_changes_all_mtp_weights(
     launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
 ) -> None:
     case = BIASED[num_ranks][name]
-    initial, found = read_canonical(paths[case.model]), launched(num_ranks)[f"{name}, biased"][0].weights
-    assert len([tensor for tensor in found if not tensor.endswith("bias")]) > 10 * case.num_mtp_layers
-    assert [tensor for tensor, values in found.items() if torch.equal(values, initial[tensor])] == []
+    initial = read_canonical(paths[case.model])
+    trained = launched(num_ranks)[f"{name}, biased"][0].weights
+    assert len([tensor for tensor in trained if not tensor.endswith("bias")]) > 10 * case.num_mtp_layers
+    assert [tensor for tensor, values in trained.items() if torch.equal(values, initial[tensor])] == []
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
-def test_multi_token_prediction_learns_nothing_from_a_batch_without_labels(
+def test_mtp_learns_nothing_from_a_batch_without_labels(
     launched: Callable[[int], Outcomes], num_ranks: int, name: str
 ) -> None:
-    """And the others' gradients are finite."""
-    found = launched(num_ranks)[f"{name}, biased"]
-    assert all(math.isfinite(one.masked_norm) for one in found)
-    gradients = [largest for one in found for largest in one.masked_gradients]
+    ranks = launched(num_ranks)[f"{name}, biased"]
+    assert all(math.isfinite(rank.masked_norm) for rank in ranks)
+    gradients = [largest for rank in ranks for largest in rank.masked_gradients]
     assert gradients
     assert max(gradients) == 0
 
 
-def test_multi_token_prediction_learns_neither_padding_nor_across_sequences(
+def test_mtp_does_not_learn_padding_or_across_sequences(
     launched: Callable[[int], Outcomes],
 ) -> None:
     for num_layers in ("one mtp layer", "two mtp layers"):
-        for found in launched(2)[num_layers]:
-            assert found.left == found.right
-            assert min(found.right) > 0
-    assert all(found.packed == pytest.approx(found.right, abs=1e-5) for found in launched(2)["one mtp layer"])
-    assert all("2 MTP layers" in found.no_packing for found in launched(2)["two mtp layers"])
+        for losses in launched(2)[num_layers]:
+            assert losses.left == losses.right
+            assert min(losses.right) > 0
+    # Only one MTP layer supports packing.
+    assert all(losses.packed == pytest.approx(losses.right, abs=1e-5) for losses in launched(2)["one mtp layer"])
+    assert all("2 MTP layers" in losses.no_packing for losses in launched(2)["two mtp layers"])
 
 
-def test_a_model_without_multi_token_prediction_logs_no_loss_of_it(launched: Callable[[int], Outcomes]) -> None:
-    assert [found.losses for found in launched(2)["deepseek_v3 tp2, biased"]] == [[], []]
+def test_a_model_without_mtp_logs_no_mtp_loss(launched: Callable[[int], Outcomes]) -> None:
+    assert [result.losses for result in launched(2)["deepseek_v3 tp2, biased"]] == [[], []]
 
 
-def test_the_bias_is_float32_and_stays_where_it_is_in_bfloat16_training(launched: Callable[[int], Outcomes]) -> None:
+def test_router_bias_stays_float32_at_its_address_in_bfloat16_training(launched: Callable[[int], Outcomes]) -> None:
     for biases in launched(2)["bfloat16"]:
         assert biases.dtypes == {torch.float32}
         assert biases.stay
         assert biases.moved_by == pytest.approx([UPDATE_RATE] * len(biases.moved_by), abs=1e-6)
 
 
-def test_a_reference_of_bfloat16_training_scores_the_same(launched: Callable[[int], Outcomes]) -> None:
+def test_a_reference_scores_like_a_bfloat16_actor(launched: Callable[[int], Outcomes]) -> None:
     assert all(biases.reference_is_same for biases in launched(2)["bfloat16"])

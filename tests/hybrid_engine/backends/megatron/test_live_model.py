@@ -1,4 +1,4 @@
-"""What is refused of a live model and its values, what is pending on them, and private names that are used."""
+"""Live Megatron models: refused settings and values, pending gathers, private names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of, running
 from tests.zoo.tiny_models import save_model
 
 
-def test_every_setting_that_does_not_go_with_a_switch_is_named_at_once() -> None:
+def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
     chunk = torch.nn.Module()
     chunk.config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
     chunk.config.fp8_param = True
@@ -48,7 +48,8 @@ TP2 = {"tensor_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MLP_WEIGHTS = [f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in range(2) for half in (1, 2)]
-OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+# Change of config.json that the Megatron model lacks -> parameters the error must name.
+MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "wider": ({"intermediate_size": 48}, MLP_WEIGHTS),
     "narrower": ({"intermediate_size": 32}, MLP_WEIGHTS),
     "fewer layers": ({"num_hidden_layers": 1, "layer_types": None}, ["model.layers.1.input_layernorm.weight"]),
@@ -57,7 +58,6 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "vocabulary": ({"vocab_size": 1000}, ["embedding.word_embeddings.weight"]),
     "hidden": ({"hidden_size": 48}, ["decoder.final_layernorm.weight"]),
 }
-"""What the table's model has in place of Megatron's, and what is named."""
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 @dataclass(frozen=True)
 class Gathers:
-    """Buffers by name, as optimizer steps with overlapping gathers leave them.
+    """Buffers by name after optimizer steps with overlapping gathers.
 
     Attributes:
-        stale, ready: before and after `prepare`, by step.
-        again: after another `prepare`, for which nothing is pending.
+        stale, ready: before and after `prepare`, one entry per step.
+        again: after a second `prepare` with nothing pending.
     """
 
     stale: list[dict[str, torch.Tensor]]
@@ -90,7 +90,8 @@ def follow_gathers(path: Path) -> Gathers:
         def buffers() -> dict[str, torch.Tensor]:
             return {name: flat.clone() for name, flat in run.engine.weights.buffers().items()}
 
-        stale, ready = [], []
+        stale = []
+        ready = []
         for _ in range(2):
             run.engine.train_step(batch, lambda _batch, log_probs: (-log_probs.mean(), {}))
             stale.append(buffers())
@@ -100,24 +101,24 @@ def follow_gathers(path: Path) -> Gathers:
         return Gathers(stale, ready, buffers())
 
 
-def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+def differing_names(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
 def test_prepare_finishes_pending_gathers(outcomes: Outcomes) -> None:
-    """Without it a data parallel replica still holds the other rank's old weights; once more it changes nothing."""
     first, second = outcomes["gathers"]
     for step in range(2):
-        assert differing(first.stale[step], second.stale[step]), "they agree before prepare: this test shows nothing"
-        assert differing(first.stale[step], first.ready[step])
-        assert differing(second.stale[step], second.ready[step])
-        assert differing(first.ready[step], second.ready[step]) == []
-    for found in outcomes["gathers"]:
-        assert differing(found.again, found.ready[-1]) == []
+        # Before prepare, each data parallel replica holds old weights of the other rank's part.
+        assert differing_names(first.stale[step], second.stale[step]), "replicas agree before prepare"
+        assert differing_names(first.stale[step], first.ready[step])
+        assert differing_names(second.stale[step], second.ready[step])
+        assert differing_names(first.ready[step], second.ready[step]) == []
+    for gathers in outcomes["gathers"]:
+        assert differing_names(gathers.again, gathers.ready[-1]) == []
 
 
 def refuse_values(path: Path) -> str:
-    """The message about NaN and infinite weights; large ones are none."""
+    """Return the error about NaN and infinite weights; large finite weights pass."""
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         weights = run.engine.weights
         weights.check_values()
@@ -126,7 +127,7 @@ def refuse_values(path: Path) -> str:
         kept = large.detach().clone()
         with torch.no_grad():
             large.fill_(1e38)
-            weights.check_values()  # their sum is infinite, they are not
+            weights.check_values()  # the values are finite, their sum overflows
             large.copy_(kept)
             named["decoder.layers.1.self_attention.linear_qkv.weight"][3, :2] = float("nan")
             named["decoder.layers.1.self_attention.linear_qkv.weight"][4, 0] = float("-inf")
@@ -136,7 +137,7 @@ def refuse_values(path: Path) -> str:
         return str(caught.value)
 
 
-def test_bad_values_are_named_with_their_rank_and_number(outcomes: Outcomes) -> None:
+def test_non_finite_values_are_reported_with_rank_and_count(outcomes: Outcomes) -> None:
     for rank, message in enumerate(outcomes["values"]):
         assert "(2)" in message
         assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in message
@@ -146,8 +147,9 @@ def test_bad_values_are_named_with_their_rank_and_number(outcomes: Outcomes) -> 
 
 
 def refuse_other_models(path: Path) -> dict[str, str]:
-    """The messages about tables that are not of Megatron's model."""
-    config, messages = ActorConfig(**{**DENSE_FLOAT32, **TP2}), {}
+    """Return the errors raised for tables of other models."""
+    config = ActorConfig(**{**DENSE_FLOAT32, **TP2})
+    messages = {}
     with parallel_state_of(config):
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
@@ -155,7 +157,7 @@ def refuse_other_models(path: Path) -> dict[str, str]:
 
         hf_config = read_config(path)
         chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())
-        for name, (change, _) in OTHERS.items():
+        for name, (change, _) in MISMATCHES.items():
             with pytest.raises(ParameterMismatchError) as caught:
                 MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
             messages[name] = str(caught.value)
@@ -168,42 +170,43 @@ def refuse_other_models(path: Path) -> dict[str, str]:
 
 
 class AdaptedByOthers(torch.nn.Module):
-    """A layer with Megatron-Bridge's LoRA, as far as names go, which are those of ours."""
+    """A layer with the parameter names of Megatron-Bridge's LoRA, which are also ours."""
 
     def __init__(self, to_wrap: torch.nn.Module) -> None:
         super().__init__()
-        self.to_wrap, self.adapter = to_wrap, torch.nn.ModuleDict({"linear_in": torch.nn.Linear(2, 2, bias=False)})
+        self.to_wrap = to_wrap
+        self.adapter = torch.nn.ModuleDict({"linear_in": torch.nn.Linear(2, 2, bias=False)})
 
 
-def test_an_adapter_that_nobody_would_add_is_refused(outcomes: Outcomes) -> None:
+def test_an_adapter_that_is_not_configured_is_refused(outcomes: Outcomes) -> None:
     layer = "decoder.layers.0.self_attention.linear_proj"
     for messages in outcomes["models"]:
         for name in ("to_wrap.weight", "adapter.linear_in.weight"):
             assert f"{layer}.{name}: " in messages["adapted by others"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_parameter_that_does_not_fit_is_named(outcomes: Outcomes, name: str) -> None:
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_every_mismatched_parameter_is_named(outcomes: Outcomes, name: str) -> None:
     for messages in outcomes["models"]:
-        assert [named for named in OTHERS[name][1] if named not in messages[name]] == []
+        assert [parameter for parameter in MISMATCHES[name][1] if parameter not in messages[name]] == []
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
-def test_the_installed_megatron_has_the_name(private: PrivateName) -> None:
-    """An older one that is supported does without it."""
-    is_there = not private.since or Version(private.since) <= INSTALLED
-    assert exists(private) == is_there, private.reason
+def test_private_names_exist_in_the_installed_megatron(private: PrivateName) -> None:
+    # Older supported versions work without the name.
+    is_expected = not private.since or Version(private.since) <= INSTALLED
+    assert exists(private) == is_expected, private.reason
 
 
-def test_names_came_with_a_supported_version() -> None:
-    """Otherwise nothing would show that the backend works without them."""
-    oldest, newest = Version(CORE_VERSIONS[0]), Version(CORE_VERSIONS[-1])
+def test_private_names_are_newer_than_the_oldest_supported_version() -> None:
+    oldest = Version(CORE_VERSIONS[0])
+    newest = Version(CORE_VERSIONS[-1])
+    # Otherwise no supported version would test the backend without the name.
     assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)
 
 
 class _Output(torch.nn.Module):
-    """An output layer of two ranks' four rows each, of which this is the second's, or all of them, as autograd gets
-    them from one that gathers."""
+    """Output layer of the second of two ranks; `hidden` holds the logits of both, four each."""
 
     output_size_per_partition = 4
 
@@ -227,11 +230,12 @@ class _Gathered(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["asked for", "parallel_output=False"])
-def test_tokens_that_pad_the_vocabulary_have_no_probability(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
-    """Nor a gradient; and what was gathered is not written to, which autograd would refuse."""
+def test_padding_tokens_have_no_probability(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
+    # Holds rows 4 to 7.
     monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_rank", lambda: 1)
     model = torch.nn.Module()
-    model.post_process, model.output_layer = True, _Output(always)
+    model.post_process = True
+    model.output_layer = _Output(always)
     hide_padding([model], vocab_size=6)
     hidden = torch.zeros(2, 8, requires_grad=True)
     if not always:
@@ -239,5 +243,6 @@ def test_tokens_that_pad_the_vocabulary_have_no_probability(monkeypatch: pytest.
         assert split.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]] * 2
     gathered, _ = model.output_layer(hidden, **({} if always else {"runtime_gather_output": True}))
     assert gathered.shape == (2, 6)
+    # Autograd would refuse an in-place write to the gathered logits.
     gathered.logsumexp(-1).sum().backward()
     torch.testing.assert_close(hidden.grad, torch.tensor([[1 / 6] * 6 + [0.0] * 2] * 2))

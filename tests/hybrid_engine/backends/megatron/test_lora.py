@@ -1,4 +1,4 @@
-"""Adapters and frozen weights on the training side, on real ranks; switches with them are in the matrix."""
+"""Adapters and frozen weights in Megatron on real ranks; the matrix switches with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def train_adapters(path: Path) -> dict[str, Any]:
-    """Three steps in every layout: losses, what changed, and how far the merged model is from the adapted one."""
+    """Train three steps in every layout; see `_train` for the results."""
     results = {}
     for name, layout in LAYOUTS.items():
         with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
@@ -39,7 +39,7 @@ def train_adapters(path: Path) -> dict[str, Any]:
 
 
 def _start_alike(run: Any) -> None:
-    """The same matrices A in every layout; else they depend on how much each layout drew before."""
+    """Set the same matrices A in every layout; random ones depend on the layout."""
     from megatron.core import parallel_state
 
     for name, parameter in run.engine.weights.model.named_parameters():
@@ -55,11 +55,12 @@ def _start_alike(run: Any) -> None:
 
 
 def _train(run: Any) -> dict[str, Any]:
+    """Return losses, changed parameters, and the error of the merged model."""
     weights = run.engine.weights
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
     losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
-    with other_torch_modes():
+    with other_torch_modes():  # merging must not depend on the caller's modes
         weights.prepare()
     changed = {
         name
@@ -72,16 +73,18 @@ def _train(run: Any) -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in weights.model.named_parameters():
             if name.endswith(".adapter.linear_out.weight"):
+                # Without adapters, the merged weights must give the adapted logits.
                 parameter.zero_()
         for name, weight in weights.model.named_weights():
             weight.copy_(sums[name])
     from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
-    sick = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
-    dict(weights.model.named_parameters())[sick].data[0, 0] = torch.nan
+    poisoned = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
+    # In a matrix that is not sent by itself.
+    dict(weights.model.named_parameters())[poisoned].data[0, 0] = torch.nan
     with pytest.raises(WeightError) as caught:
         weights.check_values()
     return {
-        "nan": sick in str(caught.value),
+        "nan": poisoned in str(caught.value),
         "losses": losses,
         "changed": changed,
         "adapters": {name for name in before if ".adapter." in name},
@@ -92,7 +95,7 @@ def _train(run: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By rank, what each of the three brought back."""
+    """Results of the three calls, by rank."""
     directory = tmp_path_factory.mktemp("adapters")
     path = save_model(directory / "model", "qwen3")
     calls = {
@@ -104,27 +107,26 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 
 def test_adapters_train_and_are_merged(outcomes: Outcomes) -> None:
-    """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
     results = outcomes["trained"]
-    expected = results[0]["dp2"]["losses"]
+    expected = results[0]["dp2"]["losses"]  # every layout trains the same
     for result in results:
-        for name, seen in result.items():
-            assert seen["losses"][0] > seen["losses"][-1]
-            assert seen["losses"] == pytest.approx(expected, abs=1e-5), name
-            assert seen["adapters"], name
-            assert seen["changed"] == seen["adapters"], name
-            assert seen["from merged"] < 1e-4, name
-            assert seen["nan"], name
+        for name, outcome in result.items():
+            assert outcome["losses"][0] > outcome["losses"][-1]
+            assert outcome["losses"] == pytest.approx(expected, abs=1e-5), name
+            assert outcome["adapters"], name
+            assert outcome["changed"] == outcome["adapters"], name
+            assert outcome["from merged"] < 1e-4, name
+            assert outcome["nan"], name
 
 
 def save_and_load(path: Path, out: Path) -> dict[str, Any]:
-    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again; and
-    what a reference computes, which has the sums without adapters, also once training went on."""
+    """Train, save a Hugging Face checkpoint, load it; return logit differences."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
-        weights, job = run.engine.weights, Job.join(60)
+        weights = run.engine.weights
+        job = Job.join(60)
         batch = token_batch(0, 4, 12)
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
@@ -138,6 +140,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         read = run.engine.logits(batch["tokens"])
         run.engine.train_step(batch, negative_log_likelihood)
         moved = run.engine.logits(batch["tokens"])
+        # The reference holds the weights merged before the last step.
         stays = torch.equal(frozen, reference.logits(batch["tokens"]))
     return {
         "difference": float((read - trained).abs().max()),
@@ -148,7 +151,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: Outcomes) -> None:
+def test_checkpoints_and_references_hold_merged_weights(outcomes: Outcomes) -> None:
     for result in outcomes["read"]:
         assert result["difference"] < 1e-5 < result["spread"]
         assert result["of reference"] < 1e-5 < result["moved"]
@@ -156,7 +159,7 @@ def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: Outcomes) -> None:
 
 
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
-    """Which parameters a step leaves as they are; messages for what cannot be frozen or adapted."""
+    """Return whether each parameter is frozen, and the errors for names that match nothing."""
     frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
         kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.model.named_parameters()}
@@ -172,7 +175,7 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     return kept, messages
 
 
-def test_frozen_parameters_and_wrong_names(outcomes: Outcomes) -> None:
+def test_frozen_parameters_stay_and_unknown_names_are_refused(outcomes: Outcomes) -> None:
     for kept, messages in outcomes["frozen"]:
         assert {name for name, is_kept in kept.items() if is_kept} == {
             name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))

@@ -1,4 +1,4 @@
-"""Megatron's configuration objects: what overrides become in them, what it refuses, which fused kernels are on."""
+"""Megatron's configuration objects: overrides, refusals and fused kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configs_of(**actor: Any) -> MegatronConfigs:
     return megatron_configs(config, train_sizes(config, 1), table_for(tiny_config("llama")))
 
 
-def test_overrides_come_last_and_name_dtypes_and_members() -> None:
+def test_overrides_win_and_convert_dtypes_and_enum_members() -> None:
     configs = configs_of(
         overrides={
             "transformer": {
@@ -50,7 +50,7 @@ def test_overrides_come_last_and_name_dtypes_and_members() -> None:
     assert configs.ddp.grad_reduce_in_fp32 is False
 
 
-def test_without_overrides_every_field_is_what_it_was() -> None:
+def test_an_override_by_the_default_changes_no_field() -> None:
     plain, again = (
         {name: value for name, value in vars(configs.transformer).items() if not callable(value)}
         for configs in (configs_of(), configs_of(overrides={"transformer": {"hidden_dropout": 0.0}}))
@@ -58,7 +58,7 @@ def test_without_overrides_every_field_is_what_it_was() -> None:
     assert plain == again
 
 
-def test_what_megatron_refuses_is_said_of_all_its_configurations_at_once() -> None:
+def test_refusals_by_megatron_are_collected_over_all_configurations() -> None:
     refused = {
         "transformer": {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
         "ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True},
@@ -69,16 +69,17 @@ def test_what_megatron_refuses_is_said_of_all_its_configurations_at_once() -> No
     )
     with pytest.raises(ConfigError, check=expected) as caught:
         configs_of(overrides=refused)
-    assert "ValueError: CPU offloading can be done only for layers less than" in str(caught.value)  # Megatron's own
+    # Megatron's own sentence.
+    assert "ValueError: CPU offloading can be done only for layers less than" in str(caught.value)
 
 
-def test_a_field_of_models_of_another_kind_is_refused() -> None:
+def test_an_override_of_another_model_kind_is_refused() -> None:
     expected = has_violations(("actor_config.overrides.transformer", "refused-by-megatron"))
     with pytest.raises(ConfigError, match="cache_mla_latents", check=expected):
         configs_of(overrides={"transformer": {"cache_mla_latents": True}})
 
 
-def test_what_only_transformer_engine_recomputes_is_refused_without() -> None:
+def test_recomputation_that_needs_transformer_engine_is_refused() -> None:
     expected = has_violations(("actor_config.recompute_modules", "needs-transformer-engine"))
     with pytest.raises(ConfigError, match="layernorm, mla_up_proj", check=expected):
         configs_of(recompute_granularity="selective", recompute_modules=["mlp", "layernorm", "mla_up_proj"])
@@ -94,13 +95,13 @@ def config_of(family: str) -> TransformerConfig:
     )
 
 
-def on(config: TransformerConfig) -> list[str]:
+def enabled_fusions(config: TransformerConfig) -> list[str]:
     return [name for name in (*FUSED, "masked_softmax_fusion", "persist_layer_norm") if getattr(config, name)]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Megatron's configuration alone; nothing is built on it. Without apex."""
+    """Make Megatron's configuration see a GPU, without apex; nothing is built on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda *_: None)
 
@@ -110,33 +111,37 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", ["bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"]),
         ("qwen3_moe", ["bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"]),
-        ("gemma2", ["bias_dropout_fusion", "apply_rope_fusion"]),  # GeGLU
-        ("glm", ["bias_activation_fusion", "bias_dropout_fusion"]),  # interleaved
-        ("deepseek_v3", ["bias_activation_fusion", "bias_dropout_fusion"]),  # latent
+        ("gemma2", ["bias_dropout_fusion", "apply_rope_fusion"]),  # GeGLU has no fused activation
+        ("glm", ["bias_activation_fusion", "bias_dropout_fusion"]),  # interleaved rotary dimensions
+        ("deepseek_v3", ["bias_activation_fusion", "bias_dropout_fusion"]),  # latent attention
     ],
 )
-def test_with_transformer_engine(gpu: None, monkeypatch: pytest.MonkeyPatch, family: str, expected: list[str]) -> None:
+def test_fusions_with_transformer_engine(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, family: str, expected: list[str]
+) -> None:
     monkeypatch.setattr(megatron_config, "has_transformer_engine", lambda: True)
     config = config_of(family)
-    assert on(config) == expected
+    assert enabled_fusions(config) == expected
     assert config.recompute_granularity is None
-    assert layers._grad_accum_fusion_available or not config.gradient_accumulation_fusion  # or no output layer
+    # Otherwise Megatron refuses to build the output layer.
+    assert layers._grad_accum_fusion_available or not config.gradient_accumulation_fusion
 
 
 @pytest.mark.parametrize("has_apex", [False, True])
-def test_without_transformer_engine_scores_are_computed_again(
+def test_without_transformer_engine_core_attention_is_recomputed(
     gpu: None, monkeypatch: pytest.MonkeyPatch, has_apex: bool
 ) -> None:
     real = importlib.util.find_spec
-    named = {"fused_weight_gradient_mlp_cuda": real("torch") if has_apex else None, "transformer_engine": None}
-    monkeypatch.setattr(megatron_config, "find_spec", lambda name: named[name] if name in named else real(name))
+    # Any spec shows that the package is installed; None, that it is not.
+    specs = {"fused_weight_gradient_mlp_cuda": real("torch") if has_apex else None, "transformer_engine": None}
+    monkeypatch.setattr(megatron_config, "find_spec", lambda name: specs[name] if name in specs else real(name))
     config = config_of("llama")
     accumulating = ["gradient_accumulation_fusion"] if has_apex else []
-    assert on(config) == ["bias_activation_fusion", "bias_dropout_fusion", *accumulating]
+    assert enabled_fusions(config) == ["bias_activation_fusion", "bias_dropout_fusion", *accumulating]
     assert (config.recompute_granularity, config.recompute_modules) == ("selective", ["core_attn"])
 
 
-def test_on_the_cpu_nothing_is_fused() -> None:
+def test_nothing_is_fused_on_the_cpu() -> None:
     config = config_of("llama")
-    assert on(config) == []
+    assert enabled_fusions(config) == []
     assert config.recompute_granularity is None

@@ -1,4 +1,4 @@
-"""Offload with real Megatron optimizers: nearly all bytes leave, and training is bitwise what it is without."""
+"""Offload with Megatron's optimizers: nearly all bytes leave, training stays bitwise the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_lo
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
 
-BF16, REPLICATED = {"params_dtype": "bfloat16"}, {"use_distributed_optimizer": False}
+BF16 = {"params_dtype": "bfloat16"}
+REPLICATED = {"use_distributed_optimizer": False}
 # name -> (model, actor settings, members of the chained optimizer)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "bf16 distributed": ("dense", BF16, 1),
@@ -35,68 +36,75 @@ NUM_STEPS = 3
 
 
 def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[str, Any]:
-    """NUM_STEPS steps, with everything that an offloader can do after each of them, or without."""
+    """Train NUM_STEPS steps; with `offloads`, exercise the offloader after every step."""
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings})) as run:
         load_canonical(run, path)
         run.engine.set_learning_rate(1e-2)
         offloader = MegatronOffloader(run.engine)
-        found: dict[str, Any] = {"losses": [], "alone": [], "left": []}
+        result: dict[str, Any] = {"losses": [], "alone": [], "left": []}
         for number in range(NUM_STEPS):
             batch = share_of(run.engine, token_batch(number, 4, 12))
-            found["losses"].append(run.engine.train_step(batch, negative_log_likelihood)["loss"])
+            result["losses"].append(run.engine.train_step(batch, negative_log_likelihood)["loss"])
             if offloads:
-                found["alone"].append(offload_each_alone(run.engine, offloader))
-                found["left"].append(offload_in_parts(run.engine, offloader))
+                result["alone"].append(offload_each_alone(run.engine, offloader))
+                result["left"].append(offload_in_parts(run.engine, offloader))
         if offloads:
-            found["buffers"] = state_storages(run.engine)
+            result["buffers"] = state_storages(run.engine)
             calls: dict[str, Callable[[], object]] = {
                 "train_step": lambda: run.engine.train_step(batch, negative_log_likelihood),
                 "log_probs": lambda: run.engine.log_probs(batch),
             }
             with closing(Job.join(60)) as job:
-                found["let through"] = let_through(run.engine, run.table.shapes, job, calls)
-        found["digest"] = digests(run.engine)
-        return found
+                result["let through"] = let_through(run.engine, run.table.shapes, job, calls)
+        result["digest"] = digests(run.engine)
+        return result
 
 
 def offload_each_alone(engine: Any, offloader: MegatronOffloader) -> dict[str, list[str]]:
-    """Kind offloaded alone -> kinds that have no bytes on the device then."""
-    gone = {}
+    """Map each kind, offloaded alone, to the kinds without bytes on the device."""
+    absent_kinds = {}
     for kind in KINDS:
         for item in engine.offload_items():
             if item.kind == "grad":
-                item.tensor.fill_(1)  # zeros that nobody touched since they came back have no pages
+                item.tensor.fill_(1)  # zeros not written since they were onloaded have no pages
         offloader.offload({kind})
-        gone[kind] = [other for other, owners in offloader.resident_nbytes().items() if not sum(owners.values())]
+        absent_kinds[kind] = [
+            other for other, owners in offloader.resident_nbytes().items() if not sum(owners.values())
+        ]
         offloader.onload({kind}, wait=False)
         offloader.wait()
-    return gone
+    return absent_kinds
 
 
 def offload_in_parts(engine: Any, offloader: MegatronOffloader) -> tuple[float, list[str]]:
-    """Parameters page by page, then all; back, off and back again. Returns the share of bytes that stayed, and owners
-    of those that nobody accounts for."""
+    """Offload parameters by pages, then everything; onload, offload and onload again.
+
+    Returns the share of bytes that stayed on the device and the owners of unaccounted bytes.
+    """
     total = sum(sum(owners.values()) for owners in offloader.resident_nbytes().values())
     flats = list(engine.weights.buffers().values())
-    assert all(offloader.offload_parts("param", [Part(f, 0, f.numel() // 2) for f in flats]) >= 0 for _ in range(2))
+    halves = [Part(flat, 0, flat.numel() // 2) for flat in flats]
+    for _ in range(2):  # the second call finds nothing left to move
+        assert offloader.offload_parts("param", halves) >= 0
     offloader.offload()
     reached = reachable(model=engine.chunks, optimizer=engine.optimizer)
     left = residual(engine.offload_items(), reached)
     offloader.onload({"param"}, read_only=True)
+    # Host copies are still valid after a read-only onload.
     assert offloader.offload({"param"}).copied_nbytes == {"param": 0}
     offloader.onload()
     return sum(left.values()) / total, [owner for owner in left if owner.startswith(UNACCOUNTED)]
 
 
 def state_storages(engine: Any) -> tuple[int, bool]:
-    """Number of storages that the optimizer's items lie in, and whether all of them are elastic."""
+    """Return the number of storages of optimizer state, and whether all are elastic."""
     tensors = [item.tensor for item in engine.offload_items() if item.kind == "optimizer"]
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(storages), all(exported_buffer_of(tensor) is not None for tensor in tensors)
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """Of every parameter, main param and moment, by name."""
+    """Digest of every parameter, main parameter and moment, by name."""
     from megatron_patches import optimizer_tensors
 
     tensors = dict(engine.weights.model.named_parameters())
@@ -105,7 +113,7 @@ def digests(engine: Any) -> dict[str, str]:
 
 
 def run_cases(paths: dict[str, Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """On every rank, for each case: (without, with offloading)."""
+    """Run each case on this rank, first without and then with offloading."""
     return {
         name: (run_case(paths[model], settings, offloads=False), run_case(paths[model], settings, offloads=True))
         for name, (model, settings, _) in CASES.items()
@@ -123,7 +131,7 @@ def outcomes(
     return engines.launch(run_cases, 2, paths)
 
 
-def test_steps_with_offloading_are_bitwise_those_without(outcomes: list[dict[str, Any]]) -> None:
+def test_offloading_does_not_change_training(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         for name in CASES:
             without, with_offloading = rank[name]
@@ -141,19 +149,19 @@ def test_99_percent_of_the_bytes_leave_and_the_rest_is_accounted_for(outcomes: l
                 assert unaccounted == [], name
 
 
-def test_nothing_uses_what_a_publisher_has_taken_off_the_device(outcomes: list[dict[str, Any]]) -> None:
+def test_no_call_uses_state_that_a_publisher_offloaded(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         for name in CASES:
             assert rank[name][1]["let through"] == [], name
 
 
-def test_each_kind_leaves_by_itself(outcomes: list[dict[str, Any]]) -> None:
+def test_every_kind_can_be_offloaded_alone(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         for name in CASES:
             assert rank[name][1]["alone"] == [{kind: [kind] for kind in KINDS}] * NUM_STEPS, name
 
 
-def test_state_of_every_optimizer_lies_in_one_elastic_buffer(outcomes: list[dict[str, Any]]) -> None:
+def test_every_optimizer_has_one_elastic_buffer(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         for name, (_, _, num_members) in CASES.items():
             assert rank[name][1]["buffers"] == (num_members, True), name

@@ -1,11 +1,12 @@
-"""The tables against the parameters of megatron-core's Transformer Engine layer specs.
+"""Model tables against the parameters of megatron-core's Transformer Engine layer specs.
 
-How: Transformer Engine itself is a mock (`mock_transformer_engine`: parameter names and shapes, no computation).
-Everything above it is megatron-core's own: its layer specs with `TESpecProvider`, its wrappers around Transformer
-Engine's classes, which decide what is fused, grouped, cut or whole, and GPTModel. For every family, on each of two
-ranks (one after the other in one process, see `fake_ranks`), the adaptor must place each parameter of the model by name
-and shape, and both ranks together must hold every tensor of the checkpoint, whole. Values are not looked at: that is
-done with the local spec (test_experts and others).
+Transformer Engine is a mock (`mock_transformer_engine`: names and shapes, no computation).
+Everything above it is megatron-core's: the layer specs with `TESpecProvider`, the wrappers around
+Transformer Engine's classes, which decide what is fused, grouped and split, and GPTModel.
+
+Two ranks run one after the other in one process (see `fake_ranks`). On each, the adaptor must place
+every parameter by name and shape; both ranks together must hold every checkpoint tensor whole.
+Values are compared with the local spec, in test_experts and others.
 """
 
 from __future__ import annotations
@@ -40,18 +41,22 @@ ETP1 = {"expert_tensor_parallel_size": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A model on two ranks, and some of the names that it must have with Transformer Engine."""
+    """A model on two ranks and some parameter names it must have with Transformer Engine.
+
+    Attributes:
+        settings: fields of Megatron's configuration set after the model is built, because the
+            installed megatron-core may be too old for them.
+        grouped: whether all experts of a rank are one parameter.
+        buffered: whether these parameters lie in a flat buffer of DDP.
+    """
 
     family: str
     model: dict[str, Any] = field(default_factory=dict)
     actor: dict[str, Any] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of Megatron's configuration, set once the model is built, for this megatron-core may be too old for them."""
     grouped: bool = False
-    """All experts of a rank are one parameter."""
     buffered: bool = False
-    """These parameters lie in a flat buffer of DDP."""
 
 
 DENSE_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
@@ -95,15 +100,15 @@ CASES = {
 
 @dataclass(frozen=True)
 class RankView:
-    """What a rank has.
+    """State of one rank.
 
     Attributes:
         layout: the adaptor's records.
-        shapes: of all parameters, by names with the numbers of the whole model.
-        unlisted: what the model refers to and the adaptor's buffers do not have.
-        moved: parameters that `moved` names once the experts of the first layer have other memory.
-        no_packing: why rows of several sequences are refused.
-        packed: what Megatron gets for such rows, and what shape it is told; nothing where they are refused.
+        shapes: of all parameters, by the names in the whole model.
+        unlisted: tensors reachable from the model but missing in the adaptor's buffers.
+        moved: result of `moved` after the experts of the first layer got other memory.
+        no_packing: reason why rows with several sequences are refused, or "".
+        packed: Megatron's arguments and communicated shape for such rows; empty if refused.
     """
 
     layout: Layout
@@ -118,7 +123,7 @@ NUM_RANKS = 2
 
 
 def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, list[RankView]]:
-    """In a process of its own."""
+    """Build the cases on all ranks; runs in a separate process because of the mock."""
     mock_transformer_engine.install()
     return {name: [view_of(case, paths[name], rank) for rank in range(NUM_RANKS)] for name, case in cases.items()}
 
@@ -132,16 +137,16 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         from hybrid_engine.trainer.megatron import build
         from tests.harness.reachable import reachable
 
-        # which is otherwise said of GPUs only
+        # Without a GPU Transformer Engine counts as missing.
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
         table = table_for(read_config(path))
         chunks, _ = build.build_model(config, table, read_config(path), NUM_RANKS, weights_only=True)
         vars(chunks[0].config).update(case.settings)
-        grouped = [
-            module for module in chunks[0].modules() if isinstance(module, mock_transformer_engine.GroupedLinear)
-        ]
-        for module in grouped if case.grouped else ():
-            module.group_weights()
+        modules = list(chunks[0].modules())
+        grouped = [module for module in modules if isinstance(module, mock_transformer_engine.GroupedLinear)]
+        if case.grouped:
+            for module in grouped:
+                module.group_weights()
         if case.buffered:
             chunks = [in_expert_buffer(chunks[0], [module.weight for module in grouped])]
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
@@ -150,11 +155,12 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         shapes = {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()}
         listed = {storage_of(name, flat)[1] for name, flat in adaptor.buffers().items()}
         unlisted = [
-            found.owner
-            for found in reachable(model=chunks)
-            if not found.stays and storage_of(found.owner, found.tensor)[1] not in listed
+            tensor.owner
+            for tensor in reachable(model=chunks)
+            if not tensor.stays and storage_of(tensor.owner, tensor.tensor)[1] not in listed
         ]
         if case.grouped:
+            # DDP and optimizers replace the memory behind a GroupedTensor.
             grouped[0].weight.rowwise_data = grouped[0].weight.rowwise_data.clone()
         return RankView(layout, shapes, unlisted, adaptor.model.moved(), *packed_inputs(chunks))
 
@@ -163,25 +169,30 @@ SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]]
 
 
 def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
-    """A recorder of what the engine would pass on: nothing here computes."""
+    """Return the reason packing is refused, and the arguments the engine would pass."""
     from hybrid_engine.trainer.megatron.pipeline_engine import ModelInputs
 
-    inputs, rows = ModelInputs(chunks), Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
+    inputs = ModelInputs(chunks)
+    rows = Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
     if inputs.no_packing:
         return inputs.no_packing, {}
     alone = inputs.arguments(Rows(rows.tokens))
-    return "", {**inputs.arguments(rows), "shape": inputs.shape_of(rows), "mask of one": alone["attention_mask"]}
+    return "", {
+        **inputs.arguments(rows),
+        "shape": inputs.shape_of(rows),
+        "mask of one sequence": alone["attention_mask"],
+    }
 
 
-PADDING = 64
-"""Elements between the parameters of a flat buffer."""
+PADDING = 64  # elements between the parameters of a flat buffer
 
 
 def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> torch.nn.Module:
-    """Stands for DDP of megatron-core 0.19: the data of each `GroupedTensor` is a slot of the expert buffer."""
+    """Stand in for DDP of megatron-core 0.19: each `GroupedTensor` is a slot of one flat buffer."""
     from megatron.core.distributed import DistributedDataParallel
 
-    slots, end = {}, 0
+    slots = {}
+    end = 0
     for index, param in enumerate(params):
         start = end + PADDING
         end = start + param.numel()
@@ -191,7 +202,10 @@ def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter
         param.rowwise_data = flat[start:end]
     ddp = DistributedDataParallel.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(ddp)
-    ddp.module, ddp.buffers, ddp.bucket_groups, ddp.expert_parallel_bucket_groups = model, [], [], []
+    ddp.module = model
+    ddp.buffers = []
+    ddp.bucket_groups = []
+    ddp.expert_parallel_bucket_groups = []
     ddp.expert_parallel_buffers = [
         SimpleNamespace(param_data=flat, grad_data=torch.zeros_like(flat), param_index_map=slots)
     ]
@@ -200,57 +214,57 @@ def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter
 
 @pytest.fixture(scope="module")
 def views(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
-    """Case -> its table, and what each rank has."""
+    """Map each case to its table and the views of the ranks."""
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in CASES.items()
     }
-    found = engines.run_alone(views_of_ranks, CASES, paths)
-    return {name: (table_for(read_config(path)), found[name]) for name, path in paths.items()}
+    ranks = engines.run_alone(views_of_ranks, CASES, paths)
+    return {name: (table_for(read_config(path)), ranks[name]) for name, path in paths.items()}
 
 
 Views = dict[str, tuple[ModelTable, list[RankView]]]
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_has_a_case() -> None:
     architectures = {FAMILIES[case.family].transformers.removesuffix("Text") for case in CASES.values()}
-    found = {name for name in TABLES if name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in architectures}
-    assert found == set(TABLES)
+    bases = {name: name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in TABLES}
+    assert {name for name, base in bases.items() if base in architectures} == set(TABLES)
 
 
-def test_all_ranks_hold_the_whole_checkpoint(views: Views) -> None:
+def test_ranks_hold_the_whole_checkpoint_together(views: Views) -> None:
     for name, (table, ranks) in views.items():
         merged = Layout.merge(view.layout for view in ranks)
         assert layout_faults(merged, exact=False) == [], name
         assert merged.tensors == table.shapes, name
 
 
-def test_the_names_are_those_of_transformer_engine(views: Views) -> None:
-    """Not those of the local spec, of which the same test would be true."""
+def test_parameters_have_the_names_of_transformer_engine(views: Views) -> None:
     for name, (_table, ranks) in views.items():
-        of_layers = {
-            rest.removeprefix("transformer_layer.")
-            for view in ranks
-            for parameter in view.shapes
-            if (rest := parameter.split(".", 3)[-1]) != parameter
+        parameters = {parameter for view in ranks for parameter in view.shapes}
+        # "decoder.layers.0.mlp.router.weight" is "mlp.router.weight" in its layer.
+        in_layers = {
+            parameter.split(".", 3)[-1].removeprefix("transformer_layer.")
+            for parameter in parameters
+            if parameter.count(".") >= 3
         }
-        assert [wanted for wanted in CASES[name].names if wanted not in of_layers] == [], name
-        assert not any("local_experts" in parameter for parameter in of_layers), name
+        # The other tests would also pass with the local spec.
+        assert set(CASES[name].names) <= in_layers, name
+        assert not any("local_experts" in parameter for parameter in parameters), name
 
 
-def test_packed_rows_are_one_row_with_the_beginnings_of_sequences(views: Views) -> None:
-    """Never run: Transformer Engine needs a GPU. Attention whose scores are capped is megatron-core's own."""
+def test_packed_rows_become_one_row_with_sequence_offsets(views: Views) -> None:
     for name, (_table, ranks) in views.items():
         for view in ranks:
             if name.startswith("deepseek_v3"):
                 assert "2 MTP layers" in view.no_packing
                 continue
-            packed = view.packed
-            if name == "gemma2":
+            packed = view.packed  # arguments only: Transformer Engine needs a GPU
+            if name == "gemma2":  # capped scores: megatron-core's own attention, with a mask
                 assert packed["attention_mask"].shape == (2, 1, 8, 8)
                 assert packed["shape"] == (2, 8)
-                assert packed["mask of one"].shape == (1, 1, 8, 8)
+                assert packed["mask of one sequence"].shape == (1, 1, 8, 8)
                 continue
-            assert packed["attention_mask"] is packed["mask of one"] is None, name
+            assert packed["attention_mask"] is packed["mask of one sequence"] is None, name
             assert packed["shape"] == (1, 16)
             assert packed["input_ids"].tolist() == [list(range(16))]
             assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2]]
@@ -270,17 +284,17 @@ def test_rows_of_interleaved_experts_lie_in_alternating_blocks(views: Views) -> 
             for shard in view.layout.shards
             if shard.region.tensor.startswith("model.layers.0.mlp.experts.3.") and "down" not in shard.region.tensor
         }
-        first = rank * rows // 2
+        first = rank * rows // 2  # gate and up have rows / 2 each on a rank
         blocks = [(first + row, part) for row in range(0, rows // 2, 2) for part in ("gate_proj", "up_proj")]
         assert [held[block] for block in blocks] == list(range(0, rows, 2))
         assert len(held) == len(blocks) > 2
 
 
-def test_experts_that_are_one_parameter_are_read_one_by_one(views: Views) -> None:
-    _, apart = views["qwen3_moe ep2"]
-    table, together = views["qwen3_moe ep2 one parameter"]
+def test_experts_in_one_parameter_have_separate_records(views: Views) -> None:
+    _, separate = views["qwen3_moe ep2"]
+    table, grouped = views["qwen3_moe ep2 one parameter"]
     num_experts = table.dims.num_experts // NUM_RANKS
-    for rank, (view, other) in enumerate(zip(together, apart, strict=True)):
+    for rank, (view, other) in enumerate(zip(grouped, separate, strict=True)):
         fc1 = "decoder.layers.0.mlp.experts.linear_fc1.weight"
         _, rows, columns = view.shapes[fc1]
         assert (num_experts, rows, columns) == view.shapes[fc1]
@@ -298,12 +312,13 @@ def test_experts_that_are_one_parameter_are_read_one_by_one(views: Views) -> Non
         assert (view.moved, other.moved) == ([fc1], [])
 
 
-def test_experts_that_are_one_parameter_are_read_where_their_buffer_has_them(views: Views) -> None:
-    _, apart = views["qwen3_moe ep2 one parameter"]
+def test_experts_in_one_parameter_are_placed_in_their_flat_buffer(views: Views) -> None:
+    _, separate = views["qwen3_moe ep2 one parameter"]
     _, buffered = views["qwen3_moe ep2 one parameter in a buffer"]
-    for view, other in zip(buffered, apart, strict=True):
+    for view, other in zip(buffered, separate, strict=True):
         experts = [name for name in view.shapes if ".experts.linear_fc" in name]
-        starts, end = {}, 0
+        starts = {}
+        end = 0
         for name in experts:
             starts[name] = end + PADDING
             end = starts[name] + math.prod(view.shapes[name])
@@ -322,7 +337,7 @@ def test_experts_that_are_one_parameter_are_read_where_their_buffer_has_them(vie
         assert view.moved == [experts[0]]
 
 
-def test_projections_to_latent_vectors_are_whole(views: Views) -> None:
+def test_latent_projections_are_not_split(views: Views) -> None:
     table, ranks = views["deepseek_v3 tp2 ep2 etp1"]
     rows = {
         "q_down": table.shapes["model.layers.0.self_attn.q_a_proj.weight"],

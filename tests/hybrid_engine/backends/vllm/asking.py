@@ -1,4 +1,4 @@
-"""An engine of a small model, and what it is asked in every scenario."""
+"""Engines of small models, standard prompts, and injected failures."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 
+# Token ids by prompt and completion.
 Drawn = list[list[tuple[int, ...]]]
-"""Token ids by prompt and completion."""
 
+# KV cache blocks so small that each of LONG fills one, which the prefix cache then keeps.
 SMALL_BLOCKS: dict[str, Any] = {"vllm": {"block_size": 32}}
-"""Of the KV cache, so that each of LONG fills one and the prefix cache has something to keep."""
 
 PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 LONG = [list(range(index, index + 40)) for index in range(3)]
@@ -41,7 +41,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Scored:
-    """A greedy completion with the log-probability of each token."""
+    """A greedy completion with its log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of PROMPTS: greedy completions, and log-probabilities of the prompts themselves."""
+    """Greedy completions of PROMPTS, and log-probabilities of the prompts."""
 
     completions: list[Scored]
     prompts: list[list[float]]
@@ -57,7 +57,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a call."""
+    """Type, message and code of an error."""
 
     kind: str
     message: str
@@ -66,31 +66,37 @@ class Refusal:
 
 @functools.cache
 def job() -> Job:
-    """Of this process, for everything that runs in it. Collective at the first call."""
+    """Return the job of this process. Collective at the first call."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return Job.join(600)
 
 
 def build(
-    directory: str, config: Mapping[str, Any], more: Mapping[str, tuple[int, ...]] | None = None, **settings: Any
+    directory: str,
+    config: Mapping[str, Any],
+    extra_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    **settings: Any,
 ) -> InferenceEngine:
-    """An engine for the model in `directory`, with keys of `generate_config` or other settings. Collective.
+    """Build an engine for the model in `directory`. Collective.
 
-    `more`: shapes of tensors that models with this config do not have.
+    Args:
+        extra_shapes: shapes of tensors that models with this config do not have.
+        settings: keys of `generate_config` and fields of `InferenceSettings`.
     """
     keys = {name: settings.pop(name) for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}}
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
-    chosen = InferenceSettings(directory, generate=generate, **settings)
-    shapes = checkpoint_shapes(config) | dict(more or {})
-    return InferenceEngine(chosen, shapes, job(), dtypes=checkpoint_dtypes(config))
+    engine_settings = InferenceSettings(directory, generate=generate, **settings)
+    shapes = checkpoint_shapes(config) | dict(extra_shapes or {})
+    return InferenceEngine(engine_settings, shapes, job(), dtypes=checkpoint_dtypes(config))
 
 
 @contextlib.contextmanager
 def plain_llm(checkpoint: str, **arguments: Any) -> Iterator[Any]:
-    """A vLLM over all ranks in which nothing is ours but names of shared memory, and that loads by itself."""
+    """Yield a vLLM over all ranks that loads the checkpoint itself."""
     from vllm import LLM
 
+    # Only the worker and the names of shared memory are ours.
     os.environ[ENGINE_TOKEN] = job().agreement.gather(secrets.token_hex(8), str, "naming shared memory")[0]
     llm = LLM(
         checkpoint,
@@ -106,13 +112,14 @@ def plain_llm(checkpoint: str, **arguments: Any) -> Iterator[Any]:
         **arguments,
     )
     del os.environ[ENGINE_TOKEN]
-    llm.llm_engine.engine_core._finalizer.detach()  # at collection it would end the default process group
+    # At garbage collection the finalizer would end the default process group.
+    llm.llm_engine.engine_core._finalizer.detach()
     yield llm
     destroy_groups()
 
 
 def sizes(**chosen: Any) -> InferenceParallelism:
-    """Parallel sizes over all ranks."""
+    """Return parallel sizes over all ranks."""
     return InferenceParallelism(job().world_size, **chosen)
 
 
@@ -125,20 +132,20 @@ def greedy(engine: InferenceEngine, prompts: list[list[int]]) -> list[Scored]:
 
 
 def drawn(engine: InferenceEngine, seed: int | None = None) -> Drawn:
-    """Samples of PROMPTS; from the start of the generator with a seed."""
+    """Sample completions of PROMPTS; a seed restarts the generator first."""
     if seed is not None:
         restart(engine, seed)
     return [[completion.token_ids for completion in row] for row in engine.generate(PROMPTS, SAMPLING)]
 
 
 def restart(engine: InferenceEngine, seed: int) -> None:
-    """Start the generator of requests without a seed anew."""
+    """Restart the generator of requests without a seed."""
     with random_state_kept():
         engine._generator_state = seeded_state(seed)
 
 
 def refusal_of(call: Callable[[], Any]) -> Refusal:
-    """How a call is refused; "no error" where it is not."""
+    """Return the error of a call as a `Refusal`, or "no error"."""
     try:
         call()
     except HybridEngineError as error:
@@ -146,35 +153,36 @@ def refusal_of(call: Callable[[], Any]) -> Refusal:
     return Refusal("no error", "", "")
 
 
-def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The greatest difference of two tensors' elements."""
-    return (one - other).abs().max().item()
+def gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors."""
+    return (left - right).abs().max().item()
 
 
 @contextlib.contextmanager
 def failing(owner: Any, method: str, error: type[BaseException], after: int) -> Iterator[None]:
-    """Inside, `method` does its work so many times; then it raises, or this process gets the signal of Ctrl-C."""
-    original, counted = getattr(owner, method), itertools.count()
+    """Make `method` raise `error` after `after` calls; KeyboardInterrupt comes as SIGINT."""
+    original = getattr(owner, method)
+    calls = itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if next(counted) >= after:
+        if next(calls) >= after:
             if error is KeyboardInterrupt:
                 signal.raise_signal(signal.SIGINT)
             raise error("no memory")
         return original(*args, **kwargs)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    had_own = method in vars(owner)
+    was_set = method in vars(owner)
     setattr(owner, method, call)
     try:
         yield
     finally:
-        setattr(owner, method, original) if had_own else delattr(owner, method)
+        setattr(owner, method, original) if was_set else delattr(owner, method)
         signal.signal(signal.SIGINT, handler)
 
 
 def error_of(call: Callable[[], Any]) -> str | None:
-    """The class of the error that a call raises, of any kind."""
+    """Return the class name of any exception that a call raises, or None."""
     try:
         call()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Layers of a small model whose methods do to weights what kernels want done, and an adaptor for it."""
+"""Layers with made-up weight processing, like vLLM's kernels need it, and an adaptor for them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 
-ROWS, COLUMNS, BLOCK = 12, 8, 4
+ROWS = 12
+COLUMNS = 8
+BLOCK = 4
 
 
-# -- what is done to a layer's weight, of shape [ROWS, COLUMNS] --------------------------------------------------------
+# -- processing of a layer's weight [ROWS, COLUMNS] ------------------------------------------------
 
 
 def transposed(layer: Any, method: Any) -> None:
@@ -32,7 +34,7 @@ def transposed(layer: Any, method: Any) -> None:
 
 
 def shuffled_in_place(layer: Any, method: Any) -> None:
-    """As experts for FlashInfer's TRTLLM kernels: same storage, same shape, other order."""
+    """Like experts for FlashInfer's TRTLLM kernels: same storage and shape, other order."""
     layer.weight.data.copy_(layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS).flip(0, 1).reshape(ROWS, COLUMNS))
 
 
@@ -42,7 +44,7 @@ def padded(layer: Any, method: Any) -> None:
 
 
 def quantised(layer: Any, method: Any) -> None:
-    """Blocks with scales, once; the kernel's object refers to the layer's scales."""
+    """Quantise blocks with scales, once; the kernel's object refers to the layer's scales."""
     if getattr(layer, "_already_called_process_weights_after_loading", False):
         return
     blocks = layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS)
@@ -53,7 +55,7 @@ def quantised(layer: Any, method: Any) -> None:
 
 
 def with_added_tensors(layer: Any, method: Any) -> None:
-    """The weight stays; what is made of it is where no parameter is."""
+    """Keep the weight and store derived tensors outside of parameters."""
     layer.sums = layer.weight.data.sum(1)
     method.tables = [{"squares": layer.weight.data**2}, (layer.weight.data.amax(0),)]
 
@@ -73,12 +75,12 @@ def with_repeated_elements(layer: Any, method: Any) -> None:
 
 
 def with_aliases(layer: Any, method: Any) -> None:
-    """As MLA: views of the weight in other shapes."""
+    """Like MLA: views of the weight in other shapes."""
     replace(layer, upper=layer.weight.data[: ROWS // 2].t(), lower=layer.weight.data[ROWS // 2 :])
 
 
 def untouched(layer: Any, method: Any) -> None:
-    """A new parameter over the same storage, a padding that pads nothing, a kernel without weights."""
+    """New parameter over the same storage, zero-width padding, kernel without weights."""
     layer.weight.data.copy_(layer.weight.data)
     replace(layer, weight=layer.weight.data.contiguous())
     method.kernel = SimpleNamespace(layout="row-major", weight=layer.weight)
@@ -86,19 +88,19 @@ def untouched(layer: Any, method: Any) -> None:
 
 
 def with_halves_swapped(layer: Any, method: Any) -> None:
-    """vLLM's own, of experts for FlashInfer's CUTLASS kernels."""
+    """vLLM's own method for experts of FlashInfer's CUTLASS kernels."""
     from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 
     replace(layer, weight=swap_w13_to_w31(layer.weight.data[None])[0])
 
 
 def in_an_order(layer: Any, method: Any) -> None:
-    """By a tensor that is there before the weights are, and that no buffer is."""
+    """Permute by a tensor that exists before the weights and is not a buffer."""
     replace(layer, weight=layer.weight.data[method.order])
 
 
 def scaled_in_place(layer: Any, method: Any) -> None:
-    """A tensor that was there before, and is no buffer; what it held counts."""
+    """Scale an older tensor in place that is not a buffer; its old values matter."""
     method.scale.mul_(layer.weight.data.abs().amax(1))
 
 
@@ -107,10 +109,11 @@ def added_to_a_buffer(layer: Any, method: Any) -> None:
 
 
 def with_a_constant_filled(layer: Any, method: Any) -> None:
-    """With the same whatever the weights are, as vLLM's default scales; and numbers of the kernel."""
+    """Write constants, like vLLM's default scales, and numbers of the kernel."""
     method.scale.fill_(0.5)
     layer.total.zero_()
-    layer.block, method.kernel = BLOCK, SimpleNamespace(clamp=float("nan"), tiles=[BLOCK, 2 * BLOCK])
+    layer.block = BLOCK
+    method.kernel = SimpleNamespace(clamp=float("nan"), tiles=[BLOCK, 2 * BLOCK])
 
 
 DERIVED = [
@@ -145,7 +148,8 @@ def with_a_number_beside_the_weight(layer: Any, method: Any) -> None:
 
 def with_hidden_memory(layer: Any, method: Any) -> None:
     new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    new.restype = ctypes.py_object
+    new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     method.packed = new(id(layer), None, None)
 
 
@@ -166,7 +170,7 @@ REFUSED = {
 }
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- model -----------------------------------------------------------------------------------------
 
 
 def replace(layer: torch.nn.Module, **tensors: torch.Tensor) -> None:
@@ -177,7 +181,7 @@ def replace(layer: torch.nn.Module, **tensors: torch.Tensor) -> None:
 
 
 def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
-    """A layer with such a method; as vLLM's methods of experts are, those in `AS_MODULES` are modules."""
+    """Return a layer with this processing; methods in `AS_MODULES` are modules."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     bases = (QuantizeMethodBase, torch.nn.Module) if processing in AS_MODULES else (QuantizeMethodBase,)
@@ -206,25 +210,26 @@ def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
 class Model(torch.nn.Module):
     def __init__(self, **processing: Callable[[Any, Any], None]) -> None:
         super().__init__()
-        for name, each in processing.items():
-            self.add_module(name, layer_of(each))
+        for name, process_weights in processing.items():
+            self.add_module(name, layer_of(process_weights))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             getattr(self, name).weight.data.copy_(tensor)
 
     def process(self) -> None:
-        """As vLLM does."""
+        """Process all layers, like vLLM after loading."""
         for layer in self.children():
             layer.quant_method.process_weights_after_loading(layer)
 
     def held(self) -> dict[str, torch.Tensor]:
-        """All tensors in it, by path."""
+        """Return all tensors in the model, by path."""
         modules = dict(self.named_modules())
-        return {path: each for path, each in module_tensors(modules, modules).tensors.items() if each.numel()}
+        tensors = module_tensors(modules, modules).tensors
+        return {path: tensor for path, tensor in tensors.items() if tensor.numel()}
 
     def numbers(self) -> dict[str, float]:
-        """All numbers in it, by path."""
+        """Return all numbers in the model, by path."""
         modules = dict(self.named_modules())
         return module_tensors(modules, modules).numbers
 
@@ -234,7 +239,7 @@ class Model(torch.nn.Module):
 
 
 class Forgetful(WeightMemory):
-    """As vLLM's sleep mode of level 2: all that a model holds is garbage once it was freed, but for buffers."""
+    """Memory like vLLM's sleep mode of level 2: everything freed becomes garbage but buffers."""
 
     frees_all_at_once = True
 
@@ -248,14 +253,14 @@ class Forgetful(WeightMemory):
                 flat_view(tensor.detach()).fill_(3)
 
 
-def built(
+def build_adaptor(
     model: Model,
     keeps_addresses: bool,
     barrier: ProcessingBarrier | None = None,
     rank: int = 0,
     settings: ProcessSettings | None = None,
 ) -> VllmAdaptor:
-    """As vLLM's start-up makes one."""
+    """Build an adaptor like vLLM's start-up."""
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
@@ -272,19 +277,19 @@ def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:
     adaptor.finish_fill()
 
 
-def loaded(processing: Callable[[Any, Any], None], seed: int) -> Model:
-    """After a load of vLLM's own."""
+def load(processing: Callable[[Any, Any], None], seed: int) -> Model:
+    """Return a model after vLLM's own load."""
     model = Model(layer=processing)
     model.load_weights(model.weights(seed).items())
     model.process()
     return model
 
 
-def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def differing_paths(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     return [
         path
-        for path in sorted({*found, *expected})
-        if path not in found or path not in expected or not derivations.same_bytes(found[path], expected[path])
+        for path in sorted({*actual, *expected})
+        if path not in actual or path not in expected or not derivations.same_bytes(actual[path], expected[path])
     ]
 
 

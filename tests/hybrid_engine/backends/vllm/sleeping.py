@@ -1,6 +1,7 @@
-"""vLLM's sleep mode over the software GPU's driver: its allocator and backend, its executor's and worker's methods.
+"""vLLM's sleep mode over the driver of the software GPU.
 
-Only the extension that calls the driver comes in two ways: `compiled`, where vLLM's wheel for CUDA is, and `Ported`.
+Allocator, backend, executor and worker are vLLM's. The extension that calls the driver comes in two
+forms: `compiled`, if vLLM's wheel for CUDA is available, and `Ported`.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ EXTENSION = "cumem_allocator.abi3.so"
 
 @functools.cache
 def compiled() -> SimpleNamespace:
-    """vLLM's extension, of the installed vLLM or of a wheel that `make offline-bundle` downloaded."""
-    for name in ("libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13"):  # it is linked with, and calls nothing of
+    """Load vLLM's extension from the installed vLLM or from a wheel of `make offline-bundle`."""
+    # The extension is linked with these libraries but calls none of their functions.
+    for name in ("libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13"):
         load_compiled(name)
     folder = tempfile.TemporaryDirectory()
     path = Path(folder.name) / EXTENSION
     path.write_bytes(_extension())
     spec = importlib.util.spec_from_file_location("cumem_allocator", path)
     assert spec is not None
-    module, functions = importlib.util.module_from_spec(spec), ctypes.CDLL(str(path))
+    module = importlib.util.module_from_spec(spec)
+    functions = ctypes.CDLL(str(path))
     functions.my_malloc.restype = ctypes.c_void_p
     functions.my_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
     functions.my_free.restype = None
     functions.my_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
     extension = SimpleNamespace(**vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free)
-    extension.folder = folder  # the file is loaded once more, to forget an error
+    extension.folder = folder  # the file is loaded again to clear an error
     return extension
 
 
@@ -60,16 +63,17 @@ def _extension() -> bytes:
 
 
 class Ported:
-    """The extension in Python, call by call: after an error it does nothing until Python has been told."""
+    """Port of the extension to Python; after an error, calls do nothing until it is read."""
 
     def __init__(self, api: ModuleType) -> None:
         self._api = api
         self._driver = CudaDriver(api, torch.device("cpu"))
-        self._slots: dict[int, Any] = {}  # allocation -> where the number of its memory is
+        self._slots: dict[int, Any] = {}  # address -> slot with the handle of its memory
         self._error: DeviceMemoryError | None = None
 
     def init_module(self, malloc: Callable[[tuple[int, ...]], None], free: Callable[[int], tuple[int, ...]]) -> None:
-        self._on_malloc, self._on_free = malloc, free
+        self._on_malloc = malloc
+        self._on_free = free
 
     def my_malloc(self, nbytes: int, device: int, stream: None) -> int | None:
         if self._error:
@@ -97,7 +101,7 @@ class Ported:
         self._raise()
 
     def forget_error(self) -> None:
-        """As a program that writes to the C variable."""
+        """Clear the error, like a write to the C variable."""
         self._error = None
 
     def _create_and_map(self, nbytes: int, address: int, slot: int) -> None:
@@ -110,10 +114,11 @@ class Ported:
         self._call(lambda: self._driver.map(address, nbytes, self._handle(number)))
 
     def _unmap_and_release(self, nbytes: int, address: int, slot: int) -> None:
-        # As in C, where the first call is made whatever was before, and the second is not.
-        before, self._error = self._error, None
+        # Like the C code: an earlier error skips the second call, but not the first.
+        earlier_error = self._error
+        self._error = None
         self._call(lambda: self._driver.unmap(address, nbytes))
-        self._error = self._error or before
+        self._error = self._error or earlier_error
         self._call(lambda: self._driver.release(self._handle(ctypes.c_uint64.from_address(slot))))
 
     def _handle(self, number: ctypes.c_uint64) -> Any:
@@ -127,7 +132,8 @@ class Ported:
                 self._error = error
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error:
             raise RuntimeError(f"CUDA Error: {error}")
 
@@ -144,7 +150,8 @@ class SleepingVllm:
         from vllm.v1.executor import UniProcExecutor
         from vllm.v1.worker.gpu_worker import Worker
 
-        self.driver, self._extension = CudaDriver(api, torch.device("cpu")), extension
+        self.driver = CudaDriver(api, torch.device("cpu"))
+        self._extension = extension
         self.allocator = cumem.CuMemAllocator()
         patch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
         patch.setattr(cumem, "cumem_available", True)
@@ -157,6 +164,7 @@ class SleepingVllm:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        # Segments have the size of a granule.
         patch.setattr(weight_memory, "_LEAST_NBYTES", GRANULE)
         if isinstance(extension, Ported):
             patch.setattr(weight_memory, "_clear_error", extension.forget_error)
@@ -182,7 +190,8 @@ class SleepingVllm:
         self.worker.model_runner = SimpleNamespace(model=self.model)
         self.worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=(), enable_nccl_comm_suspend=False)
         self.worker.vllm_config = SimpleNamespace(model_config=self.worker.model_config)
-        self.worker._sleep_saved_parameters, self.worker._sleep_saved_draft_buffers = {}, {}
+        self.worker._sleep_saved_parameters = {}
+        self.worker._sleep_saved_draft_buffers = {}
         self.worker.get_draft_model = self.worker.synchronize_device = lambda: None
         self._executor = UniProcExecutor.__new__(UniProcExecutor)
         self._executor.sleeping_tags = set()
@@ -190,22 +199,22 @@ class SleepingVllm:
         patch.setattr(internals, "worker_of", lambda _: self.worker)
         patch.setattr(internals, "core_of", lambda _: SimpleNamespace(model_executor=self._executor))
 
-    def is_told(self) -> bool:
-        """Whether its executor knows that it sleeps, and not its worker alone."""
+    def executor_knows(self) -> bool:
+        """Return whether the executor, not just the worker, knows that vLLM sleeps."""
         return bool(self._executor.sleeping_tags)
 
     def sleep(self, level: int) -> None:
-        if level:  # else only requests are paused
+        if level:  # level 0 only pauses requests
             self._executor.sleep(level)
 
     def wake_up(self, tags: list[str]) -> None:
         self._executor.wake_up(tags)
 
     def malloc(self, tag: str = "weights") -> int | None:
-        """One granule, as a pool of torch's allocator takes a segment."""
+        """Allocate one granule, like a segment of a pool in torch's allocator."""
         self.allocator.current_tag = tag
-        found: int | None = self._extension.my_malloc(GRANULE, 0, None)
-        return found
+        address: int | None = self._extension.my_malloc(GRANULE, 0, None)
+        return address
 
     def add(self, name: str, tag: str) -> None:
         address = self.malloc(tag)
@@ -213,12 +222,12 @@ class SleepingVllm:
         self.segments[name] = address
 
     def trim(self, name: str) -> None:
-        """Release a segment, as vLLM does with free ones."""
+        """Release a segment, like vLLM does with free segments."""
         pool = SimpleNamespace(snapshot=lambda: [{"address": self.segments[name], "allocated_size": 0}])
         self.allocator._trim(pool)
 
     def end(self, *names: str) -> None:
-        """End of the pools of these segments; default: of all."""
+        """End the pools of these segments, by default of all."""
         for name in names or list(self.segments):
             self._extension.my_free(self.segments.pop(name), GRANULE, 0, None)
 
@@ -226,23 +235,23 @@ class SleepingVllm:
         return tensor_over(self.segments[segment] + start, 64, torch.device("cpu"), None).view(torch.float32)
 
     def asleep(self) -> list[str]:
-        """By what is mapped, as vLLM says too."""
+        """Return the unmapped segments, after comparing them with vLLM's records."""
         touchable = {address for address, _ in mapped()}
-        found = [name for name, address in self.segments.items() if address not in touchable]
+        unmapped = [name for name, address in self.segments.items() if address not in touchable]
         data = self.allocator.pointer_to_data
-        assert found == [name for name, address in self.segments.items() if data[address].is_asleep]
-        assert virtual_memory().nbytes == (len(self.segments) - len(found)) * GRANULE
-        return found
+        assert unmapped == [name for name, address in self.segments.items() if data[address].is_asleep]
+        assert virtual_memory().nbytes == (len(self.segments) - len(unmapped)) * GRANULE
+        return unmapped
 
     def leave(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
         limit(None)
         self.allocator.wake_up()
         self.end()
         assert virtual_memory() == VirtualMemory()
 
     def _snapshot(self) -> list[dict[str, int]]:
-        """As torch's memory pools give it, of which this much is used."""
+        """Return the fields of a snapshot of torch's memory pools that vLLM uses."""
         used = self.requested.items()
         return [{"address": self.segments[name], "requested_size": nbytes} for name, nbytes in used]
 

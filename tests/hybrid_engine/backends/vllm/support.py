@@ -1,4 +1,4 @@
-"""What the vLLM tests share: random checkpoints of tiny models, filling by records, comparing bit by bit."""
+"""Helpers of the vLLM tests: random checkpoints, filling by records, bitwise comparison."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ LLAMA, QWEN3, QWEN3_MOE = map(served_config, ("llama", "qwen3", "qwen3_moe"))
 def random_weights(
     config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, the same for the same seed."""
+    """Return the tensors of a checkpoint; the same seed gives the same values."""
     generator = torch.Generator().manual_seed(seed)
-    weights, dtypes = {}, checkpoint_dtypes(config)
+    weights = {}
+    dtypes = checkpoint_dtypes(config)
     for name, shape in checkpoint_shapes(config).items():
         values = torch.randn(shape, generator=generator) * 0.1
-        is_norm = "norm" in name or ".ln_" in name
-        own_dtype = getattr(torch, dtypes[name]) if name in dtypes else dtype
-        weights[name] = (values + 1 if is_norm else values).to(own_dtype)
+        is_norm = "norm" in name or ".ln_" in name  # norms are around 1
+        tensor_dtype = getattr(torch, dtypes[name]) if name in dtypes else dtype
+        weights[name] = (values + 1 if is_norm else values).to(tensor_dtype)
     return weights
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> str:
-    """A directory with config.json and nothing else; its name. Every rank may write it."""
+    """Write config.json to a new directory and return the directory. Every rank may call."""
     directory.mkdir(parents=True, exist_ok=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
         (directory / "config.json").write_text(json.dumps(dict(config)))
@@ -50,7 +51,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> str:
-    """A directory that vLLM loads natively; its name. Rank 0 writes."""
+    """Write a checkpoint that vLLM can load, on rank 0, and return its directory."""
     from safetensors.torch import save_file
 
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -62,15 +63,15 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mappin
 def fill_by_records(
     adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3
 ) -> dict[str, torch.Tensor]:
-    """Write whole tensors into vLLM through the layout's records alone; returns the loader-layout parameters."""
-    seen: dict[str, torch.Tensor] = {}
-    with adaptor.observed(lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())):
+    """Write tensors by the layout's records; return the parameters in the loader's layout."""
+    parameters: dict[str, torch.Tensor] = {}
+    with adaptor.observed(lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())):
         write_by_records(adaptor, weights, groups_at_once)
-    return seen
+    return parameters
 
 
 def write_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3) -> None:
-    """As `fill_by_records`, with nobody looking."""
+    """Do the same as `fill_by_records` without observing the parameters."""
     layout = adaptor.layout()
     shards: dict[str, list[Any]] = {}
     for shard in layout.shards:
@@ -88,7 +89,7 @@ def write_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_a
 
 
 def is_ready(adaptor: VllmAdaptor) -> bool:
-    """Whether every group holds committed weights."""
+    """Return whether every group holds committed weights."""
     try:
         adaptor.require_ready()
     except StateError:
@@ -99,15 +100,16 @@ def is_ready(adaptor: VllmAdaptor) -> bool:
 def adaptor_of(
     engine: Any, directory: str, model: Mapping[str, Any], keeps_addresses: bool = False, **changes: Any
 ) -> Any:
-    """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
+    """Make another adaptor in this rank's groups like `InferenceEngine`, without an engine."""
     from vllm.config import set_current_vllm_config
 
     from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
     from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 
     module, config = second_model(engine.settings, engine.rank, directory, **changes)
-    dtype, shapes = config.model_config.dtype, checkpoint_shapes(model)
-    dtypes = {name: getattr(torch, other) for name, other in checkpoint_dtypes(model).items()}
+    dtype = config.model_config.dtype
+    shapes = checkpoint_shapes(model)
+    dtypes = {name: getattr(torch, value) for name, value in checkpoint_dtypes(model).items()}
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
     context = functools.partial(set_current_vllm_config, config)
     process(module, config)
@@ -115,21 +117,21 @@ def adaptor_of(
 
 
 def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
-    """A second model in this rank's groups, loaded and processed by vLLM alone; padding is zero."""
+    """Load and process another model in this rank's groups by vLLM alone, with zero padding."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     module, config = second_model(engine.settings, engine.rank, checkpoint)
     with torch.no_grad(), set_current_vllm_config(config):
         for parameter in module.parameters():
-            parameter.zero_()
+            parameter.zero_()  # padding, which no loader writes
         DefaultModelLoader(config.load_config).load_weights(module, config.model_config)
     process(module, config)
     return module
 
 
 def process(module: torch.nn.Module, config: Any) -> None:
-    """vLLM's post-load processing of a model with this `VllmConfig`."""
+    """Run vLLM's post-load processing on `module`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -137,25 +139,24 @@ def process(module: torch.nn.Module, config: Any) -> None:
         process_weights_after_loading(module, config.model_config, torch.device("cpu"))
 
 
-def held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors that a model computes with, wherever they are, by path."""
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors that a model computes with, by path."""
     modules = dict(module.named_modules())
     return {path: tensor for path, tensor in module_tensors(modules, modules).tensors.items() if tensor.numel()}
 
 
-def misread(model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> list[str]:
-    """Dense layers whose kernels compute with other weights than they were given, whatever they packed them into.
-
-    What a kernel makes of unit vectors is its weight, exactly: each output is one weight and zeros.
-    """
+def misread_layers(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the dense layers whose kernels do not compute with the weights `sent`."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     wrong = []
     for name, layer in model.named_modules():
-        method, weight = getattr(layer, "quant_method", None), given.get(f"{name}.weight")
+        method = getattr(layer, "quant_method", None)
+        weight = sent.get(f"{name}.weight")
         is_dense = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
         if is_dense and weight is not None and weight.ndim == 2:
+            # For unit vectors a kernel returns its weight exactly: each element plus zeros.
             read = method.apply(layer, torch.eye(weight.shape[1], dtype=weight.dtype))
             if not torch.equal(read.to(weight.dtype), weight.t()):
                 wrong.append(name)
@@ -163,7 +164,8 @@ def misread(model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> list[s
 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
-    """Parameters that are missing on one side or differ in any bit."""
+    """Return the parameters that are missing on one side or differ bitwise."""
+    # Bytes are compared, so that equal NaN are no difference.
     return [
         name
         for name in sorted({*ours, *native})
@@ -171,7 +173,7 @@ def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Ten
     ]
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch.equal(
+        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
     )

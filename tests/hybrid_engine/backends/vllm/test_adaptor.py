@@ -1,5 +1,4 @@
-"""The adaptor over a small model in this process, whose linear layer vLLM's own method repacks: memory and failures in
-every state."""
+"""The adaptor over a small model, whose linear layer is repacked by vLLM, in every state."""
 
 from __future__ import annotations
 
@@ -23,11 +22,12 @@ pytestmark = pytest.mark.slow  # imports vLLM
 
 SIZE = 64
 SHAPES = {"linear": (SIZE, SIZE), "norm": (SIZE,)}
-LINEAR_NBYTES, NORM_NBYTES = SIZE * SIZE * 4, SIZE * 4
+LINEAR_NBYTES = SIZE * SIZE * 4
+NORM_NBYTES = SIZE * 4
 
 
 class Linear(torch.nn.Module):
-    """A layer of vLLM's without its groups."""
+    """A linear layer of vLLM without its groups."""
 
     def __init__(self) -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -45,7 +45,8 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = Linear(), torch.nn.RMSNorm(SIZE)
+        self.linear = Linear()
+        self.norm = torch.nn.RMSNorm(SIZE)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -56,11 +57,12 @@ class Model(torch.nn.Module):
 
 
 class Computing(torch.nn.Module):
-    """Two modules whose loader doubles one tensor and splits it over both, beside one that it copies."""
+    """Three modules. The loader doubles `both` over the first two and copies into the third."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = torch.nn.Linear(4, 4, False), torch.nn.Linear(4, 4, False)
+        self.one = torch.nn.Linear(4, 4, False)
+        self.two = torch.nn.Linear(4, 4, False)
         self.three = torch.nn.LayerNorm(4)
         self.calls: list[list[str]] = []
 
@@ -78,8 +80,7 @@ class Computing(torch.nn.Module):
 def adaptor_of(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], keeps_memory: bool = False
 ) -> VllmAdaptor:
-    """As vLLM's start-up makes one: traced, processed, built."""
-
+    """Trace, process and inspect a model, like vLLM's start-up."""
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
     for module in model.modules():
         if isinstance(module, Linear):
@@ -106,7 +107,7 @@ def fill(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def computes(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the model is ready and its answer is that of these weights."""
+    """Return whether the model is ready and computes with these weights."""
     adaptor.require_ready()
     x = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(9))
     expected = torch.nn.functional.rms_norm(x @ weights["linear"].T, (SIZE,), weights["norm"])
@@ -156,7 +157,7 @@ def adaptor() -> VllmAdaptor:
 
 
 @pytest.mark.parametrize("enter", States)
-def test_from_every_state_a_fill_brings_the_new_weights(adaptor: VllmAdaptor, enter: Callable) -> None:
+def test_a_fill_from_every_state_brings_the_new_weights(adaptor: VllmAdaptor, enter: Callable) -> None:
     enter(adaptor)
     fill(adaptor, weights_of(1))
     assert computes(adaptor, weights_of(1))
@@ -164,7 +165,7 @@ def test_from_every_state_a_fill_brings_the_new_weights(adaptor: VllmAdaptor, en
 
 
 @pytest.mark.parametrize("enter", States)
-def test_from_every_state_a_release_frees_everything(adaptor: VllmAdaptor, enter: Callable) -> None:
+def test_a_release_from_every_state_frees_everything(adaptor: VllmAdaptor, enter: Callable) -> None:
     enter(adaptor)
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
@@ -173,7 +174,7 @@ def test_from_every_state_a_release_frees_everything(adaptor: VllmAdaptor, enter
 
 
 @pytest.mark.parametrize("enter", [state for state in States if state not in (filling, failed_while_committing)])
-def test_a_commit_of_what_was_not_allocated_is_refused(adaptor: VllmAdaptor, enter: Callable) -> None:
+def test_a_commit_without_allocation_is_refused(adaptor: VllmAdaptor, enter: Callable) -> None:
     enter(adaptor)
     resident = adaptor.resident_nbytes()
     with pytest.raises(StateError, check=has_code("event-refused", "linear, norm")):
@@ -183,7 +184,7 @@ def test_a_commit_of_what_was_not_allocated_is_refused(adaptor: VllmAdaptor, ent
         assert computes(adaptor, weights_of(0)), "the refusal lost the weights"
 
 
-def test_a_refused_commit_keeps_what_is_being_filled(adaptor: VllmAdaptor) -> None:
+def test_a_refused_commit_keeps_the_allocated_groups(adaptor: VllmAdaptor) -> None:
     adaptor.release()
     buffers = adaptor.allocate(["linear"])
     with pytest.raises(StateError, check=has_code("event-refused", "norm")):
@@ -195,7 +196,7 @@ def test_a_refused_commit_keeps_what_is_being_filled(adaptor: VllmAdaptor) -> No
     assert computes(adaptor, weights_of(2))
 
 
-def test_groups_after_the_one_that_fails_can_still_be_committed(adaptor: VllmAdaptor) -> None:
+def test_groups_after_a_failed_group_can_be_committed(adaptor: VllmAdaptor) -> None:
     write(adaptor.allocate(["linear", "norm"]), weights_of(3))
     with adaptor.observed(fail), pytest.raises(MemoryError):
         adaptor.commit(["linear", "norm"])
@@ -205,13 +206,13 @@ def test_groups_after_the_one_that_fails_can_still_be_committed(adaptor: VllmAda
     assert computes(adaptor, weights_of(3))
 
 
-def test_weights_that_are_declared_void_keep_their_memory() -> None:
+def test_void_weights_keep_their_memory() -> None:
     adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
-    assert adaptor.resident_nbytes() == adaptor.nbytes, "zeros are packed as weights are"
+    assert adaptor.resident_nbytes() == adaptor.nbytes, "zeros must be packed like weights"
     fill(adaptor, weights_of(0))
-    resident = adaptor.resident_nbytes()
+    resident = adaptor.resident_nbytes()  # with staging pages of the fill
     adaptor.release()
-    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "with pages for staging"
+    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "pages for staging count as well"
     with pytest.raises(StateError, check=has_code("weights-uncommitted", "2 of 2")):
         adaptor.require_ready()
     fill(adaptor, weights_of(1))
@@ -220,32 +221,33 @@ def test_weights_that_are_declared_void_keep_their_memory() -> None:
 
 
 @pytest.mark.parametrize("kept", SHAPES)
-def test_what_is_to_stay_is_live_after_a_release_and_the_rest_comes_back(adaptor: VllmAdaptor, kept: str) -> None:
-    """One of them is repacked, one is live."""
-    (gone,) = SHAPES.keys() - {kept}
+def test_kept_groups_stay_committed_and_the_others_can_be_filled(adaptor: VllmAdaptor, kept: str) -> None:
+    # `linear` is repacked, `norm` is live.
+    (released,) = SHAPES.keys() - {kept}
     fill(adaptor, weights_of(0))
     adaptor.release([kept])
     assert list(adaptor.committed()) == [kept]
     assert adaptor.resident_nbytes() == {"linear": LINEAR_NBYTES, "norm": NORM_NBYTES}[kept]
-    with pytest.raises(StateError, check=has_code("weights-uncommitted", "1 of 2", gone)):
+    with pytest.raises(StateError, check=has_code("weights-uncommitted", "1 of 2", released)):
         adaptor.require_ready()
-    write(adaptor.allocate([gone]), weights_of(1))
-    adaptor.commit([gone])
-    assert computes(adaptor, {kept: weights_of(0)[kept], gone: weights_of(1)[gone]})
+    write(adaptor.allocate([released]), weights_of(1))
+    adaptor.commit([released])
+    assert computes(adaptor, {kept: weights_of(0)[kept], released: weights_of(1)[released]})
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
 
 
 @pytest.mark.parametrize("enter", [state for state in States if state is not committed])
-def test_only_committed_weights_stay(adaptor: VllmAdaptor, enter: Callable) -> None:
+def test_only_committed_weights_are_kept(adaptor: VllmAdaptor, enter: Callable) -> None:
     enter(adaptor)
     adaptor.release(list(SHAPES))
     assert list(adaptor.committed()) == []
     assert adaptor.resident_nbytes() == 0
 
 
-def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    adaptor, freed = adaptor_of(Model(), SHAPES, keeps_memory=True), []
+def test_groups_can_be_kept_without_freeing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
+    freed = []
     monkeypatch.setattr(CpuWeightMemory, "free_kv_cache", lambda _: freed.append("KV cache"))
     fill(adaptor, weights_of(0))
     adaptor.release(["norm"])
@@ -256,55 +258,55 @@ def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to(monkeypatch
     assert computes(adaptor, weights_of(0))
 
 
-def test_memory_that_goes_as_a_whole_keeps_nothing(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's sleep mode gives it back."""
+def test_memory_freed_as_a_whole_keeps_no_group(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(adaptor, weights_of(0))
-    monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)
+    monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)  # like vLLM's sleep mode
     adaptor.release(list(SHAPES))
     assert list(adaptor.committed()) == []
     assert adaptor.resident_nbytes() == 0
 
 
-def test_memory_that_is_half_awake_is_given_back(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a wake-up that ran out of memory: no weight has any, but something has."""
+def test_memory_after_a_failed_wake_up_is_freed_again(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
     adaptor.release()
     freed = []
     monkeypatch.setattr(CpuWeightMemory, "free", lambda _, live: freed.append(set(live)))
     adaptor.release()
-    assert freed == [], "what is released is not released again"
+    assert freed == [], "released memory was freed again"
+    # Like a wake-up out of memory.
     monkeypatch.setattr(CpuWeightMemory, "is_given_back", lambda *_: False)
     adaptor.release()
     assert freed == [{"norm.weight"}]
 
 
-def test_a_kernel_tells_with_which_weights_it_computes(adaptor: VllmAdaptor) -> None:
-    """`misread` is what test_layouts.py relies on."""
+def test_misread_layers_reads_the_weights_of_a_kernel(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
-    assert support.misread(adaptor.model, {"linear.weight": weights_of(0)["linear"]}) == []
-    assert support.misread(adaptor.model, {"linear.weight": weights_of(1)["linear"]}) == ["linear"]
+    # Relied on by test_layouts.py.
+    assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(0)["linear"]}) == []
+    assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(1)["linear"]}) == ["linear"]
 
 
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
-    view = adaptor.model.norm.weight.data[:5]
+    view = adaptor.model.norm.weight.data[:5]  # a kernel may hold such a view
     adaptor.release()
     fill(adaptor, weights_of(1))
     assert torch.equal(view, weights_of(1)["norm"][:5])
 
 
-def test_an_observer_sees_every_parameter_in_loader_layout_and_only_inside_its_context(adaptor: VllmAdaptor) -> None:
-    seen: dict[str, torch.Tensor] = {}
-    with adaptor.observed(lambda name, tensor: seen.update({name: tensor.clone()})):
+def test_an_observer_gets_all_parameters_in_loader_layout_within_its_context(adaptor: VllmAdaptor) -> None:
+    parameters: dict[str, torch.Tensor] = {}
+    with adaptor.observed(lambda name, tensor: parameters.update({name: tensor.clone()})):
         fill(adaptor, weights_of(0))
-    first = dict(seen)
+    first = dict(parameters)
     fill(adaptor, weights_of(1))
-    assert seen == first
-    assert set(seen) == {"linear.weight", "norm.weight"}
-    assert all(torch.equal(seen[f"{name}.weight"], tensor) for name, tensor in weights_of(0).items())
+    assert parameters == first
+    assert set(parameters) == {"linear.weight", "norm.weight"}
+    assert all(torch.equal(parameters[f"{name}.weight"], tensor) for name, tensor in weights_of(0).items())
 
 
-def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
-    model, expected = Computing(), Computing()
+def test_untraceable_tensors_are_written_by_the_loader() -> None:
+    model = Computing()
+    expected = Computing()
     adaptor = adaptor_of(model, {"both": (8, 4), "weight": (4,), "bias": (4,)})
     assert adaptor.staged == ("both",)
     buffers = adaptor.layout().buffers
@@ -320,14 +322,14 @@ def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
                     flat.copy_(source.flatten())
             adaptor.commit([group])
         assert model.calls[-1] == ["both"]
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+        for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(parameter, expected_parameter)
         adaptor.release()
         assert adaptor.resident_nbytes() == 0
 
 
 class Resetting(Computing):
-    """Each call of its loader resets what another group holds."""
+    """Every call of the loader resets a parameter of another group."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.three.bias.data.zero_()
@@ -335,7 +337,7 @@ class Resetting(Computing):
 
 
 class AllAtOnce(Computing):
-    """Its loader waits for all tensors."""
+    """The loader writes only when it gets all tensors."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         named = dict(weights)
@@ -346,24 +348,24 @@ class AllAtOnce(Computing):
     ("model", "problem"),
     [(Resetting, "also writes three.bias"), (AllAtOnce, "leaves some of one.weight as it was and leaves some of two")],
 )
-def test_a_loader_that_cannot_write_one_group_alone_is_refused(model: type[Computing], problem: str) -> None:
+def test_a_loader_that_cannot_write_a_single_group_is_refused(model: type[Computing], problem: str) -> None:
     with pytest.raises(ParameterMismatchError, match=f"both: .*{problem}"):
         adaptor_of(model(), {"both": (8, 4), "weight": (4,), "bias": (4,)})
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
+# State -> events that lead to it from the initial state.
 PATHS = {
     GroupState.VOID: (),
     GroupState.FILLING: (GroupEvent.ALLOCATE,),
     GroupState.COMMITTED: (GroupEvent.ALLOCATE, GroupEvent.COMMIT),
     GroupState.RELEASED: (GroupEvent.RELEASE,),
 }
-"""State -> events that lead there from the first one."""
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(GroupState, GroupEvent)))
-def test_an_event_moves_all_groups_that_it_names_or_none(state: GroupState, event: GroupEvent) -> None:
+def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: GroupEvent) -> None:
     states = GroupStates(("a", "b", "c"))
     for step in PATHS[state]:
         states.advance(step)
@@ -372,6 +374,7 @@ def test_an_event_moves_all_groups_that_it_names_or_none(state: GroupState, even
         states.advance(event, ["a", "c"])
         assert states.among(expected) == (["a", "b", "c"] if expected is state else ["a", "c"])
         return
+    # A state from which "a" alone may move.
     allowed = next(before for before, other in TRANSITIONS if other is event)
     for step in PATHS[allowed]:
         states.advance(step, ["a"])
@@ -382,15 +385,15 @@ def test_an_event_moves_all_groups_that_it_names_or_none(state: GroupState, even
         states.advance(event, ["a", "x", "y"])
 
 
-def test_only_filled_groups_are_committed_and_only_they_fail() -> None:
-    """The table, said in the other direction."""
+def test_only_groups_being_filled_can_be_committed_or_fail() -> None:
+    # Event -> states it may start from.
     sources = {event: {state for state, other in TRANSITIONS if other is event} for event in GroupEvent}
     assert sources[GroupEvent.COMMIT] == sources[GroupEvent.FAIL] == {GroupState.FILLING}
     assert sources[GroupEvent.ALLOCATE] == sources[GroupEvent.RELEASE] == sources[GroupEvent.VOID] == set(GroupState)
 
 
 @pytest.mark.parametrize("groups", [(), ("a",)])
-def test_only_a_rank_without_weights_is_ready_once_they_are_released(groups: tuple[str, ...]) -> None:
+def test_only_ranks_without_weights_are_ready_after_a_release(groups: tuple[str, ...]) -> None:
     states = GroupStates(groups)
     states.advance(GroupEvent.RELEASE)
     is_refused = pytest.raises(StateError, check=has_code("weights-released"))

@@ -1,4 +1,4 @@
-"""What vLLM is built with: arguments of its own names, and defaults on GPUs, whose platform is only named here."""
+"""Arguments of vLLM: names passed through, derived values, and defaults on GPUs."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ TWO = InferenceParallelism(2, tensor=2)
 
 
 def settings_of(model: str, **keys: Any) -> InferenceSettings:
-    """Of an engine in one rank."""
+    """Return the settings of an engine in one rank."""
     return InferenceSettings(model, generate=GenerateConfig(**keys))
 
 
-def test_arguments_by_vllms_names_reach_it(model: str) -> None:
+def test_vllm_arguments_are_passed_through(model: str) -> None:
     generate = GenerateConfig(vllm={"attention_backend": "TRITON_ATTN", "block_size": 32})
     arguments = llm_arguments(inference_settings(HybridConfig(model=model, generate_config=generate), 1), "cuda")
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
 
 
-def test_a_key_of_vllms_name_reaches_it_and_none_leaves_the_default_to_it(model: str) -> None:
+def test_keys_with_the_name_of_a_vllm_argument_are_passed_and_none_is_left_out(model: str) -> None:
     from vllm import EngineArgs
 
     assert {field.name for field in dataclasses.fields(EngineArgs)} >= GenerateConfig().of_vllm().keys()
-    given = llm_arguments(settings_of(model, max_num_seqs=3, max_model_len=9), "cpu")
-    assert (given["max_num_seqs"], given["max_model_len"]) == (3, 9)
+    arguments = llm_arguments(settings_of(model, max_num_seqs=3, max_model_len=9), "cpu")
+    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (3, 9)
     plain = llm_arguments(InferenceSettings(model), "cpu")
     assert "max_model_len" not in plain
     assert plain["enable_prefix_caching"] is True
 
 
-def test_latent_attention_has_the_same_kernels_on_every_cpu(model: str) -> None:
-    """vLLM itself takes others where the CPU has AMX, which crash in float32."""
-    for given, chosen in (
+def test_latent_attention_uses_the_same_kernels_on_every_cpu(model: str) -> None:
+    # vLLM prefers AMX kernels where available, which crash in float32.
+    for extra, backend in (
         ({}, "CPU_MLA"),
         ({"attention_backend": "AMX_MLA"}, "AMX_MLA"),
         ({"attention_config": {"backend": "AMX_MLA"}}, None),
     ):
-        assert llm_arguments(settings_of(model, vllm=given), "cpu").get("attention_backend") == chosen
+        assert llm_arguments(settings_of(model, vllm=extra), "cpu").get("attention_backend") == backend
     assert "attention_backend" not in llm_arguments(settings_of(model), "cuda")
 
 
-def test_what_goes_with_a_switch_is_taken(model: str) -> None:
+def test_arguments_compatible_with_a_switch_are_accepted(model: str) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     extra = {
         "enable_prefix_caching": False,
@@ -80,7 +80,7 @@ def test_what_goes_with_a_switch_is_taken(model: str) -> None:
     check_arguments(inference_settings(load_config(values, 1), 1), 0, "cpu")
 
 
-def test_arguments_of_which_the_configuration_speaks_are_this_vllms() -> None:
+def test_arguments_named_by_our_rules_exist_in_vllm() -> None:
     from vllm import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -90,17 +90,17 @@ def test_arguments_of_which_the_configuration_speaks_are_this_vllms() -> None:
     assert not refused & in_files
 
 
-def test_what_a_file_may_set_takes_no_text_but_vllms_own_words() -> None:
+def test_arguments_allowed_in_files_take_no_free_text() -> None:
     from vllm import EngineArgs
     from vllm.config import CompilationConfig, KernelConfig, SpeculativeConfig
 
     parts = {"compilation_config": CompilationConfig, "kernel_config": KernelConfig}
     parts["speculative_config"] = SpeculativeConfig
-    of_our_rules = {
+    checked_by_rules = {
         "spec_method",
         "speculative_config.method",
-    }  # `_speculation` names the three that can be
-    for name in inference_rules.IN_FILES - of_our_rules:
+    }  # `_speculation` allows three methods
+    for name in inference_rules.IN_FILES - checked_by_rules:
         argument, _, part = name.partition(".")
         assert is_closed(annotation_of(parts[argument], part) if part else annotation_of(EngineArgs, name)), name
     for name in (
@@ -113,13 +113,13 @@ def test_what_a_file_may_set_takes_no_text_but_vllms_own_words() -> None:
 
 
 def annotation_of(owner: type, name: str) -> Any:
-    """The type of a field; vLLM writes some of them as text."""
-    found = owner.__annotations__[name]
-    return eval(found, vars(sys.modules[owner.__module__])) if isinstance(found, str) else found
+    """Return the type of a field, evaluated where vLLM declares it as text."""
+    annotation = owner.__annotations__[name]
+    return eval(annotation, vars(sys.modules[owner.__module__])) if isinstance(annotation, str) else annotation
 
 
 def is_closed(annotation: Any) -> bool:
-    """Whether its values are numbers, flags, members of enums and of Literals, and lists of these."""
+    """Return whether all values are numbers, flags, enum members, Literals or lists of these."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return True
@@ -129,7 +129,7 @@ def is_closed(annotation: Any) -> bool:
     return is_enum or annotation in (bool, int, float, type(None))
 
 
-def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(model: str) -> None:
+def test_unknown_and_derived_arguments_are_refused_at_once(model: str) -> None:
     extra = {
         "block_siz": 32,
         "nonsense": 1,
@@ -139,14 +139,14 @@ def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(
     }
     with pytest.raises(ConfigError) as caught:
         check_arguments(settings_of(model, vllm=extra), 0, "cpu")
-    found = {finding.key.removeprefix("generate_config.vllm."): finding for finding in caught.value.findings}
-    assert found.keys() == extra.keys() - {"block_size"}
-    assert found["block_siz"].remedy == "Did you mean block_size?"
-    assert found["nonsense"].code == "unknown-key"
-    assert found["tensor_parallel_size"].code == "derived-argument"
+    findings = {finding.key.removeprefix("generate_config.vllm."): finding for finding in caught.value.findings}
+    assert findings.keys() == extra.keys() - {"block_size"}
+    assert findings["block_siz"].remedy == "Did you mean block_size?"
+    assert findings["nonsense"].code == "unknown-key"
+    assert findings["tensor_parallel_size"].code == "derived-argument"
 
 
-def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwise(
+def test_experts_keep_the_layout_of_the_loader_on_cuda_by_default(
     model: str,
 ) -> None:
     assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
@@ -157,10 +157,10 @@ def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwi
         assert "moe_backend" not in llm_arguments(settings, "cuda")
 
 
-def test_all_methods_that_quantise_while_loading_can_be_asked_for_on_cuda() -> None:
+def test_every_online_quantization_is_available_on_cuda() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-    by_arguments = {"online"}  # means that `quantization_config` says how, which can be passed by itself
+    by_arguments = {"online"}  # needs `quantization_config`, which can be passed directly
     assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - by_arguments
 
 
@@ -173,37 +173,37 @@ def test_all_methods_that_quantise_while_loading_can_be_asked_for_on_cuda() -> N
         ("expandable_segments:True", InferenceParallelism(1), False),
     ],
 )
-def test_graphs_of_expandable_segments_are_not_shared(
+def test_custom_all_reduce_is_disabled_with_expandable_segments(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     conf: str,
     sizes: InferenceParallelism,
     disabled: bool,
 ) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)  # takes precedence in torch
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     arguments = llm_arguments(InferenceSettings(model, sizes), "cuda")
     assert arguments.get("disable_custom_all_reduce", False) == disabled
 
 
-def test_an_allocator_without_memory_pools_is_refused_where_vllm_sleeps(
+def test_an_allocator_without_memory_pools_is_refused_with_sleep_mode(
     monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(ConfigError, check=has_violations(("PYTORCH_CUDA_ALLOC_CONF", "no-memory-pools"))):
         check_arguments(InferenceSettings(model), 0, "cuda")
-    awake = settings_of(model, vllm={"enable_sleep_mode": False})
+    awake = settings_of(model, vllm={"enable_sleep_mode": False})  # sleep mode is on by default
     _check_allocator(awake, "cuda")
-    assert [llm_arguments(each, "cuda")["enable_sleep_mode"] for each in (InferenceSettings(model), awake)] == [
-        True,
-        False,
-    ]
+    assert llm_arguments(InferenceSettings(model), "cuda")["enable_sleep_mode"] is True
+    assert llm_arguments(awake, "cuda")["enable_sleep_mode"] is False
     _check_allocator(InferenceSettings(model), "cpu")
 
 
-def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model's own longest sequence, as vLLM would count it."""
+def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The longest sequence of a rollout.
     config = {**support.QWEN3, "head_dim": 16, "max_position_embeddings": 8192}
     settings = settings_of(support.write_config(tmp_path, config), kv_cache_mb=1)
     with pytest.raises(ConfigError) as caught:
@@ -244,7 +244,7 @@ def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: py
         ),
     ],
 )
-def test_what_vllm_would_only_assert_is_refused_at_once(
+def test_limits_that_vllm_only_asserts_are_refused_at_once(
     tmp_path: Path, variant: str, changes: dict[str, Any], code: str, value: str
 ) -> None:
     directory = str(write_config(tmp_path, served_config(variant, **changes)))
@@ -256,13 +256,13 @@ def test_what_vllm_would_only_assert_is_refused_at_once(
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "qwen2", "qwen3"])
-def test_the_same_within_vllms_limits_is_let_through(tmp_path: Path, variant: str) -> None:
+def test_models_within_the_limits_of_vllm_are_accepted(tmp_path: Path, variant: str) -> None:
     whole = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in variant else {}
     directory = str(write_config(tmp_path, served_config(variant, **whole)))
     check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
 
 
-def test_a_longer_context_than_the_models_is_refused_in_vllms_words(model: str) -> None:
+def test_a_context_longer_than_the_model_is_refused_by_vllm(model: str) -> None:
     with pytest.raises(ConfigError, check=has_violations(("vLLM", "refused-by-vllm"))) as caught:
         check_arguments(settings_of(model, max_model_len=10**6), 0, "cpu")
     assert "max_model_len (1000000)" in str(caught.value)

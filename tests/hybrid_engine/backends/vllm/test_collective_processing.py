@@ -1,7 +1,7 @@
-"""Processing in which ranks wait for each other: one that fails before it makes all of them fail, and none waits.
+"""Processing that communicates: if a rank fails before it, all ranks fail and none waits.
 
-Real groups of vLLM's over gloo; the method that reduces over them is made up, and then put into a real engine. One
-launch; see run_on_rank, run_engine.
+vLLM's real groups over gloo. The method that reduces over them is made up; it runs in small models
+(run_on_rank) and in a real engine (run_engine).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import build, job, refusal_of, sizes
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
     Model,
-    built,
+    build_adaptor,
     fill,
     replace,
     transposed,
@@ -36,18 +36,21 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     with_a_number_beside_the_weight,
 )
 
-NUM_RANKS, TIMEOUT = 2, 60.0
+NUM_RANKS = 2
+TIMEOUT = 60.0
 FAILING = 1
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What one rank brought back, by test.
+    """Results of one rank.
 
     Attributes:
-        channels: taken by a processing that reduces, and by one that only asks for the group's size.
-        renewed: how the weights after two fills differ from what all ranks' weights give, by way of filling.
-        others: errors: type and text.
+        channels: used by a processing that reduces, and by a processing that only reads the size
+            of the group.
+        renewed: error of the weights after two fills, by way of filling.
+        after_failures: error of the weights after a fill that follows the failures.
+        rehearsal, fault, other_kinds, commit, elsewhere, last: errors with type and text.
     """
 
     channels: tuple[set[str], set[str]]
@@ -62,7 +65,7 @@ class Outcomes:
 
 
 class Rig:
-    """This rank's groups, and models of three layers: the second is reduced over the ranks."""
+    """Groups of this rank, and models of three layers; the second is reduced over ranks."""
 
     def __init__(self) -> None:
         from vllm.distributed.parallel_state import GroupCoordinator
@@ -72,10 +75,10 @@ class Rig:
         self.job = Job.join(TIMEOUT)
         self.ends = contextlib.ExitStack()
         self.group = GroupCoordinator([[0, 1]], self.rank, "gloo", use_device_communicator=False)
-        self.broken = ""  # the layer that one rank cannot process
+        self.broken = ""  # layer that rank FAILING cannot process
 
     def reduced(self, layer: Any, method: Any) -> None:
-        """As vLLM's methods that quantise do with the scales of sharded layers."""
+        """Divide by the maximum over ranks, like vLLM's quantised methods with sharded layers."""
         largest = layer.weight.data.abs().amax()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group.device_group)
         replace(layer, weight=layer.weight.data / largest)
@@ -96,17 +99,17 @@ class Rig:
         processing(layer, method)
 
     def adaptor(self, model: Model, keeps_addresses: bool) -> VllmAdaptor:
-        return built(model, keeps_addresses, self.barrier(), self.rank)
+        return build_adaptor(model, keeps_addresses, self.barrier(), self.rank)
 
     @contextlib.contextmanager
     def failing(self, layer: str) -> Iterator[None]:
-        """Within this context one rank cannot process this layer."""
+        """Make rank FAILING fail in this layer."""
         self.broken = layer
         yield
         self.broken = ""
 
     def error_of(self, call: Callable[[], Any]) -> str:
-        """What all ranks raise of it, as they leave a phase of a switch."""
+        """Return the error that a switch would raise, or "no error"."""
         try:
             with self.job.agreement.phase("fill"):
                 call()
@@ -115,9 +118,9 @@ class Rig:
         return "no error"
 
     def gap(self, model: Model, seed: int) -> float:
-        """Between the reduced weight and what it should be; weights of a rank have a seed of its own."""
-        of_all = [model.weights(seed * NUM_RANKS + rank)["second"] for rank in range(NUM_RANKS)]
-        expected = of_all[self.rank] / max(weight.abs().amax() for weight in of_all)
+        """Return the error of the reduced weight; every rank has another seed."""
+        weights = [model.weights(seed * NUM_RANKS + rank)["second"] for rank in range(NUM_RANKS)]
+        expected = weights[self.rank] / max(weight.abs().amax() for weight in weights)
         return float((model.second.weight.data - expected).abs().max())
 
     def fill(self, adaptor: VllmAdaptor, model: Model, seed: int) -> None:
@@ -127,7 +130,7 @@ class Rig:
 def run_on_rank() -> Outcomes:
     rig = Rig()
     outcomes = Outcomes(
-        channels(rig),
+        taken_channels(rig),
         {name: renewed(rig, keeps) for name, keeps in (("in place", True), ("anew", False))},
         rehearsal_that_fails(rig),
         rig.error_of(
@@ -143,12 +146,12 @@ def run_on_rank() -> Outcomes:
     return outcomes
 
 
-def channels(rig: Rig) -> tuple[set[str], set[str]]:
-    with channels_taken() as of_reduced:
+def taken_channels(rig: Rig) -> tuple[set[str], set[str]]:
+    with channels_taken() as with_reduction:
         rig.model().process()
-    with channels_taken() as of_local:
+    with channels_taken() as without_reduction:
         rig.model(second=rig.local).process()
-    return of_reduced, of_local
+    return with_reduction, without_reduction
 
 
 def renewed(rig: Rig, keeps_addresses: bool) -> float:
@@ -162,15 +165,15 @@ def renewed(rig: Rig, keeps_addresses: bool) -> float:
 
 
 def rehearsal_that_fails(rig: Rig) -> str:
-    """vLLM's own processing has gone well; what is done again does not."""
+    """Fail when processing is repeated, after vLLM's own processing succeeded."""
     model = rig.model()
     process = model.process
 
-    def and_break() -> None:
+    def process_and_break() -> None:
         process()
         rig.broken = "first"
 
-    model.process = and_break  # type: ignore[method-assign]
+    model.process = process_and_break  # type: ignore[method-assign]
     error = rig.error_of(lambda: rig.adaptor(model, True))
     rig.broken = ""
     return error
@@ -199,11 +202,11 @@ def fills_that_fail(rig: Rig) -> tuple[str, str, str, float]:
 
 @dataclass(frozen=True)
 class Engine:
-    """What one rank of an engine with such a method brought back.
+    """Results of one rank of an engine.
 
     Attributes:
         commit: the error when one rank fails.
-        differences: parameters with other bits than were sent, after a further fill.
+        differences: parameters that differ bitwise from the sent weights after another fill.
     """
 
     is_collective: bool
@@ -212,16 +215,15 @@ class Engine:
 
 
 def run_engine(directory: str) -> Engine:
-    """One whose linear layers reduce a scale while they are processed, keep it beside the weight, and do not use it.
-
-    So something is derived of each layer's weight, whether the kernels of this CPU pack it or not.
-    """
+    """Run an engine in which processing linear layers reduces an unused scale."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod as Method
 
-    process, weights = Method.process_weights_after_loading, support.random_weights(support.LLAMA, 0)
+    process = Method.process_weights_after_loading
+    weights = support.random_weights(support.LLAMA, 0)
     checkpoint = support.write_checkpoint(Path(directory), support.LLAMA, weights)
 
+    # The scale is a derived tensor, which some kernels of this CPU do not need otherwise.
     def reduce_and_process(method: Any, layer: Any) -> None:
         layer.largest = layer.weight.data.abs().amax().float()
         dist.all_reduce(layer.largest, op=dist.ReduceOp.MAX, group=get_tp_group().device_group)
@@ -261,7 +263,7 @@ def by_rank(launched: Launched) -> list[Outcomes]:
     return launched["made up"]
 
 
-def test_what_communicates_is_seen_and_what_is_reduced_over_ranks_is_renewed(by_rank: list[Outcomes]) -> None:
+def test_communication_is_detected_and_reduced_weights_are_renewed(by_rank: list[Outcomes]) -> None:
     for rank in by_rank:
         assert rank.channels == ({"device_group"}, set())
         assert rank.renewed == {"in place": 0, "anew": 0}
@@ -275,14 +277,14 @@ def test_what_communicates_is_seen_and_what_is_reduced_over_ranks_is_renewed(by_
         ("fault", "quant_method.kernel.largest is a number that depends on the weights"),
     ],
 )
-def test_what_one_rank_alone_cannot_renew_is_the_reason_of_all(
+def test_weights_that_one_rank_cannot_renew_are_refused_on_all(
     by_rank: list[Outcomes], attempt: str, reason: str
 ) -> None:
-    other, failed = (getattr(rank, attempt) for rank in by_rank)
+    waiting, failed = (getattr(rank, attempt) for rank in by_rank)
     assert failed.startswith("ModelError: vLLM computes with weights that cannot be renewed (1):")
-    assert other.startswith("RemoteError: rank 1 failed before ")
+    assert waiting.startswith("RemoteError: rank 1 failed before ")
     assert reason in failed
-    assert reason in other
+    assert reason in waiting
 
 
 def test_a_commit_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]) -> None:
@@ -291,20 +293,20 @@ def test_a_commit_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]) -
     assert other == "RemoteError: rank 1 failed before processing second\nrank 1: MemoryError: no memory for first"
 
 
-def test_a_rank_that_fails_elsewhere_or_last_is_not_waited_for(by_rank: list[Outcomes]) -> None:
+def test_no_rank_waits_for_a_rank_that_failed_elsewhere(by_rank: list[Outcomes]) -> None:
     assert by_rank[FAILING].elsewhere == "ReshardError: fill: MemoryError: no memory for a message"
     cause = "rank 1: MemoryError: no memory for a message"
     assert by_rank[0].elsewhere == f"RemoteError: rank 1 failed before processing first\n{cause}"
     assert by_rank[0].last.startswith("RemoteError: rank 1 failed before the last group's end\n")
 
 
-def test_ranks_that_would_process_different_things_are_refused(by_rank: list[Outcomes]) -> None:
+def test_ranks_that_process_different_layers_are_refused(by_rank: list[Outcomes]) -> None:
     for rank, first in enumerate(("first", "second")):
         text = f"rank {rank} has reached processing {first}"
         assert text in by_rank[rank].other_kinds
 
 
-def test_an_engine_whose_layers_reduce_fails_as_one_and_fills_again(launched: Launched) -> None:
+def test_an_engine_with_collective_processing_fails_on_all_ranks_and_recovers(launched: Launched) -> None:
     other, failed = launched["engine"]
     assert failed.is_collective
     assert other.is_collective

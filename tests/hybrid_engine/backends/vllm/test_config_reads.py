@@ -1,7 +1,4 @@
-"""Keys of config.json that vLLM reads and the trainer does not know are refused by name, all others are let through.
-
-vLLM's configuration and its model without memory, at two pipeline stages: what only the last stage reads counts too.
-"""
+"""Keys of config.json that vLLM reads and the trainer does not know are refused by name."""
 
 from __future__ import annotations
 
@@ -28,13 +25,14 @@ from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
 
+# A family and additional keys of its config.json.
 Case = tuple[str, dict[str, Any]]
-"""A family and what its config.json has besides."""
 
 SCALED_BY_POSITION = {"beta": 0.1, "original_max_position_embeddings": 64}
+# Every additional key must be refused.
 REFUSED: list[Case] = [
     ("llama", {"sliding_window": 100, "rotary_pct": 0.5}),
-    ("llama", {"logit_scale": 1.002}),  # the last stage alone reads it
+    ("llama", {"logit_scale": 1.002}),  # read by the last stage only
     ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}),
     ("glm4", {"layer_types": ["sliding_attention", "full_attention"]}),
@@ -42,43 +40,43 @@ REFUSED: list[Case] = [
     ("qwen2", {"qk_norm": True}),
     ("qwen3_moe", {"shared_expert_intermediate_size": 32}),
     ("deepseek_v3", {"index_topk": 16}),
-    ("deepseek_v3", {"llama_4_scaling": SCALED_BY_POSITION}),  # forward passes alone read it
+    ("deepseek_v3", {"llama_4_scaling": SCALED_BY_POSITION}),  # read by forward passes only
 ]
-"""With keys that are refused."""
 
 ACCEPTED: list[Case] = [
     (
         "llama",
         {
-            **{"logit_scale": 1.0, "is_causal": True, "bias": False, "qkv_bias": None},  # what is read without them
-            **{"max_sequence_length": 128, "model_max_length": 128},  # change lengths alone
-            **{"use_cache": True, "initializer_range": 0.1, "sliding_windows": 3},  # are not read
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000.0},  # that of another type
+            **{"logit_scale": 1.0, "is_causal": True, "bias": False, "qkv_bias": None},  # the default values
+            **{"max_sequence_length": 128, "model_max_length": 128},  # only limit lengths
+            **{"use_cache": True, "initializer_range": 0.1, "sliding_windows": 3},  # not read
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000.0},  # for another type
         },
     ),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}),  # Qwen3-Coder's
-    ("gpt2", {"num_attention_heads": 4, "reorder_and_upcast_attn": False}),  # n_head by another name
-    ("deepseek_v3", {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None}),  # as transformers writes it
+    ("qwen3_moe", {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}),  # Qwen3-Coder
+    ("gpt2", {"num_attention_heads": 4, "reorder_and_upcast_attn": False}),  # alias of n_head
+    ("deepseek_v3", {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None}),  # written by transformers
     ("deepseek_v3", {"llama_4_scaling": None}),
 ]
 
 
 def refusals(directory: str) -> dict[str, str]:
-    """By case."""
+    """Return the error of each case on this rank, and of an engine."""
     dist.init_process_group("gloo")
     with closing(Job.join(120)) as job:
-        found = {
+        errors = {
             str(case): _refusal(job, Path(directory, str(number)), case)
             for number, case in enumerate([*REFUSED, *ACCEPTED])
         }
-        return found | {"engine": _refusal(job, Path(directory, "engine"), REFUSED[1], is_engine=True)}
+        return errors | {"engine": _refusal(job, Path(directory, "engine"), REFUSED[1], is_engine=True)}
 
 
 def _refusal(job: Job, directory: Path, case: Case, *, is_engine: bool = False) -> str:
-    """The error on this rank; empty without one."""
+    """Return the error on this rank, or ""."""
     config = served_config(case[0]) | case[1]
     table = table_for(config)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
+    # Two stages, because some keys are read by the last stage only.
     settings = InferenceSettings(support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate)
     try:
         if is_engine:
@@ -96,24 +94,24 @@ def by_rank(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_keys_that_vllm_alone_reads_are_refused_on_all_ranks(by_rank: list[dict[str, str]], case: Case) -> None:
+def test_keys_read_only_by_vllm_are_refused_on_all_ranks(by_rank: list[dict[str, str]], case: Case) -> None:
     keys = ["rope_scaling.alpha"] if "rope_scaling" in case[1] else case[1]
-    for found in by_rank:
+    for errors in by_rank:
         for key in keys:
-            assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", found[str(case)])
+            assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", errors[str(case)])
 
 
-def test_an_engine_refuses_them_too(by_rank: list[dict[str, str]]) -> None:
-    assert all("- logit_scale: 1.002 is read by vLLM" in found["engine"] for found in by_rank)
+def test_an_engine_refuses_keys_read_only_by_vllm(by_rank: list[dict[str, str]]) -> None:
+    assert all("- logit_scale: 1.002 is read by vLLM" in errors["engine"] for errors in by_rank)
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=str)
-def test_keys_that_change_no_read_are_let_through(by_rank: list[dict[str, str]], case: Case) -> None:
-    assert [found[str(case)] for found in by_rank] == ["", ""]
+def test_keys_without_effect_are_accepted(by_rank: list[dict[str, str]], case: Case) -> None:
+    assert [errors[str(case)] for errors in by_rank] == ["", ""]
 
 
 class Scaled(torch.nn.Module):
-    """Its forward pass reads a key as vLLM's DeepSeek does, and names others that are not config.json's."""
+    """The forward pass reads a key like vLLM's DeepSeek, and names that are not in config.json."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ class Named(torch.nn.Module):
         return settings["use_cache"]
 
 
-def test_forward_passes_are_compiled_with_a_config_that_was_recorded(tmp_path: Path) -> None:
+def test_forward_passes_compile_with_a_recorded_config(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
@@ -142,7 +140,7 @@ def test_forward_passes_are_compiled_with_a_config_that_was_recorded(tmp_path: P
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_only_forward_passes_that_use_a_config_are_searched(tmp_path: Path) -> None:
+def test_only_forward_passes_with_a_config_are_searched(tmp_path: Path) -> None:
     reads = ConfigReads(support.write_config(tmp_path, served_config("llama") | {"use_cache": True}))
     native = type("Native", (torch.nn.Module,), {"forward": len})()
     reads.require_known(torch.nn.Sequential(Named(), native))

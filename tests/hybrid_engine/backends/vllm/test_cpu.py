@@ -1,4 +1,4 @@
-"""vLLM on a CPU: memory that passes from one bucket to the next, and the kernel that rotates queries, as mended."""
+"""vLLM on a CPU: memory reused from bucket to bucket, and the patched rotary kernel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.host_memory import StagingPool
 
-F32, BF16 = torch.float32, torch.bfloat16
-HEADS, ELEMENTS, TOKENS = 3, 64, 5
+F32 = torch.float32
+BF16 = torch.bfloat16
+HEADS = 3
+ELEMENTS = 64
+TOKENS = 5
 
 
-def test_pages_serve_the_next_bucket() -> None:
+def test_pages_are_reused_for_the_next_bucket() -> None:
     pool = StagingPool()
     first, second = pool.lend([(5000, F32), (100, BF16)])
     address = first.data_ptr()
@@ -27,15 +30,15 @@ def test_pages_serve_the_next_bucket() -> None:
     assert second.untyped_storage().nbytes() == 200
     first.fill_(1)
     del first
-    assert pool.free_nbytes == 0, "one of them is still there"
+    assert pool.free_nbytes == 0, "a living tensor's pages were freed"
     del second
-    assert pool.free_nbytes == 20480
+    assert pool.free_nbytes == 20480  # five pages
     (other,) = pool.lend([(5050, F32)])
     assert other.data_ptr() == address
     assert pool.free_nbytes == 0
 
 
-def test_a_larger_bucket_gets_larger_pages_and_only_those_stay() -> None:
+def test_a_larger_bucket_replaces_the_pages() -> None:
     pool = StagingPool()
     pool.lend([(1000, F32)])
     pool.lend([(100_000, F32)])
@@ -44,7 +47,7 @@ def test_a_larger_bucket_gets_larger_pages_and_only_those_stay() -> None:
     assert pool.free_nbytes >= 400_000
 
 
-def test_a_tensor_that_is_kept_keeps_its_pages() -> None:
+def test_a_living_tensor_keeps_its_pages() -> None:
     pool = StagingPool()
     kept = pool.lend([(3000, F32)])[0].fill_(7)[100:]
     (other,) = pool.lend([(3000, F32)])
@@ -55,23 +58,26 @@ def test_a_tensor_that_is_kept_keeps_its_pages() -> None:
     assert pool.free_nbytes == 0
     del pool
     gc.collect()
-    assert bool((kept == 7).all()), "a tensor outlives the pool"
+    assert bool((kept == 7).all()), "the tensor must outlive the pool"
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([F32, BF16])), max_size=5), max_size=6))
-def test_living_tensors_never_share(buckets: list[list[tuple[int, torch.dtype]]]) -> None:
-    pool, living = StagingPool(), []
+def test_living_tensors_never_overlap(buckets: list[list[tuple[int, torch.dtype]]]) -> None:
+    pool = StagingPool()
+    living = []
     for number, sizes in enumerate(buckets):
         lent = pool.lend(sizes)
         assert [(tensor.numel(), tensor.dtype) for tensor in lent] == sizes
+        # Some are dropped at once.
         living += [(tensor.fill_(number), number) for tensor in lent[number % 2 :]]
         del lent
-    spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one, _ in living if one.numel())
+    tensors = [tensor for tensor, _ in living if tensor.numel()]
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert all(bool((tensor == number).all()) for tensor, number in living)
 
 
-def test_pages_that_are_lent_at_a_trim_are_not_kept():
+def test_pages_lent_during_a_trim_are_not_kept():
     pool = StagingPool()
     (lent,) = pool.lend([(1000, torch.float32)])
     pool.trim()
@@ -81,11 +87,11 @@ def test_pages_that_are_lent_at_a_trim_are_not_kept():
     assert pool.free_nbytes == mmap.PAGESIZE
 
 
-# -- the rotary embedding ----------------------------------------------------------------------------------------------
+# -- rotary embedding ------------------------------------------------------------------------------
 
 
-def rotated(queries: torch.Tensor, key: torch.Tensor | None, *, is_mended: bool) -> tuple[torch.Tensor, ...]:
-    """By a rotary embedding that vLLM made while its kernel was mended, or was not."""
+def rotate(queries: torch.Tensor, key: torch.Tensor | None, *, is_patched: bool) -> tuple[torch.Tensor, ...]:
+    """Rotate by an embedding that vLLM built with or without the patched kernel."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -94,9 +100,9 @@ def rotated(queries: torch.Tensor, key: torch.Tensor | None, *, is_mended: bool)
     def make() -> torch.nn.Module:
         return RotaryEmbedding(ELEMENTS, ELEMENTS, 32, 10000.0, False, torch.float32)
 
-    # As an eager engine has it: with vLLM's kernels, not with torch's operations.
+    # Like an eager engine: vLLM's kernels instead of torch operations.
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
-        if is_mended:
+        if is_patched:
             with internals.ROTATE.replaced(_on_rows):
                 embedding = make()
         else:
@@ -106,29 +112,29 @@ def rotated(queries: torch.Tensor, key: torch.Tensor | None, *, is_mended: bool)
 
 @pytest.fixture
 def queries() -> torch.Tensor:
-    """[tokens, heads, elements]."""
+    """Queries [tokens, heads, elements]."""
     return torch.randn(TOKENS, HEADS, ELEMENTS, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.slow  # imports vLLM
-def test_queries_by_head_are_rotated_as_those_in_rows(queries: torch.Tensor) -> None:
+def test_queries_by_head_are_rotated_like_queries_in_rows(queries: torch.Tensor) -> None:
     key = queries[:, :1] * 2
-    rows, row = rotated(queries.flatten(1), key.flatten(1), is_mended=False)
-    by_head, one_head = rotated(queries, key, is_mended=True)
+    rows, row = rotate(queries.flatten(1), key.flatten(1), is_patched=False)
+    by_head, one_head = rotate(queries, key, is_patched=True)
     assert torch.equal(by_head.flatten(1), rows)
     assert torch.equal(one_head.flatten(1), row)
 
 
 @pytest.mark.slow  # imports vLLM
-def test_without_keys_there_are_none(queries: torch.Tensor) -> None:
-    rotated_queries, key = rotated(queries, None, is_mended=True)
+def test_missing_keys_stay_missing(queries: torch.Tensor) -> None:
+    rotated_queries, key = rotate(queries, None, is_patched=True)
     assert rotated_queries.shape == queries.shape
     assert key is None
 
 
 @pytest.mark.slow  # imports vLLM
-def test_vllm_needs_it_still(queries: torch.Tensor) -> None:
-    """If this fails the kernel follows strides, and ROTATE may go."""
-    rows, _ = rotated(queries.flatten(1), queries[:, :1].flatten(1), is_mended=False)
-    by_head, _ = rotated(queries, queries[:, :1], is_mended=False)
+def test_vllm_still_needs_the_patch(queries: torch.Tensor) -> None:
+    rows, _ = rotate(queries.flatten(1), queries[:, :1].flatten(1), is_patched=False)
+    by_head, _ = rotate(queries, queries[:, :1], is_patched=False)
+    # If this fails, the kernel follows strides, and ROTATE can be removed.
     assert not torch.equal(by_head.flatten(1), rows)

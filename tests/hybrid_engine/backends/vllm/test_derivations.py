@@ -1,5 +1,4 @@
-"""Layers whose methods do to weights what kernels want done, in one small model: after a fill they compute with what a
-fresh load gives, bit by bit, and at the old addresses where these must stay."""
+"""Layers that process weights for kernels: a fill equals a fresh load bitwise."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     WRITTEN,
     Model,
     addresses,
-    built,
-    different,
+    build_adaptor,
+    differing_paths,
     fill,
     layer_of,
-    loaded,
+    load,
     quantised,
     replace,
     shuffled_in_place,
@@ -46,8 +45,7 @@ Processing = Callable[[Any, Any], None]
 
 
 def keep_parameter(layer: torch.nn.Module, name: str, new: torch.Tensor) -> None:
-    """As `replace_parameter` of vLLM 0.33: the Parameter stays, and so does its memory where new values have its shape,
-    strides and dtype."""
+    """Like vLLM 0.33: keep the Parameter, and its memory if the new values fit."""
     old = getattr(layer, name, None)
     if not isinstance(old, torch.nn.Parameter):
         setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
@@ -63,49 +61,53 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["replacing", "keeping"])
-def _either_way(request: pytest.FixtureRequest) -> None:
-    """vLLM's methods replace Parameters, or let them stay."""
+def _both_versions(request: pytest.FixtureRequest) -> None:
+    """vLLM's methods replace Parameters, or keep them."""
     if request.param:
         request.getfixturevalue("keeping")
 
 
-@pytest.mark.usefixtures("_either_way")
+@pytest.mark.usefixtures("_both_versions")
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
 @pytest.mark.parametrize("processing", [*DERIVED, *WRITTEN, *LIVE], ids=lambda processing: processing.__name__)
-def test_a_fill_leaves_what_a_fresh_load_would(processing: Processing, keeps_addresses: bool) -> None:
+def test_a_fill_equals_a_fresh_load(processing: Processing, keeps_addresses: bool) -> None:
     model = Model(layer=processing)
-    adaptor = built(model, keeps_addresses)
+    adaptor = build_adaptor(model, keeps_addresses)
     before = addresses(model.held())
     for seed in range(2):
         fill(adaptor, model, seed)
-        assert different(model.held(), loaded(processing, seed).held()) == []
+        assert differing_paths(model.held(), load(processing, seed).held()) == []
         assert not keeps_addresses or addresses(model.held()) == before
 
 
 @pytest.mark.parametrize("processing", LIVE, ids=lambda processing: processing.__name__)
-def test_weights_that_are_computed_with_as_loaded_are_written_and_not_processed(processing: Processing) -> None:
+def test_live_weights_are_written_without_processing(processing: Processing) -> None:
     model = Model(layer=processing)
-    adaptor = built(model, keeps_addresses=True)
+    adaptor = build_adaptor(model, keeps_addresses=True)
     model.layer.quant_method.process_weights_after_loading = pytest.fail
     fill(adaptor, model, 0)
     assert adaptor.allocate(["layer"])["layer.weight"].data_ptr() == model.layer.weight.data_ptr()
 
 
-def test_nothing_of_an_older_load_is_held_where_addresses_may_change() -> None:
+def test_no_older_tensor_is_held_where_addresses_may_change() -> None:
     model = Model(**{processing.__name__: processing for processing in DERIVED if processing is not with_added_tensors})
-    adaptor = built(model, keeps_addresses=False)
+    adaptor = build_adaptor(model, keeps_addresses=False)
     fill(adaptor, model, 0)
     adaptor.release()
-    constants = ("order", "scale", "total")
-    tensors = {path: each for path, each in model.held().items() if not path.endswith(constants)}
-    held = [path for path, each in tensors.items() if each.untyped_storage().nbytes()]
-    assert held == ["with_repeated_elements._parameters.weight"]  # live: the system takes its pages, its storage stays
+    constants = ("order", "scale", "total")  # written at construction, not by loading
+    tensors = {path: tensor for path, tensor in model.held().items() if not path.endswith(constants)}
+    held = [path for path, tensor in tensors.items() if tensor.untyped_storage().nbytes()]
+    # A live weight keeps its storage; the system takes back its pages.
+    assert held == ["with_repeated_elements._parameters.weight"]
     assert adaptor.resident_nbytes() == 0
 
 
-def test_all_that_cannot_be_renewed_is_refused_at_once_before_a_switch() -> None:
+def test_all_weights_that_cannot_be_renewed_are_refused_at_once() -> None:
     with pytest.raises(ModelError) as refusal:
-        built(Model(transposed=transposed, **{each.__name__: each for each in REFUSED}), keeps_addresses=True)
+        build_adaptor(
+            Model(transposed=transposed, **{processing.__name__: processing for processing in REFUSED}),
+            keeps_addresses=True,
+        )
     lines = str(refusal.value).splitlines()
     assert lines[0] == f"vLLM computes with weights that cannot be renewed ({len(REFUSED)}):"
     for processing, problem in REFUSED.items():
@@ -113,24 +115,24 @@ def test_all_that_cannot_be_renewed_is_refused_at_once_before_a_switch() -> None
         assert any(line.startswith(f"  - {name} (Method): {problem.replace('layer.', f'{name}.')}") for line in lines)
 
 
-def test_a_reference_that_cannot_follow_is_refused() -> None:
+def test_a_reference_that_cannot_be_updated_is_refused() -> None:
     model = Model(layer=transposed)
     model.layer.pair = (model.layer.weight,)
     with pytest.raises(ModelError, check=has_code("weights-not-renewable", "layer.pair[0]")):
-        built(model, keeps_addresses=True)
+        build_adaptor(model, keeps_addresses=True)
 
 
-def test_where_addresses_may_change_numbers_and_sizes_may_too() -> None:
+def test_numbers_and_sizes_may_change_where_addresses_may() -> None:
     for processing in (with_as_many_as_there_are, with_a_number, with_a_number_beside_the_weight):
         model = Model(layer=processing)
-        adaptor = built(model, keeps_addresses=False)
+        adaptor = build_adaptor(model, keeps_addresses=False)
         fill(adaptor, model, 3)
-        fresh = loaded(processing, 3)
-        assert different(model.held(), fresh.held()) == []
+        fresh = load(processing, 3)
+        assert differing_paths(model.held(), fresh.held()) == []
         assert model.numbers() == fresh.numbers()
 
 
-def test_what_nobody_can_do_again_is_refused() -> None:
+def test_processing_that_cannot_be_repeated_is_refused() -> None:
     class Hooked(Model):
         def process(self) -> None:
             self.plain.weight.data = self.plain.weight.data.clone()
@@ -139,13 +141,13 @@ def test_what_nobody_can_do_again_is_refused() -> None:
     model = Hooked(layer=untouched, plain=untouched)
     del model.plain.quant_method
     with pytest.raises(ModelError) as refusal:
-        built(model, keeps_addresses=True)
+        build_adaptor(model, keeps_addresses=True)
     named = ("plain (Module): plain.weight", "the model (Hooked): fused")
     assert has_code("weights-not-renewable", *named)(refusal.value)
 
 
 class Attention(Model):
-    """A layer that attention has inside, as MLA's `kv_b_proj`, or refers to, as sinks."""
+    """A layer inside of attention, like MLA's `kv_b_proj`, or referred to by it, like sinks."""
 
     def __init__(self, derive: Callable[[Any, torch.Tensor], None], is_inside: bool) -> None:
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -189,13 +191,16 @@ def copied(attention: Any, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("derive", "num_runs"), [(viewed, 0), (copied, 1)])
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "referred to"])
-def test_attention_derives_again_only_what_is_no_view(
+def test_attention_repeats_only_derivations_that_are_not_views(
     derive: Callable[[Any, torch.Tensor], None], num_runs: int, is_inside: bool
 ) -> None:
-    model, fresh = Attention(derive, is_inside), Attention(derive, is_inside)
-    adaptor = built(model, keeps_addresses=True)
-    kv_cache = model.attention.kv_cache = torch.ones(5)  # vLLM makes it once the model is loaded
-    before, runs, process = addresses(model.held()), [], model.attention.process_weights_after_loading
+    model = Attention(derive, is_inside)
+    fresh = Attention(derive, is_inside)
+    adaptor = build_adaptor(model, keeps_addresses=True)
+    kv_cache = model.attention.kv_cache = torch.ones(5)  # vLLM allocates it after loading
+    before = addresses(model.held())
+    runs = []
+    process = model.attention.process_weights_after_loading
     model.attention.process_weights_after_loading = lambda dtype: (runs.append(dtype), process(dtype))
     fill(adaptor, model, 4)
     fresh.load_weights(fresh.weights(4).items())
@@ -204,44 +209,42 @@ def test_attention_derives_again_only_what_is_no_view(
     assert model.attention.kv_cache is kv_cache
     assert model.layer.dispatch is torch.nn.functional.linear
     del model.attention.kv_cache
-    assert different(model.held(), fresh.held()) == []
+    assert differing_paths(model.held(), fresh.held()) == []
     assert addresses(model.held()).items() <= before.items()
     assert len(runs) == num_runs
 
 
 @pytest.mark.parametrize("keeps_addresses", [True, False])
-def test_a_constant_that_the_processing_writes_again_is_no_state_of_a_forward(keeps_addresses: bool) -> None:
-    """vLLM's attention fills its scales again with what they were, and gains attributes once caches exist."""
-
+def test_constants_rewritten_by_the_processing_are_not_forward_state(keeps_addresses: bool) -> None:
     def derive(attention: Any, weight: torch.Tensor) -> None:
         copied(attention, weight)
-        attention._k_scale.fill_(1.0)
+        attention._k_scale.fill_(1.0)  # vLLM's attention rewrites its scales
 
     model = Attention(derive, is_inside=False)
     model.attention.register_buffer("_k_scale", torch.ones(1))
-    adaptor = built(model, keeps_addresses=keeps_addresses)
-    model.attention.isa = "vec"
+    adaptor = build_adaptor(model, keeps_addresses=keeps_addresses)
+    model.attention.isa = "vec"  # set by vLLM with the KV cache
     for seed in range(3):
         fill(adaptor, model, seed)
         assert model.attention.isa == "vec"
 
 
 @pytest.mark.parametrize("processing", [quantised, with_added_tensors], ids=lambda processing: processing.__name__)
-def test_a_method_that_was_wrapped_after_loading_stays_wrapped(processing: Processing) -> None:
-    """As vLLM does with methods of experts that are spread over ranks; the wrapper processes nothing."""
+def test_a_method_wrapped_after_loading_stays_wrapped(processing: Processing) -> None:
     model = Model(layer=processing)
-    adaptor = built(model, keeps_addresses=True)
+    adaptor = build_adaptor(model, keeps_addresses=True)
     wrapper = layer_of(fail if processing is not with_added_tensors else processing).quant_method
-    wrapper.old_quant_method, model.layer.quant_method = model.layer.quant_method, wrapper
+    wrapper.old_quant_method = model.layer.quant_method  # vLLM does so for experts over ranks
+    model.layer.quant_method = wrapper
     fill(adaptor, model, 2)
     assert model.layer.quant_method is wrapper
     model.layer.quant_method = wrapper.old_quant_method
-    assert different(model.held(), loaded(processing, 2).held()) == []
+    assert differing_paths(model.held(), load(processing, 2).held()) == []
 
 
 def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(layer=quantised)
-    adaptor = built(model, keeps_addresses=True)
+    adaptor = build_adaptor(model, keeps_addresses=True)
     fill(adaptor, model, 0)
     before = addresses(model.held())
     adaptor.allocate(["layer"])
@@ -250,65 +253,65 @@ def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.Mon
         adaptor.commit(["layer"])
     assert addresses(model.held()) == before
     fill(adaptor, model, 1)
-    assert different(model.held(), loaded(quantised, 1).held()) == []
+    assert differing_paths(model.held(), load(quantised, 1).held()) == []
 
 
 def fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_weights_are_processed_under_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whatever the processing sets, the process is as before."""
-    model, found = Model(layer=transposed), []
+def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(layer=transposed)
+    seen = []
     before = ProcessSettings.now()
-    of_build = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
-    adaptor = built(model, keeps_addresses=True, settings=of_build)
+    build_settings = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
+    adaptor = build_adaptor(model, keeps_addresses=True, settings=build_settings)
     process = model.layer.quant_method.process_weights_after_loading
 
     def set_and_process(layer: torch.nn.Module) -> None:
-        found.append((torch.get_float32_matmul_precision(), torch.get_num_threads()))
+        seen.append((torch.get_float32_matmul_precision(), torch.get_num_threads()))
         torch.set_float32_matmul_precision("medium")
         monkeypatch.setenv("SET_BY_A_KERNEL", "1")
         process(layer)
 
     monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
     fill(adaptor, model, 0)
-    assert found == [("high", before.num_threads)]
-    assert ProcessSettings.now() == before
+    assert seen == [("high", before.num_threads)]
+    assert ProcessSettings.now() == before  # changes by the processing are undone
 
 
-# -- methods that keep a layer's Parameter -----------------------------------------------------------------------------
+# -- methods that keep a layer's Parameter ---------------------------------------------------------
 
 
 @pytest.mark.usefixtures("keeping")
-def test_what_stays_in_the_memory_that_was_filled_is_not_written_by_the_next_group() -> None:
+def test_weights_kept_in_staging_memory_are_not_overwritten_by_the_next_group() -> None:
     by_name = {processing.__name__: processing for processing in [*DERIVED, *LIVE]}
     model = Model(**by_name)
-    adaptor = built(model, keeps_addresses=False)
+    adaptor = build_adaptor(model, keeps_addresses=False)
     for seed in range(2):
         fill(adaptor, model, seed)
         for name, processing in by_name.items():
             alone = Model(**{name: processing})
             alone.load_weights([(name, model.weights(seed)[name])])
             alone.process()
-            held = {path: each for path, each in model.held().items() if path.startswith(f"{name}.")}
-            assert different(held, alone.held()) == []
+            held = {path: tensor for path, tensor in model.held().items() if path.startswith(f"{name}.")}
+            assert differing_paths(held, alone.held()) == []
 
 
 @pytest.mark.usefixtures("keeping")
-def test_memory_that_stays_is_its_own_and_no_loan() -> None:
-    """A loan is of all groups that are filled at once: one that stays would keep the memory of all."""
+def test_kept_weights_do_not_hold_staging_memory() -> None:
     model = Model(shuffled=shuffled_in_place, swapped=with_halves_swapped, transposed=transposed)
-    adaptor = built(model, keeps_addresses=False)
+    adaptor = build_adaptor(model, keeps_addresses=False)
     fill(adaptor, model, 0)
+    # A tensor in staging memory would keep the memory of all groups filled together.
     for layer in (model.shuffled, model.swapped):
         assert layer.weight.untyped_storage().nbytes() == ROWS * COLUMNS * layer.weight.itemsize
-        assert layer.weight.untyped_storage().resizable()  # what is lent is not
+        assert layer.weight.untyped_storage().resizable()  # lent memory is not
 
 
 @pytest.mark.usefixtures("keeping")
 @pytest.mark.parametrize("turn", [2, 3], ids=["in the rehearsal", "in a commit"])
-def test_a_live_weight_stays_where_it_is_though_its_parameter_is_let_lie_elsewhere(turn: int) -> None:
+def test_a_live_weight_keeps_its_address_if_its_parameter_moves(turn: int) -> None:
     turns = []
 
     def restless(layer: Any, method: Any) -> None:
@@ -318,12 +321,13 @@ def test_a_live_weight_stays_where_it_is_though_its_parameter_is_let_lie_elsewhe
             replace(layer, weight=layer.weight.data.clone().as_strided((ROWS, COLUMNS), (1, ROWS)))
 
     model = Model(layer=restless)
-    weight, address = model.layer.weight, model.layer.weight.data_ptr()
+    weight = model.layer.weight
+    address = model.layer.weight.data_ptr()
     if turn == 2:
         with pytest.raises(ModelError, check=has_code("weights-not-renewable", "layer.weight")):
-            built(model, keeps_addresses=True)
+            build_adaptor(model, keeps_addresses=True)
     else:
-        fill(built(model, keeps_addresses=True), model, 1)
+        fill(build_adaptor(model, keeps_addresses=True), model, 1)
         assert torch.equal(weight, model.weights(1)["layer"])
     assert model.layer.weight is weight
     assert weight.data_ptr() == address

@@ -1,7 +1,8 @@
-"""State that layers make of weights in their first forward and keep: made of the new ones after a switch.
+"""State that layers derive from weights in their first forward and keep.
 
-A model of vLLM's with such a layer, and with a parameter that only its own loader can write, is switched
-three times on a real engine; the oracle is a vLLM that loads each of the three checkpoints itself.
+After a switch it must be derived from the new weights. A model of vLLM with such a layer, and with
+a parameter that only its loader can write, is switched three times on a real engine; the oracle is
+a vLLM that loads each checkpoint itself.
 """
 
 from __future__ import annotations
@@ -33,24 +34,32 @@ SIZE = 6
 
 
 class Kernel:
-    """An object of a layer's, with state of its own."""
+    """An object of a layer with its own state."""
 
     transposed: torch.Tensor | None = None
     sinks: torch.Tensor
 
 
 class Layer(torch.nn.Module):
-    """Computes x * weight; `first` is what it does in its first forward, `factor` what it multiplies with."""
+    """Compute x * factor.
+
+    Args:
+        first: called at the start of every forward; keeps state after the first call.
+        factor: returns the factor.
+    """
 
     def __init__(self, first: Callable[[Any], None], factor: Callable[[Any], torch.Tensor]) -> None:
         super().__init__()
-        self.first, self.factor = first, factor
+        self.first = first
+        self.factor = factor
         self.weight = torch.nn.Parameter(torch.empty(SIZE), requires_grad=False)
         self.register_buffer("table", torch.zeros(SIZE))
         self.merged: torch.Tensor | None = None
         self.cache: dict[str, torch.Tensor] = {}
         self.parts: list[torch.Tensor] = []
-        self.is_filled, self.kernel, self.number = False, Kernel(), None
+        self.is_filled = False
+        self.kernel = Kernel()
+        self.number = None
         self.kernel.sinks = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +103,7 @@ def written_in_place_with_a_late_flag(layer: Any) -> None:
 
 
 def cast(layer: Any) -> None:
-    """As vLLM's attention on a CPU casts its sinks."""
+    """Like vLLM's attention on a CPU, which casts its sinks."""
     layer.kernel.sinks = layer.kernel.sinks.to(torch.float64)
 
 
@@ -127,7 +136,7 @@ class Model(torch.nn.Module):
             getattr(self.layer, name).data.copy_(tensor)
 
 
-def built(model: Model, has_graphs: bool = False) -> VllmAdaptor:
+def build_adaptor(model: Model, has_graphs: bool = False) -> VllmAdaptor:
     traced = trace_model(model, {"weight": (SIZE,)}, {"weight": torch.float32}, rank=0)
     processed = inspect_model(traced, contextlib.nullcontext, torch.float32, has_graphs, has_graphs=has_graphs)
     return VllmAdaptor(processed, CpuWeightMemory())
@@ -141,27 +150,28 @@ def fill(adaptor: VllmAdaptor, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("releases", [True, False])
 @pytest.mark.parametrize("first", LAZY, ids=lambda first: first.__name__)
-def test_after_a_switch_a_layer_makes_it_of_the_new_weights(first: Callable[[Any], None], releases: bool) -> None:
+def test_state_is_derived_from_the_new_weights_after_a_switch(first: Callable[[Any], None], releases: bool) -> None:
     model = Model(first, LAZY[first])
-    adaptor, x = built(model), torch.ones(SIZE)
-    model.layer(x)  # as vLLM profiles it
+    adaptor = build_adaptor(model)
+    x = torch.ones(SIZE)
+    model.layer(x)  # vLLM's profiling run
     for seed in range(3):
         weight = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
         if releases:
             adaptor.release()
         fill(adaptor, weight)
-        for _ in range(2):
+        for _ in range(2):  # the second forward uses kept state
             assert torch.equal(model.layer(x), weight)
 
 
-def test_what_forwards_leave_beside_weights_stays() -> None:
+def test_state_that_does_not_depend_on_weights_stays() -> None:
     def count(layer: Any) -> None:
         layer.num_calls = getattr(layer, "num_calls", 0) + 1
         layer.is_used = True
 
     model = Model(count, lambda layer: layer.weight)
-    adaptor = built(model)
-    model.layer.kv_cache = torch.ones(4)  # as vLLM binds it
+    adaptor = build_adaptor(model)
+    model.layer.kv_cache = torch.ones(4)  # bound by vLLM after loading
     for seed in range(2):
         model.layer.kv_cache += 1
         model.layer(torch.ones(SIZE))
@@ -169,9 +179,9 @@ def test_what_forwards_leave_beside_weights_stays() -> None:
     assert (model.layer.num_calls, model.layer.is_used, model.layer.kv_cache[0]) == (2, True, 3)
 
 
-def test_a_number_goes_too() -> None:
+def test_numbers_are_derived_from_the_new_weights() -> None:
     model = Model(read_as_a_number, lambda layer: torch.tensor(layer.number))
-    adaptor = built(model)
+    adaptor = build_adaptor(model)
     for value in (1.0, 2.0):
         fill(adaptor, torch.full((SIZE,), value))
         assert model.layer(torch.ones(1)) == value
@@ -181,32 +191,32 @@ GRAPHED = [merged, added, cached, listed, in_a_kernel, written_in_place, cast]
 
 
 @pytest.mark.parametrize("first", GRAPHED, ids=lambda first: first.__name__)
-def test_where_graphs_hold_it_it_is_refused(first: Callable[[Any], None]) -> None:
+def test_state_in_captured_graphs_is_refused(first: Callable[[Any], None]) -> None:
     model = Model(first, LAZY[first])
-    adaptor = built(model, has_graphs=True)
+    adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     adaptor.release()
     with pytest.raises(ModelError, check=has_code("state-not-renewable", "layer.", "(Layer)")):
         adaptor.allocate(["layer"])
 
 
-def test_where_graphs_are_captured_views_of_weights_and_scratch_memory_are_not_refused() -> None:
+def test_views_and_scratch_memory_in_captured_graphs_are_accepted() -> None:
     def use(layer: Any) -> None:
         layer.merged = layer.weight.view(2, 3)
         layer.table.normal_()
 
     model = Model(use, lambda layer: layer.weight)
-    adaptor = built(model, has_graphs=True)
+    adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     fill(adaptor, torch.ones(SIZE))
 
 
-def test_a_refused_model_is_not_read_again_once_its_memory_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_model_is_not_read_after_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(state: ForwardState) -> list[str]:
-        raise AssertionError("weights that were released are read")
+        raise AssertionError("released weights were read")
 
     model = Model(merged, LAZY[merged])
-    adaptor = built(model, has_graphs=True)
+    adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     adaptor.release()
     monkeypatch.setattr(ForwardState, "forget", read)
@@ -217,56 +227,55 @@ def test_a_refused_model_is_not_read_again_once_its_memory_is_gone(monkeypatch: 
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_workspace_that_vllm_shares_is_not_refused(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_shared_by_vllm_is_accepted(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     envs = importlib.import_module("vllm.envs")
 
     def use(layer: Any) -> None:
         layer.kernel.workspace = vars(envs)["shared"] if is_shared else vars(envs)["cache"][0]
 
     monkeypatch.setattr(envs, "shared", torch.zeros(SIZE), raising=False)
-    monkeypatch.setattr(envs, "cache", [torch.zeros(SIZE)], raising=False)  # may be of what layers made of weights
+    monkeypatch.setattr(envs, "cache", [torch.zeros(SIZE)], raising=False)  # may hold derived weights
     model = Model(use, lambda layer: layer.weight)
-    adaptor = built(model, has_graphs=True)
+    adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     refused = pytest.raises(ModelError, check=has_code("state-not-renewable", "layer.kernel.workspace"))
     with contextlib.nullcontext() if is_shared else refused:
         fill(adaptor, torch.ones(SIZE))
 
 
-def test_flags_of_other_objects_stay() -> None:
+def test_flags_of_other_objects_are_kept() -> None:
     def warm_up(layer: Any) -> None:
         layer.number = float(layer.weight[0])
         layer.kernel.is_warm = True
 
     model = Model(warm_up, lambda layer: layer.weight)
     model.layer.kernel.is_warm = False
-    adaptor = built(model)
+    adaptor = build_adaptor(model)
     model.layer(torch.ones(SIZE))
     adaptor.release()
     assert (model.layer.number, model.layer.kernel.is_warm) == (None, True)
 
 
-def test_a_flag_goes_with_what_is_inside_its_object() -> None:
+def test_a_flag_is_reset_with_the_state_below_its_object() -> None:
     def transpose(layer: Any) -> None:
         if not layer.is_filled:
             layer.kernel.transposed = layer.weight.clone()
             layer.is_filled = True
 
     model = Model(transpose, lambda layer: layer.kernel.transposed)
-    adaptor = built(model)
+    adaptor = build_adaptor(model)
     for value in (1.0, 2.0):
         fill(adaptor, torch.full((SIZE,), value))
         assert model.layer(torch.ones(SIZE))[0] == value
 
 
-# -- a real engine -----------------------------------------------------------------------------------------------------
+# -- real engine -----------------------------------------------------------------------------------
 
 GAINS = {"gains.left": (32,), "gains.right": (32,), "gains.decay": (64,)}
 
 
 def gaining_qwen3() -> type:
-    """A model class of vLLM's that multiplies the last hidden states by what it merges in its first forward, and by a
-    parameter that its loader computes."""
+    """Return a model class that scales the last hidden states by merged and computed factors."""
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
     class Gains(torch.nn.Module):
@@ -291,45 +300,46 @@ def gaining_qwen3() -> type:
             return self.gains(super().forward(*args, **kwargs))
 
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-            own, others = [], []
+            gains = []
+            others = []
             for name, tensor in weights:
-                (own if name in GAINS else others).append((name, tensor))
-            for name, tensor in own:
+                (gains if name in GAINS else others).append((name, tensor))
+            for name, tensor in gains:
                 values = -torch.exp(tensor.float()) if name == "gains.decay" else tensor
                 self.get_parameter(name).data.copy_(values)
-            return super().load_weights(others) | {name for name, _ in own}
+            return super().load_weights(others) | {name for name, _ in gains}
 
     return GainingQwen3
 
 
 def switched(directory: str) -> tuple[list[Answers], list[Answers]]:
-    """Answers after each of three switches, and those of vLLMs that load the same weights."""
+    """Return the answers after three switches, and of vLLMs that load the same weights."""
     from vllm import ModelRegistry
 
     job()
     ModelRegistry.register_model("GainingQwen3", gaining_qwen3())
     config = {**support.QWEN3, "architectures": ["GainingQwen3"]}
-    weights, native = [], []
+    weights = []
+    native = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         gains = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in GAINS.items()}
         weights.append(support.random_weights(support.QWEN3, seed) | gains)
         checkpoint = support.write_checkpoint(Path(directory) / str(seed), config, weights[-1])
         native.append(native_answers(checkpoint, 1, GAINS))
-    engine, found = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS), []
-    assert engine.adaptor.staged == ("gains.decay",)
+    engine = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS)
+    answers = []
+    assert engine.adaptor.staged == ("gains.decay",)  # computed by the loader
     for values in weights:
         support.write_by_records(engine.adaptor, values)
         engine.reset_caches()
-        found.append(answers_of(engine))
+        answers.append(answers_of(engine))
     engine.shutdown()
-    return found, native
+    return answers, native
 
 
 @pytest.mark.timeout(300)
-def test_a_model_that_merges_weights_in_its_first_forward_answers_as_one_that_was_loaded(
-    engines: Ranks, tmp_path: Path
-) -> None:
-    ((found, native),) = engines.launch(switched, 1, str(tmp_path))
-    assert found == native
-    assert len({str(each) for each in native}) == 3
+def test_a_model_that_merges_weights_in_its_first_forward_equals_a_native_load(engines: Ranks, tmp_path: Path) -> None:
+    ((answers, native),) = engines.launch(switched, 1, str(tmp_path))
+    assert answers == native
+    assert len({str(answer) for answer in native}) == 3

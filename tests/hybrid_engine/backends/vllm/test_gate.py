@@ -1,4 +1,4 @@
-"""What a server's engine core lets through; real servers are in tests/hybrid_engine/serving."""
+"""The gate of a server's engine core; tests/hybrid_engine/serving has real servers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ OURS = "hybrid_engine"
 
 
 class Engine:
-    """As much of a worker's transfer engine as the gate asks for."""
+    """The attributes of a worker's transfer engine that the gate uses."""
 
     def __init__(self) -> None:
-        self.why, self.job, self.version = "no weights yet", "", -1
+        self.why = "no weights yet"
+        self.job = ""
+        self.version = -1
         self.is_uncompared = False
         self.receiver = self
 
@@ -40,7 +42,8 @@ class Engine:
 
 class Worker:
     def __init__(self) -> None:
-        self.weight_transfer_engine, self.calls = Engine(), list[str]()
+        self.weight_transfer_engine = Engine()
+        self.calls = list[str]()
 
     def __getattr__(self, name: str) -> Callable[..., str]:
         if name.startswith("_"):
@@ -56,7 +59,7 @@ class Worker:
 
 
 class Wrapper:
-    """What vLLM calls a worker by: it reads through to it, and keeps what is written."""
+    """vLLM's wrapper of a worker: reads from the worker, but keeps attributes that are set."""
 
     def __init__(self) -> None:
         self.worker = Worker()
@@ -66,7 +69,7 @@ class Wrapper:
 
 
 class Executor:
-    """Of two workers; as vLLM's, it reads no answer after the first failure."""
+    """Two workers. Like vLLM's executor it reads no answer after the first failure."""
 
     def __init__(self) -> None:
         self.workers = [Wrapper(), Wrapper()]
@@ -85,18 +88,19 @@ class Executor:
                 answers.append(("", call(*args, **(kwargs or {}))))
             except Exception as error:
                 answers.append((str(error), None))
-        found = []
+        results = []
         for answers in self._answers:
             why, answer = answers.pop(0)
             if why:
                 raise RuntimeError(why)
-            found.append(answer)
-        return found
+            results.append(answer)
+        return results
 
 
 class Scheduler:
     def __init__(self, running: list[str]) -> None:
-        self.state, self.running = "drawing", running
+        self.state = "drawing"
+        self.running = running
         self.requests: dict[str, Any] = {}
 
     def set_pause_state(self, state: Any) -> None:
@@ -105,10 +109,12 @@ class Scheduler:
 
 class Core:
     def __init__(self, vllm_config: Any) -> None:
-        self.vllm_config, self.model_executor = vllm_config, Executor()
+        self.vllm_config = vllm_config
+        self.model_executor = Executor()
         self.collective_rpc("update_max_model_len")
         assert self._initialize_kv_caches(vllm_config) == "blocks"
-        self.scheduler, self.batch_queue = vllm_config.scheduler_config.get_scheduler_cls()(running=[]), None
+        self.scheduler = vllm_config.scheduler_config.get_scheduler_cls()(running=[])
+        self.batch_queue = None
         self.output_queue = SimpleQueue[tuple[int, Any]]()
 
     def _initialize_kv_caches(self, vllm_config: object) -> str:
@@ -146,20 +152,20 @@ class Core:
             self.scheduler.requests.pop(name, None)
 
     def refused(self) -> dict[str, str]:
-        """Requests that were refused since the last call, and why."""
-        found = {}
+        """Return the requests refused since the last call, with the reasons."""
+        reasons = {}
         while not self.output_queue.empty():
             client, outputs = self.output_queue.get()
             (output,) = outputs.outputs
             assert (client, outputs.finished_requests) == (7, {output.request_id})
             assert (output.new_token_ids, str(output.finish_reason)) == ([], "abort")
-            found[output.request_id] = output.stop_reason
-        return found
+            reasons[output.request_id] = output.stop_reason
+        return reasons
 
 
 @pytest.fixture
 def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Return a function that makes the core of a load format, in a process whose gate is closed."""
+    """Return a function from a load format to a core, in a process with a closed gate."""
     kind = type("Core", (Core,), dict(vars(Core)))
     from hybrid_engine.backends.vllm.server import receiver
 
@@ -180,50 +186,51 @@ def engines_of(core: Any) -> list[Engine]:
 
 def fill(core: Any, *versions: int, job: str = "") -> None:
     for engine, version in zip(engines_of(core), versions, strict=True):
-        engine.why, engine.job, engine.version = "", job, version
+        engine.why = ""
+        engine.job = job
+        engine.version = version
 
 
-def ask(core: Any, name: str, **asked: str) -> None:
-    """Add a request, which asks for weights where it says so."""
-    params = SimpleNamespace(extra_args={f"hybrid_engine_{key}": value for key, value in asked.items()} or None)
+def add_request_for(core: Any, name: str, **weights: str) -> None:
+    """Add a request for certain weights, or for any weights."""
+    params = SimpleNamespace(extra_args={f"hybrid_engine_{key}": value for key, value in weights.items()} or None)
     request = {"request_id": name, "client_index": 7, "sampling_params": params, "is_finished": lambda: False}
     core.add_request(SimpleNamespace(**request))
 
 
-def test_a_request_is_answered_with_the_weights_that_it_asks_for_or_refused(core_of: Callable[[str], Any]) -> None:
-    """Whenever the weights or the job become others: before it arrives, while it waits, and while it runs."""
+def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     join = functools.partial(core.collective_rpc, "init_weight_transfer_engine")
-    ask(core, "too early", job="a", version="3")
+    add_request_for(core, "too early", job="a", version="3")
     assert core.refused() == {"too early": "the server belongs to job none, and the request asks for job a"}
     join(kwargs={"init_info": {"job": "a"}})
     for version in ("3", "4"):
-        ask(core, f"waits for {version}", job="a", version=version)
-    ask(core, "any")
-    ask(core, "any of a", job="a")
-    ask(core, "of b", job="b", version="3")
+        add_request_for(core, f"waits for {version}", job="a", version=version)
+    add_request_for(core, "any")
+    add_request_for(core, "any of a", job="a")
+    add_request_for(core, "of b", job="b", version="3")
     assert core.refused() == {"of b": "the server belongs to job a, and the request asks for job b"}
     fill(core, 3, 3, job="a")
-    core.resume_scheduler()
+    core.resume_scheduler()  # refuses requests waiting for other weights
     assert core.refused() == {"waits for 4": "the server has version 3 of job a, and the request asks for version 4"}
-    ask(core, "of 2", job="a", version="2")
-    ask(core, "of 3", job="a", version="3")
+    add_request_for(core, "of 2", job="a", version="2")
+    add_request_for(core, "of 3", job="a", version="3")
     assert [*core.refused()] == ["of 2"]
-    join(kwargs={"init_info": {"job": "b"}})
+    join(kwargs={"init_info": {"job": "b"}})  # refuses all requests for job a
     assert sorted(core.refused()) == ["any of a", "of 3", "waits for 3"]
-    ask(core, "of b", job="b", version="3")
+    add_request_for(core, "of b", job="b", version="3")
     assert core.refused() == {"of b": "the server has version 3 of job a, and the request asks for version 3"}
     assert [*core.scheduler.requests] == ["any"]
 
 
-def test_a_program_with_the_engine_hears_of_a_refusal_at_once(core_of: Callable[[str], Any]) -> None:
+def test_an_in_process_engine_raises_refusals(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     del core.output_queue
     with pytest.raises(StateError, check=has_code("request-refused", "none")):
-        ask(core, "of a", job="a")
+        add_request_for(core, "of a", job="a")
 
 
-def test_a_refused_request_is_one_line_of_the_log(
+def test_a_refused_request_is_a_single_log_line(
     core_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = core_of(OURS)
@@ -239,9 +246,9 @@ def test_a_refused_request_is_one_line_of_the_log(
     assert mistake.exc_info is not None
 
 
-def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: Callable[[str], Any]) -> None:
+def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
-    assert [engine.worker for engine in engines_of(core)] == [each.worker for each in core.model_executor.workers]
+    assert [engine.worker for engine in engines_of(core)] == [wrapper.worker for wrapper in core.model_executor.workers]
     assert core.is_scheduler_paused()
     assert core._weight_version == "none"
     for versions in ((), (3, 4)):
@@ -256,11 +263,12 @@ def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: C
     assert core._weight_version == "4"
 
 
-def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callable[[str], Any]) -> None:
-    """Nor under one that is paused, but finishes first what runs."""
-    core, update = core_of(OURS), ["reset_encoder_cache", "update_weights"]
+def test_weights_cannot_change_while_a_server_generates(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    update = ["reset_encoder_cache", "update_weights"]
     fill(core, 0, 0)
     assert core.collective_rpc("update_weights") == ["update_weights"] * 2
+    # A paused scheduler may still run requests to their end.
     for drawing in ({"state": "drawing"}, {"running": ["request"]}):
         with (
             mock.patch.multiple(core.scheduler, **drawing),
@@ -273,7 +281,7 @@ def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callabl
     assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
 
 
-def test_a_server_that_draws_tokens_says_by_which_weights(core_of: Callable[[str], Any]) -> None:
+def test_a_generating_server_reports_its_weight_version(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     with pytest.raises(StateError, check=has_code("weights-incomplete", "'4'")):
         core.set_weight_version("4")
@@ -288,21 +296,22 @@ def test_a_server_that_draws_tokens_says_by_which_weights(core_of: Callable[[str
     assert core._weight_version == "4"
 
 
-def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any]) -> None:
+def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
-    first, second = (each.worker for each in core.model_executor.workers)
+    first, second = (wrapper.worker for wrapper in core.model_executor.workers)
     for failing, number in ((first, 0), (second, 1)):
         with pytest.raises(
             StateError, check=has_code("worker-failed", f"worker {number}: MemoryError: no memory in this worker")
         ):
             core.collective_rpc("start_weight_update", kwargs={"fails": failing})
+        # No answer is left over.
         assert core.collective_rpc("finish_weight_update") == ["finish_weight_update"] * 2
     with pytest.raises(StateError, check=has_code("weights-incomplete")):
         core.resume_scheduler()
 
 
 @pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"])
-def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: str) -> None:
+def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], Any], name: str) -> None:
     core = core_of(OURS)
     fill(core, 0, 0)
     with pytest.raises(StateError, check=has_code("call-refused")):
@@ -312,11 +321,11 @@ def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: st
     for call in (core.sleep, core.release_kv_cache_memory):
         with pytest.raises(StateError, check=has_code("call-refused")):
             call()
-    assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"
+    assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"  # level 0 only pauses
     assert all(worker.calls == ["update_max_model_len"] for worker in core.model_executor.workers)
 
 
-def test_nothing_reads_weights_that_are_not_there(core_of: Callable[[str], Any]) -> None:
+def test_missing_weights_cannot_be_read(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     for call in (lambda: core.collective_rpc("compute_weight_checksums"), lambda: core.add_lora("request")):
         with pytest.raises(StateError, check=has_code("weights-incomplete")):
@@ -326,7 +335,7 @@ def test_nothing_reads_weights_that_are_not_there(core_of: Callable[[str], Any])
     assert core.add_lora("request") == "added"
 
 
-def test_a_program_with_the_engine_looks_at_its_model_and_calls_its_functions(core_of: Callable[[str], Any]) -> None:
+def test_an_in_process_engine_can_inspect_its_model(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     calls = [("get_model_inspection", ()), ("apply_model", (type,))]
     for name, args in calls:
@@ -335,12 +344,12 @@ def test_a_program_with_the_engine_looks_at_its_model_and_calls_its_functions(co
     fill(core, 0, 0)
     for name, args in calls:
         assert core.collective_rpc(name, args=args) == [name] * 2
-    for given in ((), ("type",)):
+    for wrong_args in ((), ("type",)):
         with pytest.raises(StateError, check=has_code("call-refused", "apply_model")):
-            core.collective_rpc("apply_model", args=given)
+            core.collective_rpc("apply_model", args=wrong_args)
 
 
-def test_trainers_compare_weights_that_all_workers_have(
+def test_a_probe_needs_the_weights_of_all_workers(
     core_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = core_of(OURS)
@@ -359,7 +368,7 @@ def test_trainers_compare_weights_that_all_workers_have(
 
 
 @pytest.mark.parametrize("names", [("waiting",), ("waiting", "skipped_waiting")])
-def test_what_waits_does_not_run_while_trainers_compare(names: tuple[str, ...]) -> None:
+def test_waiting_requests_do_not_run_during_a_probe(names: tuple[str, ...]) -> None:
     scheduler = Scheduler(running=[])
     scheduler.pause_state = scheduler.state = "paused"
     queues = {name: [f"request of {name}"] for name in names}
@@ -373,7 +382,7 @@ def test_what_waits_does_not_run_while_trainers_compare(names: tuple[str, ...]) 
     assert names == ("waiting", "skipped_waiting") or not hasattr(scheduler, "skipped_waiting")
 
 
-def test_other_engines_of_the_process_are_as_they_were(core_of: Callable[[str], Any]) -> None:
+def test_engines_with_other_load_formats_are_unaffected(core_of: Callable[[str], Any]) -> None:
     core = core_of("auto")
     assert not core.is_scheduler_paused()
     assert core.collective_rpc("reload_weights") == ["reload_weights"] * 2

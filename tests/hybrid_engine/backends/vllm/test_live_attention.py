@@ -1,7 +1,4 @@
-"""The attention of live layers: of vLLM's model without memory, of transformers' and of Megatron's, of one config.json.
-
-Windows are longer than the sequences of `check_compute`, so that no log-probability would show them.
-"""
+"""Attention of live layers in vLLM, transformers and Megatron for the same config.json."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ from tests.zoo import sharded_models
 from tests.zoo.families import FAMILIES, SERVED_SIZES, write_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, running
 
+# Longer than the sequences of `check_compute`, so log-probabilities would not show windows.
 WINDOW = {"use_sliding_window": True, "sliding_window": 100}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -56,25 +54,25 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ONLY_VLLM = "the sliding window is none for the trainer and 100 tokens for vLLM"
 ONLY_TRAINER = "the sliding window is 100 tokens for the trainer and none for vLLM"
-OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama, a key of others": ("llama", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
-    "llama, keys of others": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
-    "glm4, a key of others": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
+DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama, a foreign key": ("llama", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
+    "llama, foreign keys": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
+    "glm4, a foreign key": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
     "qwen3, one layer": ("qwen3", {**WINDOW, **MIXED, "max_window_layers": 2}, f"in layer 1, {ONLY_TRAINER}"),
     "qwen2_moe with windows": ("qwen2_moe", WINDOW, f"in layer 0, {ONLY_TRAINER}"),
     "qwen3_moe, one layer": ("qwen3_moe", {**WINDOW, **MIXED}, f"in layers 0 to 1, {ONLY_TRAINER}"),
 }
-CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in OTHER.items()}}
+CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in DIFFERENT.items()}}
 
 
 def config_of(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """As `served_config`, of every family."""
+    """Same as `served_config` for every family."""
     sizes = {**SERVED_SIZES, **FAMILIES[family].served}
     return FAMILIES[family].config(sizes, {"torch_dtype": "float32", **changes})
 
 
-def of_vllm(directory: Path) -> dict[int, Attention]:
-    """Of a model on the one rank, without memory for weights."""
+def read_vllm(directory: Path) -> dict[int, Attention]:
+    """Read a model on one rank, without memory for weights."""
     settings = InferenceSettings(
         str(directory),
         InferenceParallelism(1),
@@ -85,7 +83,7 @@ def of_vllm(directory: Path) -> dict[int, Attention]:
         for context in (torch_defaults(), process_settings_kept(), _rotary_embeddings_kept()):
             undo.enter_context(context)
         patch = undo.enter_context(pytest.MonkeyPatch.context())
-        # keys that vLLM alone reads are refused before there are layers
+        # Otherwise keys read only by vLLM are refused before layers exist.
         patch.setattr("hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known", lambda self: None)
         job = undo.enter_context(contextlib.closing(Job.join(60)))
         device_type = arguments.check_settings(settings, job)
@@ -98,7 +96,7 @@ def of_vllm(directory: Path) -> dict[int, Attention]:
         return live_attention(model, config.compilation_config.static_forward_context)
 
 
-def of_transformers(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
+def read_transformers(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
     from hybrid_engine.backends.fsdp.live_attention import live_attention as of_model
 
     model = sharded_models.from_config(directory)
@@ -106,7 +104,7 @@ def of_transformers(directory: Path, change: Change = lambda model: None) -> dic
     return of_model(model)
 
 
-def of_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
+def read_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
     from megatron.core.utils import unwrap_model
 
     with running(directory, ActorConfig(**DENSE_FLOAT32)) as run:
@@ -132,35 +130,35 @@ def slower_in_megatron(model: Any) -> None:
 
 Sides = dict[str, dict[int, Attention]]
 Change = Callable[[Any], None]
+# Changes of a single layer of Gemma 3: its scale; rotary frequencies of the layer with a window.
 CHANGES = {
-    "transformers": (of_transformers, scaled_in_transformers, slower_in_transformers),
-    "Megatron": (of_megatron, scaled_in_megatron, slower_in_megatron),
+    "transformers": (read_transformers, scaled_in_transformers, slower_in_transformers),
+    "Megatron": (read_megatron, scaled_in_megatron, slower_in_megatron),
 }
-"""Of one layer of Gemma 3 alone: its scale, and the rotary frequencies of the layer with a window."""
 
 
 def sides(root: str) -> dict[str, Sides]:
-    """By name of the config, of every side that can be built from it."""
+    """Read every side that can be built from each config."""
     dist.init_process_group("gloo")
     directories = {
         name: write_config(Path(root) / str(number), config_of(family, changes))
         for number, (name, (family, changes)) in enumerate(CONFIGS.items())
     }
-    # vLLM first, which serves some models by transformers' classes: these stay what they were
-    readers = {"vLLM": of_vllm, "transformers": of_transformers, "Megatron": of_megatron}
-    found: dict[str, Sides] = {name: {} for name in CONFIGS}
+    # vLLM first: it modifies some classes of transformers.
+    readers = {"vLLM": read_vllm, "transformers": read_transformers, "Megatron": read_megatron}
+    attention: dict[str, Sides] = {name: {} for name in CONFIGS}
     for read_changed, *changes in CHANGES.values():
         for change in changes:
-            found["gemma3"][change.__name__] = read_changed(directories["gemma3"], change)
+            attention["gemma3"][change.__name__] = read_changed(directories["gemma3"], change)
     for side, read in readers.items():
         for name, directory in directories.items():
-            found[name][side] = read(directory)
+            attention[name][side] = read(directory)
     dist.destroy_process_group()
-    return found
+    return attention
 
 
 @pytest.fixture(scope="module")
-def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sides]:
+def attention(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sides]:
     (sides_of_rank,) = engines.launch(sides, 1, str(tmp_path_factory.mktemp("configs")))
     return sides_of_rank
 
@@ -173,36 +171,36 @@ def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention
 
 @pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
 @pytest.mark.parametrize("name", SAME)
-def test_one_config_is_the_same_attention(found: dict[str, Sides], name: str, trainer: str) -> None:
-    assert compared(found[name][trainer], found[name]["vLLM"]) == []
-    assert len(found[name]["vLLM"]) == len(found[name][trainer]) >= 2
+def test_all_sides_read_the_same_attention(attention: dict[str, Sides], name: str, trainer: str) -> None:
+    assert compared(attention[name][trainer], attention[name]["vLLM"]) == []
+    assert len(attention[name]["vLLM"]) == len(attention[name][trainer]) >= 2
 
 
 @pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
-@pytest.mark.parametrize("name", OTHER)
-def test_a_window_that_one_side_alone_computes_is_found(found: dict[str, Sides], name: str, trainer: str) -> None:
-    *_, difference = OTHER[name]
-    assert compared(found[name][trainer], found[name]["vLLM"]) == [difference]
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_window_of_only_one_side_is_found(attention: dict[str, Sides], name: str, trainer: str) -> None:
+    *_, difference = DIFFERENT[name]
+    assert compared(attention[name][trainer], attention[name]["vLLM"]) == [difference]
 
 
 @pytest.mark.parametrize("trainer", CHANGES)
-def test_one_layer_that_was_changed_is_found(found: dict[str, Sides], trainer: str) -> None:
+def test_a_changed_layer_is_found(attention: dict[str, Sides], trainer: str) -> None:
     _, *changes = CHANGES[trainer]
-    scaled, slower = (found["gemma3"][change.__name__] for change in changes)
-    (text,) = compared(scaled, found["gemma3"]["vLLM"])
+    scaled, slower = (attention["gemma3"][change.__name__] for change in changes)
+    (text,) = compared(scaled, attention["gemma3"]["vLLM"])
     values = "0.353553 for the trainer and 0.176777 for vLLM"
     assert text == f"in layer 1, the scale of attention scores is {values}"
-    (text,) = compared(slower, found["gemma3"]["vLLM"])
+    (text,) = compared(slower, attention["gemma3"]["vLLM"])
     assert text.startswith("in layer 0, rotary frequency 15 is ")
 
 
-def test_an_expert_models_windows_are_those_of_transformers(found: dict[str, Sides]) -> None:
-    sides_of = found["qwen3_moe with windows"]
-    assert [attention.window for attention in sides_of["transformers"].values()] == [100, 100]
+def test_transformers_expert_models_have_windows(attention: dict[str, Sides]) -> None:
+    by_side = attention["qwen3_moe with windows"]
+    assert [layer.window for layer in by_side["transformers"].values()] == [100, 100]
 
 
 @pytest.mark.slow  # imports vLLM's and transformers' models
-def test_rotary_tables_that_are_shorter_than_a_sequence_are_named() -> None:
+def test_rotary_tables_shorter_than_a_sequence_are_named() -> None:
     model = torch.nn.Module()
     for name, length in {"whole": 201, "short": 128, "shorter": 64}.items():
         rotary = torch.nn.Module()

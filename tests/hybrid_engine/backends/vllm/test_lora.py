@@ -1,7 +1,6 @@
-"""LoRA from memory on a real vLLM: what it computes is what transformers computes with it merged.
+"""LoRA from memory in a real vLLM over two ranks, compared with merged weights.
 
-Cut over two ranks; whole ones are in the matrix. LoRAs beside each other, over new versions, switches and releases. The
-ranks assert.
+Several LoRAs over new versions, switches and releases. The ranks assert.
 """
 
 from __future__ import annotations
@@ -29,24 +28,27 @@ ATOL = 5e-5  # float32; log-probabilities are around -5
 CONFIG = {**support.QWEN3, "torch_dtype": "float32"}
 PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-WIDE, NARROW = LoraSettings(8, 16.0, EVERYWHERE), LoraSettings(4, 2.0, ("q_proj", "down_proj"))
+WIDE = LoraSettings(8, 16.0, EVERYWHERE)
+NARROW = LoraSettings(4, 2.0, ("q_proj", "down_proj"))
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def test_it_computes_what_merged_weights_do(engines: Ranks, tmp_path: Path) -> None:
+def test_loras_compute_the_same_as_merged_weights(engines: Ranks, tmp_path: Path) -> None:
     engines.launch(run, 2, str(tmp_path), 2)
 
 
 def run(directory: str, num_tp: int) -> None:
-    """One slot on the device and two LoRAs, so that each drives out the other."""
+    """Run all checks with two LoRAs and a single slot, so that each evicts the other."""
     job()
     weights = [support.random_weights(CONFIG, seed, torch.float32) for seed in range(2)]
     path = support.write_checkpoint(Path(directory) / "weights", CONFIG, weights[1])
     engine = _build(path, num_tp, max_loras=1, max_lora_rank=8)
     support.fill_by_records(engine.adaptor, weights[0])
     engine.reset_caches()
-    first, second, other = _random_lora(0, WIDE), _random_lora(2, WIDE), _random_lora(1, NARROW)
+    first = _random_lora(0, WIDE)
+    second = _random_lora(2, WIDE)
+    other = _random_lora(1, NARROW)
     engine.set_lora("policy", WIDE, first)
     engine.set_lora("judge", NARROW, other)
     merged = _merged(weights[0], first, WIDE)
@@ -58,7 +60,7 @@ def run(directory: str, num_tp: int) -> None:
     engine.set_lora("policy", WIDE, second)  # a new version
     assert _gap(engine, _merged(weights[0], second, WIDE), "policy") < ATOL
     assert _gap(engine, weights[0], None) < ATOL
-    filled = support.fill_by_records(engine.adaptor, weights[1])
+    filled = support.fill_by_records(engine.adaptor, weights[1])  # a switch keeps LoRAs
     engine.reset_caches()
     assert support.differences(filled, support.native_parameters(engine, path)) == []
     assert _gap(engine, _merged(weights[1], second, WIDE), "policy") < ATOL
@@ -67,10 +69,10 @@ def run(directory: str, num_tp: int) -> None:
     support.fill_by_records(engine.adaptor, weights[0])
     with mock.patch.object(runner, "reset_lora_state", side_effect=runner.reset_lora_state) as reset:
         engine.wake_kv_cache()
-    assert reset.call_count == 1, "vLLM's own state is written anew when its memory is back"
+    assert reset.call_count == 1, "vLLM's LoRA state must be reset once its memory is back"
     engine.reset_caches()
     assert _gap(engine, _merged(weights[0], other, NARROW), "judge") < ATOL
-    assert _gap(engine, weights[0], "policy") > 0.1, "it changes something"
+    assert _gap(engine, weights[0], "policy") > 0.1, "the LoRA must have an effect"
     engine.remove_lora("judge")
     parts = {
         "llm": engine.llm,
@@ -80,16 +82,16 @@ def run(directory: str, num_tp: int) -> None:
     }
     living = {name: weakref.ref(part) for name, part in parts.items()}
     del runner, parts, reset
-    _refuse_what_cannot_be(engine, first, Path(directory), num_tp)
-    assert [name for name, part in living.items() if part() is not None] == [], "these outlive the shutdown"
+    _refuse_misuse(engine, first, Path(directory), num_tp)
+    assert [name for name, part in living.items() if part() is not None] == [], "objects outlive the shutdown"
 
 
 def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:
     return build(path, CONFIG, dtype="float32", sizes=sizes(tensor=num_tp), **settings)
 
 
-def _refuse_what_cannot_be(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp: int) -> None:
-    """Names that are gone, tensors that do not fit, engines that take none."""
+def _refuse_misuse(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp: int) -> None:
+    """Refuse removed names, tensors that do not fit, and engines without LoRA."""
 
     def refuse(call: Callable[[], Any], kind: str, code: str, value: str) -> None:
         refusal = refusal_of(call)
@@ -122,17 +124,18 @@ def _refuse_what_cannot_be(engine: InferenceEngine, tensors: Tensors, base: Path
 
 
 def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
-    """Under PEFT's names, on the modules of layer 1 and, of layer 0, on the last one."""
+    """Return tensors by PEFT's names for the modules of layer 1 and the last module of layer 0."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in checkpoint_shapes(CONFIG).items():
-        module, chosen = name.removesuffix(".weight"), settings.target_modules
+        module = name.removesuffix(".weight")
+        chosen = settings.target_modules
         if module.endswith(chosen if ".layers.1." in name else chosen[-1]):
             for kind, size in (
                 ("lora_A", (settings.rank, shape[1])),
                 ("lora_B", (shape[0], settings.rank)),
             ):
-                values = torch.randn(size, generator=generator) * 0.3
+                values = torch.randn(size, generator=generator) * 0.3  # large enough to matter
                 tensors[f"base_model.model.{module}.{kind}.weight"] = values
     return tensors
 
@@ -148,7 +151,7 @@ def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> dict[
 
 
 def _expected(weights: Tensors, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Log-probability of each token after the tokens before it, by transformers."""
+    """Return log-probabilities of each token after the preceding tokens, by transformers."""
     import transformers
 
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).float().eval()
@@ -161,7 +164,7 @@ def _expected(weights: Tensors, sequences: list[list[int]]) -> list[torch.Tensor
 
 
 def _gap(engine: InferenceEngine, weights: Tensors, lora: str | None) -> float:
-    """Greatest difference from transformers, of prompts and of what the engine then draws."""
+    """Return the largest difference from transformers for prompts and generated tokens."""
     greedy = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
     drawn = [row[0] for row in engine.generate(PROMPTS, greedy, lora=lora)]
     sequences = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, drawn, strict=True)]
@@ -169,4 +172,4 @@ def _gap(engine: InferenceEngine, weights: Tensors, lora: str | None) -> float:
     scored = engine.prompt_logprobs(sequences, lora=lora)
     pairs = [*zip(scored, expected, strict=True)]
     pairs += [(torch.tensor(answer.logprobs), row[-4:]) for answer, row in zip(drawn, expected, strict=True)]
-    return max(gap(one, other) for one, other in pairs)
+    return max(gap(*pair) for pair in pairs)

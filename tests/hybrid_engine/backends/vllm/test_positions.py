@@ -1,7 +1,7 @@
-"""Positions that are traced before there is an engine: what engines then trace, and nothing of it left behind.
+"""Positions traced without an engine equal the engine's, and tracing leaves no state behind.
 
-Each engine is built in an order that is not the sequential one, so that the rank that traced a position is not the one
-that takes it. Every family in every kind of layout is in test_layouts.py, without engines.
+Engines are built in an order other than the sequential one, so that the rank that traced a position
+is not the rank that takes it. Every family in every layout is in test_layouts.py, without engines.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tests.zoo.families import served_config
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout, in an order of ranks.
+    """A model in a layout and an order of ranks.
 
     Attributes:
-        train: sizes of the training side by which an order is chosen, of Megatron.
-        tensor, pipeline, expert: sizes of vLLM's.
-        order: in which the engine is built.
+        train: Megatron's parallel sizes, from which an order is chosen.
+        tensor, pipeline, expert: parallel sizes of vLLM.
+        order: of the ranks when the engine is built.
     """
 
     family: str
@@ -62,11 +62,13 @@ class Case:
 
     @property
     def sizes(self) -> InferenceParallelism:
-        """In sequential order."""
+        """Return the parallel sizes in sequential order."""
         return InferenceParallelism(len(self.order), self.tensor, self.pipeline, self.expert)
 
 
-TENSOR_4, TENSOR_2, STAGES = {"tensor": 4}, {"tensor": 2}, {"tensor": 2, "pipeline": 2}
+TENSOR_4 = {"tensor": 4}
+TENSOR_2 = {"tensor": 2}
+STAGES = {"tensor": 2, "pipeline": 2}
 CASES = [
     Case("llama", {"pipeline": 2}, (1, 0), tensor=2),
     Case("llama tied", {"pipeline": 2}, (1, 0), pipeline=2),
@@ -80,18 +82,18 @@ CASES = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of a case.
+    """Results of one rank for a case.
 
     Attributes:
-        left: what tracing left behind, in words.
-        wrong: tensors of which the engine at this rank's position holds something else than was traced.
-        is_same: whether buffers, padding and places are the same too.
-        computed: tensors of which this position holds something else than is computed.
-        orders: chosen by what was traced, and by what is computed.
+        residue: state that tracing left behind, in words.
+        misplaced: tensors of the engine that differ from the traced position.
+        is_same: whether buffers, padding and places are equal as well.
+        computed: tensors of the engine that differ from the computed position.
+        orders: chosen from the traced and from the computed positions.
     """
 
-    left: list[str]
-    wrong: list[str]
+    residue: list[str]
+    misplaced: list[str]
     is_same: bool
     computed: list[str]
     orders: tuple[tuple[int, ...], tuple[int, ...]]
@@ -108,10 +110,10 @@ def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, quantization=case.quantization)
     settings = InferenceSettings(support.write_config(directory, config), case.sizes, generate)
     table = table_for(config)
-    gc.collect()  # what an earlier case left; tracing collects its own
+    gc.collect()  # tensors of an earlier case
     before = _state()
-    positions = gather_positions(settings, table, job)
-    left = _left_since(before)
+    positions = gather_positions(settings, table, job)  # each rank traces one position
+    residue = _residue_since(before)
     computed = inference_side(table, case.sizes)
     source = training_side(table, TrainParallelism(job.world_size, **case.train)).holdings
     choose = partial(rank_order, "auto", source, hosts=("host",) * job.world_size, tensor=case.tensor)
@@ -121,26 +123,26 @@ def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
     expected = positions.of_rank(position)
     engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
     try:
-        found = engine.adaptor.layout()
+        actual = engine.adaptor.layout()
     finally:
         engine.shutdown()
     return Outcome(
-        left,
-        wrong=differences(expected, found),
-        is_same=(expected.on(job.rank).buffers, {*expected.on(job.rank).shards}) == (found.buffers, {*found.shards}),
-        computed=differences(computed.layout_of(position), found),
+        residue,
+        misplaced=differences(expected, actual),
+        is_same=(expected.on(job.rank).buffers, {*expected.on(job.rank).shards}) == (actual.buffers, {*actual.shards}),
+        computed=differences(computed.layout_of(position), actual),
         orders=orders,
     )
 
 
 def _state() -> dict[str, Any]:
-    """What a process has of its own, and what vLLM keeps in its modules."""
+    """Return the state of the process and the state that vLLM keeps in its modules."""
     parallel_state = internals.PARALLEL_STATE.load()
     kind = parallel_state.GroupCoordinator
     from vllm.config import get_current_vllm_config_or_none
     from vllm.plugins import load_general_plugins
 
-    load_general_plugins()  # what plug-ins register stays, from a process's first engine on
+    load_general_plugins()  # plug-ins register once per process and stay
     return {
         "vLLM's groups": [name for name, value in vars(parallel_state).items() if isinstance(value, kind)],
         "vLLM's count of hosts": parallel_state._NODE_COUNT,
@@ -158,30 +160,30 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _left_since(before: dict[str, Any]) -> list[str]:
+def _residue_since(before: dict[str, Any]) -> list[str]:
     return sorted(name for name, value in _state().items() if not _is_same(value, before[name]))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple):
-        return all(_is_same(*pair) for pair in zip(one, other, strict=True))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, tuple):
+        return all(_is_same(*pair) for pair in zip(left, right, strict=True))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
 
 
 def _meta_tensors() -> int:
-    return sum(isinstance(each, torch.Tensor) and each.is_meta for each in gc.get_objects())
+    return sum(isinstance(item, torch.Tensor) and item.is_meta for item in gc.get_objects())
 
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """By name of the case, by rank."""
+    """Outcomes by name of the case and by rank."""
     directory = str(tmp_path_factory.mktemp("positions"))
-    found: dict[str, list[Outcome]] = {}
+    results: dict[str, list[Outcome]] = {}
     for num_ranks in (2, 4):
         cases = [case for case in CASES if len(case.order) == num_ranks]
         by_rank = engines.launch(run_cases, num_ranks, directory, cases)
-        found |= {case.name: [each[case.name] for each in by_rank] for case in cases}
-    return found
+        results |= {case.name: [outcomes[case.name] for outcomes in by_rank] for case in cases}
+    return results
 
 
 @pytest.fixture(params=[case.name for case in CASES])
@@ -189,29 +191,30 @@ def by_rank(outcomes: dict[str, list[Outcome]], request: pytest.FixtureRequest) 
     return outcomes[request.param]
 
 
-def test_an_engine_holds_what_its_position_was_traced_to_hold(by_rank: list[Outcome]) -> None:
-    assert [each.wrong for each in by_rank] == [[]] * len(by_rank)
-    assert all(each.is_same for each in by_rank), "in other places"
+def test_engines_hold_their_traced_positions(by_rank: list[Outcome]) -> None:
+    assert [outcome.misplaced for outcome in by_rank] == [[]] * len(by_rank)
+    assert all(outcome.is_same for outcome in by_rank), "engines and traces place tensors differently"
 
 
-def test_nothing_is_left_of_it(by_rank: list[Outcome]) -> None:
-    assert [each.left for each in by_rank] == [[]] * len(by_rank)
+def test_tracing_leaves_no_state(by_rank: list[Outcome]) -> None:
+    assert [outcome.residue for outcome in by_rank] == [[]] * len(by_rank)
 
 
-def test_where_vllm_holds_something_else_than_is_computed_this_says_so(by_rank: list[Outcome]) -> None:
-    """`plan` counts with what is computed, and a job goes by what is traced: both choose one order."""
-    assert [each.computed for each in by_rank] == [[]] * len(by_rank)
-    assert len({order for each in by_rank for order in each.orders}) == 1
+def test_computed_positions_equal_engines(by_rank: list[Outcome]) -> None:
+    assert [outcome.computed for outcome in by_rank] == [[]] * len(by_rank)
+    # `plan` uses computed positions, jobs use traced ones: the order must be the same.
+    assert len({order for outcome in by_rank for order in outcome.orders}) == 1
 
 
-def test_some_order_is_not_the_sequential_one(outcomes: dict[str, list[Outcome]]) -> None:
-    assert any(each.orders[0] != tuple(range(len(found))) for found in outcomes.values() for each in found)
+def test_some_chosen_order_is_not_sequential(outcomes: dict[str, list[Outcome]]) -> None:
+    assert any(outcome.orders[0] != tuple(range(len(by_rank))) for by_rank in outcomes.values() for outcome in by_rank)
 
 
 def refuse(directory: str) -> tuple[str, list[str], list[str]]:
-    """What tracing with a tensor of another shape raised, what it left, and how those fared who communicated."""
+    """Trace with a wrong shape, then communicate; return the error, the residue and all errors."""
     dist.init_process_group("gloo")
-    case, config = CASES[0], served_config(CASES[0].family)
+    case = CASES[0]
+    config = served_config(CASES[0].family)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
     settings = InferenceSettings(support.write_config(Path(directory), config), case.sizes, generate)
     shapes = {**table_for(config).shapes, "model.norm.weight": (7,)}
@@ -220,9 +223,9 @@ def refuse(directory: str) -> tuple[str, list[str], list[str]]:
         with pytest.raises(ModelError) as caught:
             layout_of_position(settings, job, shapes)
         message = str(caught.value)
-        del caught  # with the frames in which the model was
+        del caught  # its frames refer to the model
         gc.collect()
-        left = _left_since(before)
+        residue = _residue_since(before)
     seat = _seat_class(0)([[0, 1]])
     tries = [
         lambda: dist.all_reduce(torch.ones(1), group=seat.cpu_group),
@@ -231,7 +234,7 @@ def refuse(directory: str) -> tuple[str, list[str], list[str]]:
         lambda: seat.broadcast_object(1),
         seat.barrier,
     ]
-    return message, left, [_error_of(each) for each in tries]
+    return message, residue, [_error_of(communicate) for communicate in tries]
 
 
 def _error_of(communicate: Callable[[], object]) -> str:
@@ -242,10 +245,10 @@ def _error_of(communicate: Callable[[], object]) -> str:
     return ""
 
 
-def test_what_does_not_fit_is_refused_and_leaves_nothing_and_whoever_communicates_raises(
+def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_communicate(
     engines: Ranks, tmp_path: Path
 ) -> None:
-    for error, left, errors in engines.launch(refuse, 2, str(tmp_path)):
+    for error, residue, errors in engines.launch(refuse, 2, str(tmp_path)):
         assert "model.norm.weight (7,)" in error
-        assert not left
+        assert not residue
         assert all(errors), errors

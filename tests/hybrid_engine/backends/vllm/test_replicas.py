@@ -1,4 +1,4 @@
-"""Two replicas are independent, and no rank waits for one that failed; other orders of ranks. The ranks assert."""
+"""Independent replicas, failures of one replica, and orders of ranks. The ranks assert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.launch import Ranks
@@ -38,17 +38,28 @@ FOUR = Sampling(n=4, max_tokens=6, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Replica:
-    """What one rank brought back to be compared: the refusal where tensors of one rank are wrong, samples
-    of one prompt, and the same with a seed of the request."""
+    """Results of one rank that are compared over ranks.
 
-    one_rank: Refusal
+    Attributes:
+        refusal: the error when one rank has wrong tensors.
+        drawn: samples of one prompt.
+        seeded: a sample with a seed in the request.
+    """
+
+    refusal: Refusal
     drawn: list[tuple[int, ...]]
     seeded: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Who is where in an order, and greedy answers: of all prompts, of one's own, and of all by way of all replicas."""
+    """Place of a rank in an order, with greedy answers.
+
+    Attributes:
+        answers: of all prompts, by this rank's replica.
+        local: of this rank's prompts, over all replicas.
+        over_replicas: of all prompts, over all replicas.
+    """
 
     dp_rank: int
     tp_rank: int
@@ -59,35 +70,37 @@ class Ordered:
 
 def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
     first, second = engines.launch(run, 2, str(tmp_path), timeout=600)
-    assert second.one_rank.kind in ("ModelError", "ParameterMismatchError")
-    assert first.one_rank.kind == "RemoteError"
-    assert "rank 1" in first.one_rank.message
+    assert second.refusal.kind in ("ModelError", "ParameterMismatchError")
+    assert first.refusal.kind == "RemoteError"
+    assert "rank 1" in first.refusal.message
     assert first.drawn != second.drawn
     assert first.seeded == second.seeded
 
 
 def test_answers_do_not_depend_on_the_order_of_ranks(engines: Ranks, tmp_path: Path) -> None:
-    """Of four ranks: in order, and with the middle ones exchanged."""
+    # The middle ranks are exchanged.
     by_rank: list[list[Ordered]] = engines.launch(orders, 4, str(tmp_path), [None, (0, 2, 1, 3)], timeout=600)
-    places = [[(each.dp_rank, each.tp_rank) for each in of_order] for of_order in zip(*by_rank, strict=True)]
+    places = [[(rank.dp_rank, rank.tp_rank) for rank in ranks] for ranks in zip(*by_rank, strict=True)]
     assert places == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 0), (0, 1), (1, 1)]]
     assert all(result.answers == by_rank[0][0].answers for results in by_rank for result in results)
-    for rank, results in enumerate(by_rank):  # the ranks have none, one, two and three prompts of their own
+    for rank, results in enumerate(by_rank):  # rank r has r prompts
         for result in results:
-            whole = [[one.token_ids] for one in result.answers.completions]
+            whole = [[completion.token_ids] for completion in result.answers.completions]
             assert result.local == whole[:rank]
             assert result.over_replicas == whole
 
 
 def run(directory: str) -> Replica:
-    """All of it, on two ranks."""
-    rank, config, base = job().rank, support.LLAMA, Path(directory)
+    """Run all checks on one of two ranks."""
+    rank = job().rank
+    config = support.LLAMA
+    base = Path(directory)
     path = support.write_config(base / "llama", config)
-    one_rank = _build_what_cannot_be(path, base)
+    refusal = _refuse_builds(path, base)
     engine = build(path, config, sizes=sizes())
     assert (engine.dp_rank, engine.pp_rank, engine.tp_rank) == (rank, 0, 0)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
-    num_prompts = 1 + 2 * rank  # unequal numbers; then one replica has none
+    num_prompts = 1 + 2 * rank  # unequal numbers; below, one replica has no prompts
     assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
     assert len(engine.generate(PROMPTS if rank == 0 else [], FOUR)) == (3 if rank == 0 else 0)
     first = [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
@@ -98,29 +111,34 @@ def run(directory: str) -> Replica:
     stopped = engine.generate(PROMPTS[:1], stop_everywhere)[0][0]
     assert (stopped.finish_reason, len(stopped.token_ids), len(stopped.logprobs)) == ("stop", 1, 1)
     engine.shutdown()
-    _fill_and_do_not_generate(base, support.LLAMA, pipeline=2)
-    _fill_and_do_not_generate(base, support.QWEN3_MOE, expert=2)
-    return Replica(one_rank, first, seeded)
+    _fill_without_generating(base, support.LLAMA, pipeline=2)
+    _fill_without_generating(base, support.QWEN3_MOE, expert=2)
+    return Replica(refusal, first, seeded)
 
 
 def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[Ordered]:
-    """Two replicas of two ranks each, in several orders."""
+    """Run two replicas of two ranks in several orders."""
     job()
-    config, results = support.LLAMA, []
+    config = support.LLAMA
+    results = []
     path = support.write_config(Path(directory) / "llama", config)
     for order in chosen:
         engine = build(path, config, sizes=sizes(tensor=2, rank_order=order))
         support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
         local = engine.generate_over_replicas(PROMPTS[: job().rank], GREEDY, data="local")
         whole = engine.generate_over_replicas(PROMPTS, GREEDY)
-        drawn = [[[one.token_ids for one in of_prompt] for of_prompt in each] for each in (local, whole)]
-        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers_of(engine), *drawn))
+        answers = answers_of(engine)
+        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers, _token_ids(local), _token_ids(whole)))
         engine.shutdown()
     return results
 
 
-def _build_what_cannot_be(path: str, base: Path) -> Refusal:
-    """Sizes, experts in a model without, architecture, and tensors on all ranks; returns the refusal of one rank's."""
+def _token_ids(groups: list[list[Completion]]) -> Drawn:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def _refuse_builds(path: str, base: Path) -> Refusal:
+    """Refuse wrong sizes, architectures and tensors; return the error for one wrong rank."""
     shapes = checkpoint_shapes(support.LLAMA)
     lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
     misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
@@ -145,7 +163,7 @@ def _build_what_cannot_be(path: str, base: Path) -> Refusal:
 
 
 def _fail_on_one(engine: InferenceEngine) -> None:
-    """One of two replicas fails half-way: that ends the call of both, and the next draws as if there had been none."""
+    """Fail one of two replicas half-way: both calls end, and the next call is unaffected."""
 
     def sample() -> list[Any]:
         return [[completion.token_ids for completion in row] for row in engine.generate_over_replicas(PROMPTS, FOUR)]
@@ -158,8 +176,8 @@ def _fail_on_one(engine: InferenceEngine) -> None:
     assert sample() == expected
 
 
-def _fill_and_do_not_generate(base: Path, config: dict[str, Any], **chosen: int) -> None:
-    """Pipelines and experts take weights and do not generate on a CPU."""
+def _fill_without_generating(base: Path, config: dict[str, Any], **chosen: int) -> None:
+    """Pipelines and experts accept weights but cannot generate on a CPU."""
     path = support.write_config(base / config["model_type"], config)
     engine = build(path, config, sizes=sizes(**chosen))
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))

@@ -1,4 +1,4 @@
-"""Before and after a call of vLLM: settings and prompts that cannot be, forms of prompts, its end, and its caches."""
+"""Requests to vLLM: samplings, prompts, templates, the end of a rollout, and caches."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.zoo.tokenizers import save_numbers
 CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2 3"}]
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def without_addresses(value: object) -> str:
-    """A name of a case that is the same in every process."""
+    """Return an id of a case that is the same in every process."""
     return re.sub(r" at 0x\w+", "", str(value))
 
 
@@ -78,7 +78,7 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", WRONG_SAMPLING, ids=str)
-def test_sampling_that_cannot_be_is_refused_where_it_is_made(values: dict[str, Any]) -> None:
+def test_invalid_samplings_are_refused_by_the_constructor(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(**values)
     (finding,) = caught.value.findings
@@ -91,13 +91,13 @@ TOGETHER: list[dict[str, Any]] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", TOGETHER, ids=str)
-def test_what_values_mean_together_vllm_checks(values: dict[str, Any]) -> None:
+def test_combinations_of_values_are_checked_by_vllm(values: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, check=has_violations(("sampling", "refused-by-vllm"))) as caught:
         sampling_params(Sampling(**values))
     assert next(iter(values)) in caught.value.findings[0].problem
 
 
-def test_everything_wrong_with_sampling_is_said_at_once() -> None:
+def test_all_errors_of_a_sampling_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(
             n="n",
@@ -115,10 +115,10 @@ def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     assert "-1" in problems["sampling.max_tokens"]
 
 
-def test_an_unknown_name_is_answered_with_ours() -> None:
+def test_unknown_names_get_a_suggestion() -> None:
     with pytest.raises(ArgumentError) as caught:
         Sampling(max_new_tokens=5, temprature=1, do_sample=True)
-    assert [(found.key, found.remedy) for found in caught.value.findings][:2] == [
+    assert [(finding.key, finding.remedy) for finding in caught.value.findings][:2] == [
         ("sampling.max_new_tokens", "Use max_tokens"),
         ("sampling.temprature", "Use temperature"),
     ]
@@ -127,17 +127,17 @@ def test_an_unknown_name_is_answered_with_ours() -> None:
 
 
 @pytest.mark.slow
-def test_everything_wrong_with_a_list_is_said_at_once() -> None:
+def test_all_errors_of_a_list_are_reported_at_once() -> None:
     from vllm import SamplingParams
 
-    each: Any = [
+    samplings: Any = [
         Sampling(),
         Sampling(min_tokens=17),
         5,
         SamplingParams(prompt_logprob_token_ids=[[1]]),
     ]
     with pytest.raises(ArgumentError) as caught:
-        asked_for(each, 3, sampling_params)
+        asked_for(samplings, 3, sampling_params)
     assert violations_of(caught.value) == [
         ("sampling", "wrong-length"),
         ("sampling[1]", "refused-by-vllm"),
@@ -147,34 +147,36 @@ def test_everything_wrong_with_a_list_is_said_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_each_prompt_is_sampled_by_its_own() -> None:
-    """Also where another process completes it; what one sampling says for all is told to nobody."""
+def test_every_prompt_has_its_own_sampling() -> None:
     from vllm import SamplingParams
 
-    each = [
+    samplings = [
         Sampling(n=2, seed=3),
         SamplingParams(temperature=0.0, logit_bias={5: 1.0}, stop=["x"]),
         Sampling(seed=4),
     ]
-    asked = asked_for(each, 3, sampling_params)
-    assert (asked.seeds, asked.max_tokens) == ([3, None, 4], [16, 16, 16])
-    told = [sampling_of(message, None, seed) for message, seed in zip(asked.messages(), (70, 71, 72), strict=True)]
-    assert [one.seed for one in told] == [70, None, 72]
-    for one, params in zip(told, asked.each, strict=True):
-        params.seed = one.seed
-        assert caller_fields(one) == caller_fields(params)
+    request = asked_for(samplings, 3, sampling_params)
+    assert (request.seeds, request.max_tokens) == ([3, None, 4], [16, 16, 16])
+    received = [
+        sampling_of(message, None, seed) for message, seed in zip(request.messages(), (70, 71, 72), strict=True)
+    ]
+    assert [sampling.seed for sampling in received] == [70, None, 72]
+    for sampling, params in zip(received, request.each, strict=True):
+        params.seed = sampling.seed
+        assert caller_fields(sampling) == caller_fields(params)
     same = asked_for(Sampling(seed=3), 2, sampling_params)
+    # A shared sampling is not sent with every prompt.
     assert (same.seeds, same.messages()) == (3, [b"", b""])
     assert sampling_of(b"", same.shared, 70).seed == 70
-    assert same.shared.seed == 3, "the next prompt's is made of it, too"
+    assert same.shared.seed == 3, "the shared sampling must not change"
 
 
-def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:
+def test_stop_tokens_may_be_a_list_and_stop_a_single_string() -> None:
     assert Sampling(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
     assert Sampling(stop="x").stop == Sampling(stop=["x"]).stop == ("x",)
 
 
-# -- prompts ----------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -200,23 +202,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     ],
     ids=["texts", "chats", "lists", "a list of numpy's", "a tensor", "nothing", "verl's arrays"],
 )
-def test_every_form_becomes_token_ids(tokenizer: ModelTokenizer, prompts: Any, token_ids: list[list[int]]) -> None:
-    found = token_ids_of(prompts, tokenizer)
-    assert found == token_ids
-    assert all(type(token) is int for each in found for token in each), "vLLM's requests hold no others"
+def test_every_form_of_prompts_becomes_token_ids(
+    tokenizer: ModelTokenizer, prompts: Any, token_ids: list[list[int]]
+) -> None:
+    actual = token_ids_of(prompts, tokenizer)
+    assert actual == token_ids
+    # vLLM's requests accept no integers of numpy or torch.
+    assert all(type(token) is int for prompt in actual for token in prompt)
 
 
-def test_a_mask_takes_padding_away_on_both_sides(tokenizer: ModelTokenizer) -> None:
+def test_a_mask_removes_padding_on_both_sides(tokenizer: ModelTokenizer) -> None:
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
     assert token_ids_of(torch.tensor([[0, 1, 2], [3, 4, 0]]), tokenizer, mask) == [[1, 2], [3, 4]]
 
 
 def weather(city: str, days: int = 1) -> str:
-    """Say what the weather will be.
+    """Return a weather forecast.
 
     Args:
-        city: of which.
-        days: from now.
+        city: name of the city.
+        days: from today.
     """
     return f"{city} {days}"
 
@@ -251,7 +256,7 @@ SHOWN = (
     ],
     ids=without_addresses,
 )
-def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids: list[int]) -> None:
+def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_ids: list[int]) -> None:
     save_numbers(tmp_path, SHOWN)
     assert token_ids_of([CHAT], ModelTokenizer(str(tmp_path)), None, chat) == [token_ids]
 
@@ -327,7 +332,7 @@ def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids
     ],
     ids=without_addresses,
 )
-def test_what_no_template_takes_is_said_at_once(
+def test_all_wrong_arguments_of_templates_are_reported_at_once(
     tokenizer: ModelTokenizer,
     prompts: Any,
     chat: Any,
@@ -377,7 +382,7 @@ def test_what_no_template_takes_is_said_at_once(
     ],
     ids=str,
 )
-def test_what_is_no_prompt_is_named_with_its_place(
+def test_invalid_prompts_are_named_with_their_index(
     tokenizer: ModelTokenizer, prompts: Any, key: str, code: str, value: str
 ) -> None:
     with pytest.raises(ArgumentError, check=has_violations((key, code), exactly=False)) as caught:
@@ -385,7 +390,7 @@ def test_what_is_no_prompt_is_named_with_its_place(
     assert value in str(caught.value)
 
 
-def test_every_token_list_that_cannot_be_completed_is_named() -> None:
+def test_all_token_lists_that_cannot_be_completed_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         check_token_ids([[], [1] * 60, [500], [1]], max_tokens=8, limit=64, vocabulary=130)
     assert violations_of(caught.value) == [
@@ -406,7 +411,7 @@ def test_every_token_list_that_cannot_be_completed_is_named() -> None:
         (5, "prompts"),
     ],
 )
-def test_only_lists_of_token_ids_are_scored(prompts: Any, key: str) -> None:
+def test_only_lists_of_token_ids_can_be_scored(prompts: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_token_ids(prompts, max_tokens=1, limit=64, vocabulary=130)
     assert caught.value.findings[0].key == key
@@ -414,14 +419,14 @@ def test_only_lists_of_token_ids_are_scored(prompts: Any, key: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
 def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
-    """For Qwen2 transformers makes an empty tokenizer, in which every text has no tokens."""
+    # For Qwen2 transformers would build a tokenizer that finds no tokens in any text.
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
     with pytest.raises(ConfigError, check=has_violations(("model", "no-tokenizer"))) as caught:
         token_ids_of(["1"], ModelTokenizer(str(tmp_path)))
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_refuses_chats(tmp_path: Path) -> None:
     save_numbers(tmp_path, template=None)
     tokenizer = ModelTokenizer(str(tmp_path))
     with pytest.raises(ConfigError, check=has_violations(("prompts", "no-chat-template"))):
@@ -429,19 +434,20 @@ def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: Path) -> None:
     assert token_ids_of(["1"], tokenizer) == [[1]]
 
 
-def test_text_is_made_when_it_is_asked_for(tokenizer: ModelTokenizer) -> None:
+def test_text_is_decoded_on_access(tokenizer: ModelTokenizer) -> None:
     fresh = ModelTokenizer(tokenizer.model_dir)
+    # 9 is a special token.
     ended = Completion((1, 9, 2, 3), (), "stop", stop_reason=3, tokenizer=fresh)
     assert "loaded" not in vars(fresh)
-    assert ended.text == "1 2", "neither special tokens nor the one that ended it"
+    assert ended.text == "1 2", "special and stop tokens must be left out"
     assert Completion((1, 2), (), "length", tokenizer=fresh).text == "1 2"
     assert Completion((1, 2), (), "stop", "2", drawn_text="1 ", tokenizer=fresh).text == "1 "
-    assert "loaded" not in vars(pickle.loads(pickle.dumps(fresh))), "a copy reads the files again"
+    assert "loaded" not in vars(pickle.loads(pickle.dumps(fresh))), "a loaded tokenizer was pickled"
     with pytest.raises(StateError, check=has_code("no-tokenizer")):
         _ = Completion((1,), (), "stop").text
 
 
-def test_completions_take_the_form_of_their_prompts(tokenizer: ModelTokenizer) -> None:
+def test_completions_have_the_form_of_their_prompts(tokenizer: ModelTokenizer) -> None:
     completions = [
         [Completion((3,), (), "length", tokenizer=tokenizer)],
         [Completion((4, 5), (), "length")],
@@ -453,11 +459,11 @@ def test_completions_take_the_form_of_their_prompts(tokenizer: ModelTokenizer) -
     assert in_form_of(torch.ones(0, 2, dtype=torch.int64), [], 0).shape == (0, 2)
 
 
-# -- the end of a rollout ---------------------------------------------------------------------------------------------
+# -- the end of a rollout --------------------------------------------------------------------------
 
 
 class Engine:
-    """Every step ends as many requests as the next number says."""
+    """An engine; the next number is the number of requests that end with the next step."""
 
     def __init__(self, *ending: int) -> None:
         self._ending = list(ending)
@@ -471,7 +477,7 @@ class Engine:
         return self._ending.pop(0)
 
     def generate(self, near_end: NearEnd | None) -> list[str]:
-        """As `InferenceEngine._run` does."""
+        """Step like `InferenceEngine._run`."""
         with calling_near_end(SimpleNamespace(llm_engine=self), near_end):
             while self._ending:
                 self.step()
@@ -487,18 +493,18 @@ class Engine:
         (1.0, ["call", "step", "step", "step"]),
     ],
 )
-def test_it_calls_once_when_few_enough_are_left(share: float, expected: list[str]) -> None:
-    engine = Engine(5, 4, 1)
+def test_near_end_is_called_once_when_few_requests_are_left(share: float, expected: list[str]) -> None:
+    engine = Engine(5, 4, 1)  # ten requests over three steps
     assert engine.generate(NearEnd(share, lambda: engine.log.append("call"))) == expected
     assert "step" not in vars(engine)
 
 
-def test_a_replica_without_prompts_calls_at_once() -> None:
+def test_near_end_is_called_at_once_without_prompts() -> None:
     engine = Engine()
     assert engine.generate(NearEnd(0.1, lambda: engine.log.append("call"))) == ["call"]
 
 
-def test_what_it_raises_ends_the_rollout() -> None:
+def test_an_error_of_near_end_ends_the_rollout() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -509,12 +515,14 @@ def test_what_it_raises_ends_the_rollout() -> None:
     assert "step" not in vars(engine)
 
 
-# -- caches -----------------------------------------------------------------------------------------------------------
+# -- caches ----------------------------------------------------------------------------------------
 
 
 def nan_views(numel: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Views of one allocation, one after another; the end of it belongs to none."""
-    raw, views, offset = torch.full((numel,), torch.nan), [], 0
+    """Return consecutive views of one allocation, followed by unused memory."""
+    raw = torch.full((numel,), torch.nan)
+    views = []
+    offset = 0
     for shape in shapes:
         size = torch.Size(shape).numel()
         views.append(raw[offset : offset + size].view(shape))
@@ -523,20 +531,19 @@ def nan_views(numel: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
-    """As far as `zero_caches` looks; a layer has what is given for it as its cache."""
+    """Return the attributes of a model runner that `zero_caches` uses; `layers` maps to caches."""
     context = {name: SimpleNamespace(kv_cache=cache) for name, cache in layers.items()}
     context["without"] = SimpleNamespace()
     compilation_config = SimpleNamespace(static_forward_context=context)
     return SimpleNamespace(kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config))
 
 
-def test_every_kind_of_cache_is_zero_to_its_last_byte() -> None:
-    """Also what only the runner holds."""
+def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:
     attention, latent = nan_views(64, (2, 3, 4), (5, 6))
     convolution, state = nan_views(40, (2, 5), (3, 8))
     draft = nan_views(8, (8,))[0].view(torch.int32)
     unused = torch.tensor([])
-    (held,) = nan_views(6, (6,))
+    (held,) = nan_views(6, (6,))  # in no layer, only in the runner
     runner = runner_with(
         [attention, held],
         layer=attention,

@@ -1,4 +1,4 @@
-"""Which routes of a server with the token answer to all, and what a choice says of its weights."""
+"""Public routes of a server with a token, and the weight versions attached to a choice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from hybrid_engine.backends.vllm.server import routes
 from hybrid_engine.serving.invitation import JOB, PROOF_HEADER, TOKEN, VERSION, proof_of_request
 
+# Routes that answer without a proof.
 OPEN = [("GET", path) for path in ("/health", "/metrics", "/metrics/", "/v1/models", "/weight_info")]
 OPEN += [("HEAD", "/health"), ("OPTIONS", "/v1/completions"), ("OPTIONS", "/collective_rpc")]
 OPEN += [
@@ -25,7 +26,7 @@ CLOSED += [("POST", path) for path in ("/update_weights", "/resume", "/v1/comple
 
 
 def status(method: str, path: str, headers: Mapping[str, str]) -> int:
-    """Of a server behind the guard that answers every request."""
+    """Return the status of a request to a guarded server that answers everything with 200."""
     statuses: list[int] = []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -43,7 +44,7 @@ def status(method: str, path: str, headers: Mapping[str, str]) -> int:
     return statuses[0]
 
 
-def test_routes_that_are_open_answer_without_a_proof_and_no_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_open_routes_answer_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     assert [route for route in OPEN if status(*route, {}) != 200] == []
     assert [route for route in CLOSED if status(*route, {}) != 403] == []
@@ -53,11 +54,11 @@ def test_routes_that_are_open_answer_without_a_proof_and_no_others_do(monkeypatc
     assert {status(*route, {}) for route in [*OPEN, *CLOSED]} == {200}
 
 
-def test_a_choice_says_the_versions_that_are_known() -> None:
-    without = SimpleNamespace()
+def test_a_choice_carries_the_known_weight_versions() -> None:
+    plain = SimpleNamespace()
     spans = SimpleNamespace(weight_versions=[SimpleNamespace(version=version) for version in ("4", "3", "4")])
-    asked = {JOB: "a", VERSION: "3"}
-    assert routes.drawn_with(without, None) == routes.drawn_with(spans, {}) == {}
-    assert routes.drawn_with(without, asked) == {"hybrid_engine": {"job": "a", "versions": ["3"]}}
-    assert routes.drawn_with(without, {JOB: "a"}) == {"hybrid_engine": {"job": "a"}}
+    requested = {JOB: "a", VERSION: "3"}
+    assert routes.drawn_with(plain, None) == routes.drawn_with(spans, {}) == {}
+    assert routes.drawn_with(plain, requested) == {"hybrid_engine": {"job": "a", "versions": ["3"]}}
+    assert routes.drawn_with(plain, {JOB: "a"}) == {"hybrid_engine": {"job": "a"}}
     assert routes.drawn_with(spans, {JOB: "a"}) == {"hybrid_engine": {"job": "a", "versions": ["3", "4"]}}

@@ -1,4 +1,4 @@
-"""What a server is asked for is what an engine in this process draws."""
+"""Requests to a server mean the same as calls of an engine in this process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MODEL = Path(__file__).resolve().parents[4] / "examples" / "gpt_rl" / "model"
 LONGEST = 20
 PROMPTS = [[3, 4, 5], [3, 4]]
 WEIGHTS = DrawnWith(job="trainers", version=3)
-OF_THE_MODEL = {
+# Values of the model's generation_config.json, a server's defaults.
+MODEL_DEFAULTS = {
     **{"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "max_tokens": 2},
     **{"repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": 1.5},
 }
-"""Values of its generation_config.json, which a server takes for what is not said."""
 
 
-class Asked:
-    """A server that notes what it is asked for."""
+class RecordingServer:
+    """A server that records request bodies."""
 
     def __init__(self) -> None:
         self.bodies: list[Any] = []
@@ -57,11 +57,12 @@ class Asked:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[ServedInference, Asked]]:
+def served() -> Iterator[tuple[ServedInference, RecordingServer]]:
     generate = {"servers": ["http://127.0.0.1:1"], "max_model_len": LONGEST}
     config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1)
     with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))) as job:
-        inference, server = ServedInference(config, job), Asked()
+        inference = ServedInference(config, job)
+        server = RecordingServer()
         inference._servers = [server]  # type: ignore[list-item]
         inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
         yield inference, server
@@ -86,32 +87,32 @@ def served() -> Iterator[tuple[ServedInference, Asked]]:
     ],
     ids=["default", "unlimited", "drawn", "greedy"],
 )
-def test_a_server_draws_as_an_engine_in_this_process(served: tuple[ServedInference, Asked], sampling: Sampling) -> None:
+def test_requests_to_a_server_equal_sampling_in_this_process(
+    served: tuple[ServedInference, RecordingServer], sampling: Sampling
+) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
     inference, server = served
     inference.generate_over_replicas(PROMPTS, sampling)
-    own = sampling_params(sampling)
+    expected = sampling_params(sampling)
+    compared = {field.name for field in fields(Sampling)} - {"max_tokens", "seed"} | MODEL_DEFAULTS.keys()
     assert sorted(prompt for body in server.bodies for prompt in body["prompt"]) == sorted(PROMPTS)
     for body in server.bodies:
         request = CompletionRequest(**body)
         for prompt in body["prompt"]:
-            most = get_max_tokens(LONGEST, request.max_tokens, len(prompt), OF_THE_MODEL)
-            assert most == (LONGEST - len(prompt) if own.max_tokens is None else own.max_tokens)
-            theirs = request.to_sampling_params(most, OF_THE_MODEL)
-            for name in {field.name for field in fields(Sampling)} - {
-                "max_tokens",
-                "seed",
-            } | OF_THE_MODEL.keys() - {"max_tokens"}:
-                assert getattr(theirs, name) == getattr(own, name), name
+            most = get_max_tokens(LONGEST, request.max_tokens, len(prompt), MODEL_DEFAULTS)
+            assert most == (LONGEST - len(prompt) if expected.max_tokens is None else expected.max_tokens)
+            params = request.to_sampling_params(most, MODEL_DEFAULTS)
+            for name in compared - {"max_tokens"}:
+                assert getattr(params, name) == getattr(expected, name), name
             seeds = stream_seeds(sampling.seed, PROMPTS, "global", inference.job)
-            assert theirs.seed == seeds[PROMPTS.index(prompt)]
+            assert params.seed == seeds[PROMPTS.index(prompt)]
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
-    served: tuple[ServedInference, Asked], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+    served: tuple[ServedInference, RecordingServer], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
 ) -> None:
     inference, _ = served
     inference._generate = inference._generate.model_copy(update={"server_allow_public": is_allowed})
@@ -119,13 +120,13 @@ def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
     assert inference.switch(None, None)["allow_public"] is is_allowed  # type: ignore[arg-type, index]
 
 
-def test_one_rank_asks_one_server_after_the_other(served: tuple[ServedInference, Asked]) -> None:
+def test_single_completions_alternate_between_servers(served: tuple[ServedInference, RecordingServer]) -> None:
     inference, first = served
-    second = Asked()
+    second = RecordingServer()
     inference._servers = [first, second]  # type: ignore[list-item]
     drawn = [inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5)) for prompt in PROMPTS]
-    assert [one.prompt_token_ids for one in drawn] == [tuple(prompt) for prompt in PROMPTS]
-    assert [one.token_ids for one in drawn] == [(7,), (7,)]
+    assert [completion.prompt_token_ids for completion in drawn] == [tuple(prompt) for prompt in PROMPTS]
+    assert [completion.token_ids for completion in drawn] == [(7,), (7,)]
     assert [body["prompt"] for body in first.bodies] == [PROMPTS[:1]]
     assert [body["prompt"] for body in second.bodies] == [PROMPTS[1:]]
     assert [body["n"] for body in first.bodies] == [1]
@@ -133,16 +134,16 @@ def test_one_rank_asks_one_server_after_the_other(served: tuple[ServedInference,
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
 
 
-def test_prompts_with_samplings_of_their_own_are_asked_apart(
-    served: tuple[ServedInference, Asked],
+def test_prompts_with_different_samplings_are_sent_separately(
+    served: tuple[ServedInference, RecordingServer],
 ) -> None:
     inference, server = served
     inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)])
     (seed,) = stream_seeds(5, PROMPTS[1:], "global", inference.job)
-    asked = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)
-    assert asked == [([PROMPTS[1]], 2, 2, seed), ([PROMPTS[0]], 1, 3, None)]
+    requests = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)
+    assert requests == [([PROMPTS[1]], 2, 2, seed), ([PROMPTS[0]], 1, 3, None)]
     inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3)] * 2)
-    assert server.bodies[-1]["prompt"] == PROMPTS, "alike, in one request"
+    assert server.bodies[-1]["prompt"] == PROMPTS, "equal samplings must share a request"
     with pytest.raises(ArgumentError) as caught:
         inference.generate_over_replicas(PROMPTS, [5, Sampling(), "x"])  # type: ignore[arg-type]
     assert [violation.key for violation in caught.value.findings] == [

@@ -1,4 +1,4 @@
-"""What a real vLLM serves: quantised weights, memory over switches, the numbers of transformers. The ranks assert."""
+"""A real vLLM: quantised weights, memory, the numbers of transformers. The ranks assert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.hybrid_engine.backends.vllm.asking import (
 )
 from tests.zoo.families import served_config
 
-# What vLLM's CPU kernels for latent attention compute: heads of 512 + 64, rotary scaling as in published configs.
+# vLLM's CPU kernels for latent attention need heads of 512 + 64. Rotary scaling as published.
 COMPUTABLE = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -50,31 +50,31 @@ COMPUTABLE = {
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+# Families with their own attention kernels in vLLM; the matrix covers all families.
 DECODED = ("gemma2", "deepseek_v2", "deepseek_v3")
-"""Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
 
 
-def test_alone(engines: Ranks, tmp_path: Path) -> None:
-    calls: dict[str, Call] = {"samplings": (samplings, ()), "memory": (memory, (str(tmp_path),))}
-    found = engines.launch_in_turn(1, calls, timeout=600)
-    assert [found[name] for name in calls] == [[None], [None]]
+def test_sampling_limits_and_memory_on_one_rank(engines: Ranks, tmp_path: Path) -> None:
+    calls: dict[str, Call] = {"samplings": (accept_extremes, ()), "memory": (measure_memory, (str(tmp_path),))}
+    outcomes = engines.launch_in_turn(1, calls, timeout=600)
+    assert [outcomes[name] for name in calls] == [[None], [None]]
 
 
-def test_over_two_ranks(engines: Ranks, tmp_path: Path) -> None:
-    """Gaps first, for vLLM changes the classes of models that it takes from transformers."""
+def test_numbers_and_quantisation_over_two_ranks(engines: Ranks, tmp_path: Path) -> None:
     calls: dict[str, Call] = {
+        # First, before vLLM modifies transformers' classes.
         "gaps": (compare_with_transformers, (str(tmp_path), 2, DECODED)),
-        "quantised": (quantised, (str(tmp_path), 2)),
+        "quantised": (serve_quantised, (str(tmp_path), 2)),
     }
-    found = engines.launch_in_turn(2, calls, timeout=600)
-    assert [found[name] for name in calls] == [[None, None], [None, None]]
+    outcomes = engines.launch_in_turn(2, calls, timeout=600)
+    assert [outcomes[name] for name in calls] == [[None, None], [None, None]]
 
 
-def quantised(directory: str, num_tp: int) -> None:
-    """fp8 weights beside plain ones, and beside a vLLM that loads the same checkpoint by itself."""
+def serve_quantised(directory: str, num_tp: int) -> None:
+    """Serve fp8 and plain weights, compared with a vLLM that loads the same checkpoint."""
     job()
     base = Path(directory)
-    # As a quantised checkpoint's config would say; the weights of training are not.
+    # The config of a quantised checkpoint; weights of training are not quantised.
     config = {
         **support.QWEN3,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -103,10 +103,10 @@ def quantised(directory: str, num_tp: int) -> None:
         assert message in refusal.message, refusal
 
 
-def memory(directory: str) -> None:
-    """Memory and torch's settings over three releases and switches; in the end a weight is NaN."""
+def measure_memory(directory: str) -> None:
+    """Check memory and torch's settings over three releases and switches, then NaN weights."""
     job()
-    torch.set_float32_matmul_precision("high")  # vLLM wants the highest
+    torch.set_float32_matmul_precision("high")  # vLLM sets the highest
     torch.set_num_threads(2)
     settings = [ProcessSettings.now()]
     sizes = {
@@ -119,7 +119,8 @@ def memory(directory: str) -> None:
     engine = build(support.write_config(Path(directory) / "large", config), config)
     settings.append(ProcessSettings.now())
     weights = support.random_weights(config, 0)
-    released, committed = [], []
+    released = []
+    committed = []
     for _ in range(3):
         engine.release()
         released.append(_resident())
@@ -134,21 +135,18 @@ def memory(directory: str) -> None:
     for refusal in (nan, nan_prompt):
         assert refusal.kind == "GenerationError"
         assert refusal.code == "nan-computed"
-    assert settings[0] == settings[1] == settings[2], "torch's settings stay those of training"
+    assert settings[0] == settings[1] == settings[2], "vLLM changed torch's settings"
     nbytes = engine.adaptor.nbytes / 1e6
     for before, after in zip(released, committed, strict=True):
-        assert after - before > 0.9 * nbytes, "released weights leave memory"
-    # On CPU vLLM keeps embedding and head twice; beyond that a module or two may linger in the allocator.
+        assert after - before > 0.9 * nbytes, "released weights stayed in memory"
+    # On CPU vLLM keeps embedding and head twice, and the allocator may keep a module or two.
     assert max(committed) - min(released) < 1.5 * nbytes, (committed, released)
     assert committed[-1] - committed[0] < 0.2 * nbytes, committed
     engine.shutdown()
 
 
 def compare_with_transformers(directory: str, num_tp: int, families: Sequence[str]) -> None:
-    """vLLM's float32 log-probabilities over two switches, of prompts and while decoding, are those of transformers.
-
-    Before each switch every block of every cache holds what a diverged policy leaves there.
-    """
+    """Compare float32 log-probabilities with transformers over two switches."""
     job()
     for name in families:
         config = {
@@ -157,24 +155,26 @@ def compare_with_transformers(directory: str, num_tp: int, families: Sequence[st
             "torch_dtype": "float32",
         }
         weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
-        places = [Path(directory, f"{name} {seed}") for seed in range(2)]
-        paths = [support.write_checkpoint(*each) for each in zip(places, (config, config), weights, strict=True)]
-        # First, for vLLM changes the classes of models that it takes from transformers.
-        expected = [_reference_distributions(path) for path in paths]
+        paths = [
+            support.write_checkpoint(Path(directory, f"{name} {seed}"), config, values)
+            for seed, values in enumerate(weights)
+        ]
+        # The references come first, because vLLM modifies model classes of transformers.
+        references = [_reference_distributions(path) for path in paths]
         engine = build(paths[0], config, dtype="float32", sizes=sizes(tensor=num_tp))
         gaps = []
-        for values, theirs in zip(weights, expected, strict=True):
+        for values, expected in zip(weights, references, strict=True):
             support.fill_by_records(engine.adaptor, values)
-            _spoil_caches(engine)
+            _spoil_caches(engine)  # like NaN of a diverged policy
             engine.reset_caches()
-            gaps += [gap(*pair) for pair in zip(engine.prompt_distributions(PROMPTS), theirs, strict=True)]
+            gaps += [gap(*pair) for pair in zip(engine.prompt_distributions(PROMPTS), expected, strict=True)]
             gaps.append(_gap_while_decoding(engine))
         assert max(gaps) < 5e-5, name  # log-probabilities are around -5
         engine.shutdown()
 
 
-def samplings() -> None:
-    """vLLM takes the extremes that are documented of every field of `Sampling`."""
+def accept_extremes() -> None:
+    """Pass the documented limits of every field of `Sampling` to vLLM."""
     extremes: dict[str, Sequence[Any]] = {
         "n": (1, 16384),
         "temperature": (0.01, 1, 2.0),
@@ -192,7 +192,7 @@ def samplings() -> None:
         *(Sampling(stop=stop, min_tokens=least) for stop in ((), ("x", " ")) for least in (0, 16)),
         *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
     ]
-    assert all(sampling_params(each).n == each.n for each in tried)
+    assert all(sampling_params(sampling).n == sampling.n for sampling in tried)
     with mock.patch.dict(os.environ, {"VLLM_MAX_N_SEQUENCES": "2"}):
         assert "vLLM refuses it: n must be at most 2" in refusal_of(lambda: sampling_params(tried[-1])).message
 
@@ -203,7 +203,7 @@ def _serve(
     last_checkpoint: str,
     dtype: str,
 ) -> Answers:
-    """Two switches and a release: before quantisation weights are those of a native load, and answers stay."""
+    """Switch twice, release and fill; answers must stay, weights must equal a native load."""
     for values in weights:
         support.fill_by_records(engine.adaptor, values)
         engine.reset_caches()
@@ -221,20 +221,19 @@ def _serve(
 
 
 def _plain_answers(checkpoint: str, quantization: str) -> list[Scored]:
-    """Greedy tokens and their log-probabilities from a vLLM that quantises what it loads."""
+    """Return greedy completions of a vLLM that quantises while loading."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
     with plain_llm(checkpoint, quantization=quantization) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     choices = [output.outputs[0] for output in outputs]
-    return [
-        Scored(
-            tuple(choice.token_ids),
-            tuple(at[token].logprob for at, token in zip(choice.logprobs, choice.token_ids, strict=True)),
-        )
-        for choice in choices
-    ]
+    scored = []
+    for choice in choices:
+        pairs = zip(choice.logprobs, choice.token_ids, strict=True)
+        logprobs = tuple(candidates[token].logprob for candidates, token in pairs)
+        scored.append(Scored(tuple(choice.token_ids), logprobs))
+    return scored
 
 
 def _resident() -> float:
@@ -256,7 +255,8 @@ def _spoil_caches(engine: InferenceEngine) -> None:
 
 
 def _gap_while_decoding(engine: InferenceEngine) -> float:
-    """Between the log-probabilities of drawn tokens and those of the same tokens in a prompt: other kernels."""
+    """Compare log-probabilities of decoding with those of the same tokens in a prompt."""
     row = engine.generate(PROMPTS[:1], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))[0][0]
+    # Prompts use other kernels than decoding.
     (whole,) = engine.prompt_logprobs([[*PROMPTS[0], *row.token_ids]])
     return gap(torch.tensor(row.logprobs), whole[-6:])

@@ -1,7 +1,7 @@
-"""Switches on a real vLLM, alone and over two ranks: bitwise what vLLM loads itself, in a process not its own.
+"""Switches of a real vLLM, alone and over two ranks, compared bitwise with vLLM's own load.
 
-Three switches with changing weights on one engine, after a native engine lived in the same process. The ranks assert;
-what all of them must have alike they bring back.
+Three switches with changing weights on one engine, after a native engine ran in the same process.
+The ranks assert; results that must be equal over ranks are returned.
 """
 
 from __future__ import annotations
@@ -49,20 +49,18 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Cycles:
-    """What one rank brought back: the shard that it took, and samples from one seed."""
+    """The shard of one rank, and its samples from one seed."""
 
     tp_rank: int
     drawn: Drawn
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_switches_bring_what_vllm_loads_and_leave_the_process_as_it_was(
-    engines: Ranks, num_ranks: int, tmp_path: Path
-) -> None:
+def test_switches_equal_native_loads_and_keep_process_state(engines: Ranks, num_ranks: int, tmp_path: Path) -> None:
     by_rank: list[Cycles] = engines.launch(run, num_ranks, str(tmp_path), num_ranks, timeout=600)
     assert [rank.tp_rank for rank in by_rank] == list(reversed(range(num_ranks)))
     assert all(rank.drawn == by_rank[0].drawn for rank in by_rank)
-    assert len(set(by_rank[0].drawn[0])) == 2, "completions of one prompt differ"
+    assert len(set(by_rank[0].drawn[0])) == 2, "completions of one prompt are equal"
 
 
 def refuse(call: Callable[[], Any], kind: str, code: str, *values: str) -> None:
@@ -72,17 +70,19 @@ def refuse(call: Callable[[], Any], kind: str, code: str, *values: str) -> None:
 
 
 def run(directory: str, num_tp: int) -> Cycles:
-    """All of it, on one rank."""
+    """Run all checks on one rank."""
     job()
-    world, set_num_threads = dist.group.WORLD, torch.set_num_threads
-    base, config = Path(directory), support.QWEN3
+    world = dist.group.WORLD
+    set_num_threads = torch.set_num_threads
+    base = Path(directory)
+    config = support.QWEN3
     weights = [support.random_weights(config, seed) for seed in range(3)]
-    checkpoints = [support.write_checkpoint(base / f"weights{i}", config, each) for i, each in enumerate(weights)]
+    checkpoints = [support.write_checkpoint(base / f"weights{i}", config, values) for i, values in enumerate(weights)]
     native = native_answers(checkpoints[2], num_tp)
     torch.manual_seed(7)
     random_state = torch.get_rng_state()
-    before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
-    # Against the order of the native engine: where gathers must follow the positions, not the ranks.
+    before = shared_mappings()  # vLLM keeps the native engine's until the process ends
+    # In the reverse order gathers must follow positions instead of ranks.
     order = tuple(reversed(range(num_tp)))
     engine = build(checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
     _check_shared_memory(engine, before, num_tp)
@@ -93,11 +93,12 @@ def run(directory: str, num_tp: int) -> Cycles:
         engine.reset_caches()
         assert support.differences(filled, support.native_parameters(engine, checkpoint)) == []
     assert answers_of(engine) == native
-    first, long = drawn(engine, SEED), greedy(engine, LONG)
+    first = drawn(engine, SEED)
+    long = greedy(engine, LONG)
     assert _draw_in_two_threads(engine) == first
     for name in PLACES:
         _fail_at(engine, name, first, long, native)
-    _leave_something(engine)
+    _leave_unfinished_state(engine)
     assert engine.generate([], SAMPLING) == []
     refuse(
         lambda: engine.generate([[], [1] * 60, [500]], SAMPLING),
@@ -106,9 +107,10 @@ def run(directory: str, num_tp: int) -> Cycles:
         *("prompts[0]", "prompts[1]", "prompts[2]"),
     )
 
-    adaptor, tp_rank = engine.adaptor, engine.tp_rank
+    adaptor = engine.adaptor
+    tp_rank = engine.tp_rank
     assert adaptor.resident_nbytes() == adaptor.nbytes > 0
-    assert not adaptor._processed.barrier.is_collective, "none of vLLM's processing on CPU communicates"
+    assert not adaptor._processed.barrier.is_collective, "vLLM's processing on CPU must not communicate"
     engine.release()
     assert adaptor.resident_nbytes() == 0
     refuse(lambda: drawn(engine), "StateError", "weights-released")
@@ -120,38 +122,36 @@ def run(directory: str, num_tp: int) -> Cycles:
     support.fill_by_records(adaptor, weights[2])
     engine.reset_caches()
     assert answers_of(engine) == native
-    assert torch.equal(random_state, torch.get_rng_state()), "training draws as if there were no vLLM"
+    assert torch.equal(random_state, torch.get_rng_state()), "vLLM changed the random state of training"
 
     engine.shutdown()
     engine.shutdown()
     refuse(lambda: drawn(engine), "StateError", "engine-is-closed")
     assert dist.group.WORLD is world
     assert torch.set_num_threads is set_num_threads
-    dist.barrier()  # before the next function makes an engine
+    dist.barrier()  # ranks leave together, before another engine is built
     return Cycles(tp_rank, first)
 
 
 def _check_shared_memory(engine: InferenceEngine, before: dict[str, int], num_tp: int) -> None:
-    """It has no name, for that would stay in /dev/shm if all ranks were killed, and the size that was computed.
-
-    That is none if vLLM's group does not exchange tensors through it, for want of a kernel for this CPU.
-    """
+    """Check that shared memory is unnamed and has the computed size."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.distributed.parallel_state import get_tp_group
 
+    # Named memory would stay in /dev/shm if all ranks were killed.
     shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
     assert [name for name in shared if not name.endswith("(deleted)")] == []
     nbytes = sorted(nbytes for name, nbytes in shared.items() if "cpushm" in name)
     communicator = get_tp_group().device_communicator
     assert (communicator is None) == (num_tp == 1)
     is_used = isinstance(getattr(communicator, "dist_module", None), _CPUSHMDistributed)
-    needed = nbytes_needed(engine.settings)
+    needed = nbytes_needed(engine.settings)  # 0 without a kernel for this CPU
     assert (needed > 0) == is_used
     assert nbytes == ([needed] * num_tp if is_used else [])
 
 
 def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
-    """What a call draws; another thread's, that comes when it has begun, is refused."""
+    """Draw, and check that a call of another thread is refused meanwhile."""
 
     def call_in_thread() -> None:
         thread = threading.Thread(target=lambda: refusals.append(refusal_of(lambda: drawn(engine))))
@@ -161,24 +161,26 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
     refusals: list[Any] = []
     engine.near_end = NearEnd(1.0, call_in_thread)
     try:
-        found = drawn(engine, SEED)
+        samples = drawn(engine, SEED)
     finally:
         engine.near_end = None
     assert refusals[0].code == "another-thread-generates"
-    return found
+    return samples
 
 
-def native_answers(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, ...]] | None = None) -> Answers:
-    """Of a vLLM in this process that loads the checkpoint itself, and then ends; `more`: see `build`."""
-    engine = _native_engine(checkpoint, num_tp, more)
+def native_answers(checkpoint: str, num_tp: int, extra_shapes: Mapping[str, tuple[int, ...]] | None = None) -> Answers:
+    """Return the answers of a vLLM in this process that loads the checkpoint itself."""
+    engine = _native_engine(checkpoint, num_tp, extra_shapes)
     engine.adaptor.require_ready = lambda: None  # type: ignore[method-assign]
     answers = answers_of(engine)
     engine.shutdown()
     return answers
 
 
-def _native_engine(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, ...]] | None = None) -> InferenceEngine:
-    """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
+def _native_engine(
+    checkpoint: str, num_tp: int, extra_shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> InferenceEngine:
+    """Build an engine around vLLM's own loader."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     make_loader = loader.loader_class
@@ -187,7 +189,7 @@ def _native_engine(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, .
         capturing_loader: Any = make_loader(*arguments)
 
         class NativeLoader(capturing_loader):
-            """Captures, then loads the checkpoint as vLLM does."""
+            """Capture the model, then load the checkpoint like vLLM."""
 
             def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
                 super().load_weights(model, model_config)
@@ -198,9 +200,10 @@ def _native_engine(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, .
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "loader_class", native_loader)
-        return build(checkpoint, support.QWEN3, more, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
+        return build(checkpoint, support.QWEN3, extra_shapes, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
 
 
+# name -> (owner of the failing method, method, error)
 PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseException]]] = {
     "adding": (lambda engine: internals.core_of(engine.llm), "add_request", MemoryError),
     "step": (lambda engine: engine.llm.llm_engine, "step", MemoryError),
@@ -224,22 +227,20 @@ PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseExceptio
 
 
 def _fail_at(engine: InferenceEngine, place: str, first: Drawn, long: Any, native: Answers) -> None:
-    """End a call half-way, at some depth of vLLM or by Ctrl-C; new calls answer as if it had not been.
-
-    Every rank fails at the same place; alone it would leave the others of its replica waiting.
-    """
+    """End a call half-way, inside vLLM or by Ctrl-C; later calls must be unaffected."""
     owner, method, error = PLACES[place]
     restart(engine, SEED)
+    # All ranks fail here: ranks of a replica would wait for each other.
     with failing(owner(engine), method, error, after=2 if place != "forward" else 0):
         assert error_of(lambda: engine.generate(LONG, SAMPLING)) == error.__name__, place
     assert drawn(engine) == first, place
-    assert greedy(engine, LONG) == long, f"{place}: from blocks that the failed call was to compute"
+    assert greedy(engine, LONG) == long, f"{place}: blocks of the failed call were reused"
     engine.reset_caches()
     assert answers_of(engine) == native, place
 
 
-def _leave_something(engine: InferenceEngine) -> None:
-    """Leave a foreign request, then blocks of the KV cache; in the end nothing."""
+def _leave_unfinished_state(engine: InferenceEngine) -> None:
+    """Leave a foreign request, then blocks of the KV cache; clean up at the end."""
     from vllm import SamplingParams
 
     engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
@@ -260,7 +261,7 @@ def _leave_something(engine: InferenceEngine) -> None:
 
 
 def shared_mappings() -> dict[str, int]:
-    """What this process has mapped from /dev/shm: name -> bytes. The kernel adds "(deleted)" to a name taken away."""
+    """Return name -> bytes of mappings of /dev/shm; the kernel marks unlinked names "(deleted)"."""
     mapped: dict[str, int] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, name = line.split(maxsplit=5)

@@ -1,7 +1,4 @@
-"""Tracing loaders of small modules that need no vLLM: every way a weight can travel, and every way it can get lost.
-
-The oracle is the loader itself, run on real values.
-"""
+"""Tracing the loaders of small modules, without vLLM; the loaders on real values are the oracle."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ DTYPES = dict.fromkeys(SHAPES, torch.float32)
 
 
 class Model(torch.nn.Module):
-    """Two parameters: `w` [8, 6], and `v` [6], which stays empty unless asked for.
-
-    `tp_rank`: as the ranks of tensor parallel layers, some loaders write less on a second rank.
-    """
+    """Parameters `w` [8, 6] and `v` [6]; no loader fills `v`, some write less on `tp_rank` 1."""
 
     def __init__(self, load: Load, with_v: bool = False, tp_rank: int = 0) -> None:
         super().__init__()
@@ -55,7 +49,7 @@ def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _reshard(model: Model, trace: Trace, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
-    """By records, then by the loader: what a switch does."""
+    """Write the records, then run the loader, like a switch."""
     assert layout_faults(layout, exact=True) == []
     buffers = {name: flat_view(parameter.data) for name, parameter in model.named_parameters()}
     staged = {name: torch.zeros(SHAPES[name]) for name in trace.staged}
@@ -90,7 +84,7 @@ def _written_twice(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _contiguous(model: Model, weights: dict[str, torch.Tensor]) -> None:
-    """A clone of a part of a clone: of a transposed tensor, whose halves the ranks swap."""
+    """Clone parts of a clone of a transposed tensor, with halves swapped between ranks."""
     model.w.data[:4].copy_(weights["a"].clone())
     columns = weights["b"].t().contiguous()
     for half in range(2):
@@ -99,14 +93,14 @@ def _contiguous(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _reshaped(model: Model, weights: dict[str, torch.Tensor]) -> None:
-    """As Llama 4 orders the rows of its heads: a reshape of a permuted view, which has to be a copy."""
+    """Like the rows of Llama 4's heads: a reshape of a permuted view, which must copy."""
     rows = [weights[name].view(2, 2, 6).permute(1, 0, 2).reshape(4, 6) for name in SHAPES]
     model.w.data.view(2, 2, 2, 6)[model.tp_rank].copy_(rows[0].view(2, 2, 6).transpose(0, 1).reshape(2, 2, 6))
     model.w.data[4 * (1 - model.tp_rank) :][:4].copy_(rows[1][:, :1].expand(4, 6).clone().view(4, 6))
 
 
 def _clone_of_a_permuted_view(model: Model, weights: dict[str, torch.Tensor]) -> None:
-    """A clone keeps the strides of what it is of, so its storage is not row-major for its shape."""
+    """A clone keeps strides, so its storage is not row-major for its shape."""
     clone = weights["a"].view(2, 2, 6).permute(2, 0, 1).clone()
     model.w.data[:4].view(2, 2, 6).copy_(clone[:, :, :].permute(1, 2, 0))
     model.w.data[4:].view(2, 2, 6).copy_(weights["b"].view(2, 2, 6).permute(1, 0, 2).clone())
@@ -120,18 +114,18 @@ def _clone_of_a_permuted_view(model: Model, weights: dict[str, torch.Tensor]) ->
         *(_contiguous, _reshaped, _clone_of_a_permuted_view),
     ],
 )
-def test_records_do_what_the_loader_does(load: Load, tp_rank: int) -> None:
+def test_records_equal_the_loader(load: Load, tp_rank: int) -> None:
     weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     model = Model(load, tp_rank=tp_rank)
     trace, layout = _trace(model)
     assert trace.staged == ()
-    assert not model.w.any(), "tracing wrote"
+    assert not model.w.any(), "tracing wrote to a parameter"
     _reshard(model, trace, layout(), weights)
     assert torch.equal(model.w, _loaded(load, weights, tp_rank))
 
 
 def _cast(model: Model, weights: dict[str, torch.Tensor]) -> None:
-    """The computed rows of one tensor go over records of the other."""
+    """The computed rows of one tensor overlap records of the other."""
     _stack(model, weights)
     model.w.data[:5].copy_((weights["a"] * 2).to(torch.bfloat16).repeat(2, 1)[:5])
 
@@ -163,7 +157,7 @@ def _scalar(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _zeroed_on_a_second_rank(model: Model, weights: dict[str, torch.Tensor]) -> None:
-    """As the bias of a row parallel layer, which all ranks have and only the first adds."""
+    """Like the bias of a row parallel layer: all ranks hold it, only the first adds it."""
     if model.tp_rank:
         weights["a"].zero_()
     _stack(model, weights)
@@ -189,11 +183,11 @@ def _changed_clone(model: Model, weights: dict[str, torch.Tensor]) -> None:
         *(_zeroed_on_a_second_rank, _zeroed_afterwards, _changed_clone),
     ],
 )
-def test_what_only_the_loader_can_write_it_writes_at_every_reshard(load: Load, tp_rank: int) -> None:
-    """All of the storage that a staged tensor reaches, so that it cannot overwrite what came from elsewhere."""
+def test_computed_weights_are_written_by_the_loader_at_every_reshard(load: Load, tp_rank: int) -> None:
     model = Model(load, tp_rank=tp_rank)
     trace, layout = _trace(model)
     is_exact = load in (_zeroed_on_a_second_rank, _zeroed_afterwards) and not tp_rank
+    # Whole storages, so that no record is overwritten.
     assert trace.staged == (() if is_exact else ("a", "b"))
     for seed in range(2):
         weights = {
@@ -217,12 +211,12 @@ def _astray(model: Model, weights: dict[str, torch.Tensor]) -> None:
     torch.empty(6, 4).copy_(weights["a"].t())
 
 
-def test_every_uncovered_parameter_is_named_with_both_numbers() -> None:
+def test_every_uncovered_parameter_is_named_with_both_sizes() -> None:
     with pytest.raises(ParameterMismatchError) as caught:
         _trace(Model(_half, with_v=True))[1]()
-    half, nothing = caught.value.findings
+    half, empty = caught.value.findings
     assert "w: a vLLM parameter without a source: checkpoint tensors fill 24 (from a) of its 48 elements" in half
-    assert "v: a vLLM parameter without a source: checkpoint tensors fill 0 (nothing offered) of its 6" in nothing
+    assert "v: a vLLM parameter without a source: checkpoint tensors fill 0 (nothing offered) of its 6" in empty
 
 
 @pytest.mark.parametrize(("load", "message"), [(_overlap, "same elements"), (_astray, "not a parameter or buffer")])
@@ -231,7 +225,7 @@ def test_ambiguous_and_stray_copies_are_refused(load: Load, message: str) -> Non
         _trace(Model(load))[1]()
 
 
-def test_declared_padding_counts_and_is_in_the_buffer() -> None:
+def test_declared_padding_is_counted_and_recorded() -> None:
     model = Model(_half)
     trace = trace_loader(model.load_weights, SHAPES, DTYPES)
     storages = take_inventory(model, ())
@@ -241,7 +235,7 @@ def test_declared_padding_counts_and_is_in_the_buffer() -> None:
     assert buffer.group == "group"
 
 
-def test_a_loader_that_fails_names_the_tensor() -> None:
+def test_the_error_of_a_loader_names_the_tensor() -> None:
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         model.w.data[:4].copy_(weights["a"][:, :5])
 

@@ -1,4 +1,4 @@
-"""Memory on a GPU, with and without vLLM's sleep mode; test_adaptor.py has a CPU's."""
+"""GPU memory of weights with and without vLLM's sleep mode; test_adaptor.py covers CPUs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ def storages(*names: str) -> list[Any]:
 
 
 @pytest.mark.slow  # imports vLLM
-def test_a_module_keeps_the_tensor_that_it_made_of_weights_memory(
+def test_module_tensors_in_the_memory_of_weights_survive(
     vllm: SleepingVllm, memory: SleepMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As compressed_tensors' table of FP4 values, which vLLM imports while it loads weights."""
     module = ModuleType("imported_while_weights_are_loaded")
     module.table = table = vllm.over("first", 0)
-    table.copy_(torch.arange(table.numel()))
+    table.copy_(torch.arange(table.numel()))  # like the table of FP4 values in compressed_tensors
     monkeypatch.setitem(sys.modules, module.__name__, module)
     memory.free(vllm.live)
     assert module.table is table
@@ -64,16 +63,17 @@ def test_a_module_keeps_the_tensor_that_it_made_of_weights_memory(
 
 
 @pytest.mark.slow  # imports vLLM
-def test_weights_wake_group_by_group(vllm: SleepingVllm, memory: SleepMode) -> None:
+def test_weights_wake_up_group_by_group(vllm: SleepingVllm, memory: SleepMode) -> None:
     live = vllm.live
     addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
     for value in (1, 2):
-        memory.free(live)
+        memory.free(live)  # twice: the second call changes nothing
         memory.free(live)
         assert vllm.asleep() == ALL
         assert memory.nbytes(live) == 0
         memory.restore(live, storages("d"))
-        assert vllm.asleep() == ["second", "kv"]  # the first holds a buffer, whose contents are back:
+        # "first" woke up because it holds a buffer; its contents are restored.
+        assert vllm.asleep() == ["second", "kv"]
         assert bool((vllm.model.rotary == 7).all() and (vllm.workspace == 5).all())
         assert memory.nbytes(live) == 2 * 64
         live["d"].fill_(value)
@@ -82,7 +82,8 @@ def test_weights_wake_group_by_group(vllm: SleepingVllm, memory: SleepMode) -> N
         live["c"].fill_(value)
         memory.restore(live, storages("c"))
         memory.complete()
-        assert bool((live["d"] == value).all() and (live["c"] == value).all())  # nothing is mapped anew
+        # Mapping a segment again would lose the values.
+        assert bool((live["d"] == value).all() and (live["c"] == value).all())
         memory.wake_kv_cache()
         memory.wake_kv_cache()
         assert vllm.asleep() == []
@@ -94,12 +95,12 @@ def unknown_tensor(vllm: SleepingVllm) -> None:
 
 
 def weight_that_is_a_buffer(vllm: SleepingVllm) -> None:
-    """vLLM copies into it as it wakes up what it had before."""
+    """vLLM restores the old contents of buffers at wake-up."""
     vllm.model.register_buffer("written", vllm.live["d"])
 
 
-def another_way_of_sleeping(vllm: SleepingVllm) -> None:
-    """Some parameters keep their contents."""
+def with_saved_parameters(vllm: SleepingVllm) -> None:
+    """Some parameters keep their contents while vLLM sleeps."""
     saved = vllm.worker._sleep_saved_parameters
     bias = torch.nn.Parameter(vllm.over("third", 0))
     vllm.model.register_parameter("bias", bias)
@@ -114,10 +115,10 @@ def another_way_of_sleeping(vllm: SleepingVllm) -> None:
         (lambda _: None, ["c"], ["third", "kv"]),
         (unknown_tensor, [], ["second", "kv"]),
         (weight_that_is_a_buffer, [], ["second", "kv"]),
-        (another_way_of_sleeping, [], ["kv"]),
+        (with_saved_parameters, [], ["kv"]),
     ],
 )
-def test_what_wakes_at_once(
+def test_segments_that_vllm_restores_wake_up_at_once(
     vllm: SleepingVllm, memory: SleepMode, change: Callable[[SleepingVllm], None], derived: list[str], asleep: list[str]
 ) -> None:
     change(vllm)
@@ -130,16 +131,15 @@ def test_what_wakes_at_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_awake", [1, 2])
-def test_without_memory_for_a_wake_up_all_goes_back_to_sleep(
-    vllm: SleepingVllm, memory: SleepMode, num_awake: int
-) -> None:
+def test_a_wake_up_without_memory_can_be_undone(vllm: SleepingVllm, memory: SleepMode, num_awake: int) -> None:
     live = vllm.live
     memory.free(live)
     limit(num_awake * GRANULE)
     with pytest.raises(RuntimeError, match=r"(?i)out.of.memory"):
         memory.restore(live, storages("d"))
     assert not memory.is_given_back(live)
-    if num_awake == 1 and vllm.is_told():  # in vLLM's own wake-up, after which it passes over what woke:
+    # vLLM's own wake-up failed here; its next sleep skips segments that woke up.
+    if num_awake == 1 and vllm.executor_knows():
         vllm.sleep(level=2)
         assert memory.nbytes(live) == 0
         assert vllm.asleep() == ALL[1:]
@@ -153,17 +153,17 @@ def test_without_memory_for_a_wake_up_all_goes_back_to_sleep(
 
 
 @pytest.mark.slow
-def test_the_kv_cache_goes_where_weights_stay(vllm: SleepingVllm, memory: SleepMode) -> None:
+def test_the_kv_cache_is_freed_while_weights_stay(vllm: SleepingVllm, memory: SleepMode) -> None:
     vllm.add("kv, second part", "kv_cache")
-    both = ["kv", "kv, second part"]
+    kv_segments = ["kv", "kv, second part"]
     for _ in range(2):
         memory.free_kv_cache()
         memory.free_kv_cache()
-        assert vllm.asleep() == both
-        limit(virtual_memory().nbytes + GRANULE)
+        assert vllm.asleep() == kv_segments
+        limit(virtual_memory().nbytes + GRANULE)  # room for one of two segments
         with pytest.raises(RuntimeError, match=r"(?i)out.of.memory"):
             memory.wake_kv_cache()
-        assert vllm.asleep() == both  # nothing of a cache that does not fit is taken
+        assert vllm.asleep() == kv_segments  # a cache that does not fit takes no memory
         limit(None)
         memory.wake_kv_cache()
         assert vllm.asleep() == []
@@ -171,47 +171,46 @@ def test_the_kv_cache_goes_where_weights_stay(vllm: SleepingVllm, memory: SleepM
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asleep", [[], ["kv"], ALL])
-def test_after_the_end_the_next_engine_gets_memory(vllm: SleepingVllm, memory: SleepMode, asleep: list[str]) -> None:
+def test_the_next_engine_gets_memory_after_the_end(vllm: SleepingVllm, memory: SleepMode, asleep: list[str]) -> None:
     if asleep == ALL:
         memory.free(vllm.live)
     elif asleep:
         memory.free_kv_cache()
     assert vllm.asleep() == asleep
-    # What released memory was known by, the driver gives away again: here to one who goes on using it.
-    others = [vllm.driver.create(GRANULE) for _ in ALL]
-    vllm.end("kv", *ALL[:-1])  # vLLM ends the cache's pool first
-    assert virtual_memory() == VirtualMemory(len(others), nbytes=len(others) * GRANULE)
-    for handle in others:
+    # The driver reuses the handles of released memory, here for an owner that keeps using it.
+    handles = [vllm.driver.create(GRANULE) for _ in ALL]
+    vllm.end("kv", *ALL[:-1])  # vLLM ends the pool of the cache first
+    assert virtual_memory() == VirtualMemory(len(handles), nbytes=len(handles) * GRANULE)
+    for handle in handles:
         vllm.driver.release(handle)
     vllm.add("next", "weights")
 
 
 @pytest.mark.slow
-def test_an_engine_that_sleeps_ends_on_a_full_device(vllm: SleepingVllm, memory: SleepMode) -> None:
+def test_a_sleeping_engine_can_end_on_a_full_device(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
-    others = [vllm.driver.create(GRANULE) for _ in ALL]
+    handles = [vllm.driver.create(GRANULE) for _ in ALL]
     limit(virtual_memory().nbytes)
     vllm.end()
-    assert virtual_memory() == VirtualMemory(len(others), nbytes=len(others) * GRANULE)
+    assert virtual_memory() == VirtualMemory(len(handles), nbytes=len(handles) * GRANULE)
     limit(None)
-    for handle in others:
+    for handle in handles:
         vllm.driver.release(handle)
     prepare_allocator()
     vllm.add("next", "weights")
 
 
 @pytest.mark.slow
-def test_what_vllm_has_released_itself_ends_with_its_pool(vllm: SleepingVllm, memory: SleepMode) -> None:
-    """As vLLM releases what is free once weights are loaded, of which torch hears nothing."""
+def test_segments_released_by_vllm_end_with_their_pool(vllm: SleepingVllm, memory: SleepMode) -> None:
     vllm.add("free after loading", "weights")
-    vllm.trim("free after loading")
+    vllm.trim("free after loading")  # vLLM does so after loading
     memory.free(vllm.live)
     vllm.end()
     assert virtual_memory() == VirtualMemory()
 
 
 @pytest.mark.slow
-def test_tensors_that_outlive_their_engine_are_named_and_harmless(vllm: SleepingVllm, memory: SleepMode) -> None:
+def test_memory_that_outlives_its_engine_is_reported(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
     vllm.end("kv", "workspace")
     with pytest.raises(StateError, check=has_code("earlier-engine-in-use", str(3 * GRANULE))):
@@ -221,8 +220,9 @@ def test_tensors_that_outlive_their_engine_are_named_and_harmless(vllm: Sleeping
     vllm.add("next", "weights")
 
 
-def test_without_sleep_mode_weights_stay_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    memory, live = WeightMemory(), {"norm.weight": torch.zeros(4)}
+def test_without_sleep_mode_weights_stay_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    memory = WeightMemory()
+    live = {"norm.weight": torch.zeros(4)}
     with caplog.at_level(logging.WARNING):
         memory.free(live)
     assert "its 16 bytes of weights stay on the device" in caplog.text

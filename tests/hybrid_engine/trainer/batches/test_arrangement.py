@@ -1,4 +1,4 @@
-"""Rows that a model computes in place of the user's."""
+"""Rearranged rows that a model computes for the user's rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tests.harness.errors import has_violations
 CPU = torch.device("cpu")
 
 
-def batch_of(*rows: str, **further: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each character is a token, `_` is padding, and labels are the tokens that follow."""
-    tokens = torch.tensor([[0 if each == "_" else ord(each) - ord("a") + 1 for each in row] for row in rows])
+def letter_batch(*rows: str, **further: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Build a batch of letters; `_` is padding, and labels are the next tokens."""
+    tokens = torch.tensor([[0 if letter == "_" else ord(letter) - ord("a") + 1 for letter in row] for row in rows])
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), **further}
 
 
-def masked(*rows: str) -> dict[str, torch.Tensor]:
-    batch = batch_of(*rows)
+def masked_batch(*rows: str) -> dict[str, torch.Tensor]:
+    batch = letter_batch(*rows)
     return {**batch, "attention_mask": (batch["tokens"] > 0).long()}
 
 
-def only(batch: dict[str, torch.Tensor], **settings: int) -> MicroBatch:
-    (found,) = micro_batches(batch, len(batch["tokens"]), CPU, **settings)
-    return found
+def single_micro_batch(batch: dict[str, torch.Tensor], **settings: int) -> MicroBatch:
+    (micro_batch,) = micro_batches(batch, len(batch["tokens"]), CPU, **settings)
+    return micro_batch
 
 
 def text(tokens: torch.Tensor) -> list[str]:
-    return ["".join("_" if each == 0 else chr(each + ord("a") - 1) for each in row) for row in tokens.tolist()]
+    return ["".join("_" if token == 0 else chr(token + ord("a") - 1) for token in row) for row in tokens.tolist()]
 
 
-def test_without_a_key_rows_are_the_users_own() -> None:
-    batch = batch_of("abc__", "de___")
-    rows = only(batch).rows
+def test_rows_without_keys_are_unchanged() -> None:
+    batch = letter_batch("abc__", "de___")
+    rows = single_micro_batch(batch).rows
     assert torch.equal(rows.tokens, batch["tokens"])
     assert rows.sequence_ids is None
     values = torch.randn(2, 5)
@@ -42,83 +42,86 @@ def test_without_a_key_rows_are_the_users_own() -> None:
 
 
 def test_left_padding_becomes_right_padding() -> None:
-    left, right = only(masked("__abc", "____d", "efghi")).rows, only(masked("abc__", "d____", "efghi")).rows
+    left = single_micro_batch(masked_batch("__abc", "____d", "efghi")).rows
+    right = single_micro_batch(masked_batch("abc__", "d____", "efghi")).rows
     assert text(left.tokens) == text(right.tokens) == ["abc__", "d____", "efghi"]
     assert torch.equal(left.labels[0, :3], right.labels[0, :3])
     assert left.sequence_ids is None
     assert text(left.restore(left.tokens)) == ["__abc", "____d", "efghi"]
 
 
-def test_columns_that_no_row_needs_are_cut_off() -> None:
-    rows = only(masked("___abc____________", "defgh_____________")).rows
+def test_unused_columns_are_removed() -> None:
+    rows = single_micro_batch(masked_batch("___abc____________", "defgh_____________")).rows
     assert rows.tokens.shape == (2, 8)
     assert text(rows.restore(rows.tokens)) == ["___abc____________", "defgh_____________"]
-    assert only(masked("_____abc__________"), multiple=12).rows.tokens.shape == (1, 18)
-    assert only(masked("_________")).rows.tokens.shape == (1, 8)
+    assert single_micro_batch(masked_batch("_____abc__________"), multiple=12).rows.tokens.shape == (1, 18)
+    assert single_micro_batch(masked_batch("_________")).rows.tokens.shape == (1, 8)
 
 
-def test_rows_of_a_pipeline_have_one_length() -> None:
-    batch = masked("ab________________", "abcdefghi_________")
-    assert [each.rows.tokens.shape[1] for each in micro_batches(batch, 1, CPU)] == [8, 16]
-    assert [each.rows.tokens.shape[1] for each in micro_batches(batch, 1, CPU, same_length=True)] == [16, 16]
+def test_rows_of_a_pipeline_have_the_same_length() -> None:
+    batch = masked_batch("ab________________", "abcdefghi_________")
+    assert [part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU)] == [8, 16]
+    assert [part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU, same_length=True)] == [16, 16]
 
 
 def test_values_of_padding_are_zero() -> None:
-    rows = only(masked("__ab", "cd__")).rows
+    rows = single_micro_batch(masked_batch("__ab", "cd__")).rows
     values = torch.arange(1.0, 17.0).view(2, 4, 2)
     assert rows.restore(values)[..., 0].tolist() == [[0, 0, 1, 3], [9, 11, 0, 0]]
 
 
-def test_gradients_come_back_to_their_tokens() -> None:
+def test_gradients_reach_their_tokens() -> None:
     values = torch.zeros(1, 4, requires_grad=True)
-    (only(masked("_abc")).rows.restore(values) * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
+    rows = single_micro_batch(masked_batch("_abc")).rows
+    (rows.restore(values) * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[2, 3, 4, 0]]
 
 
 @pytest.mark.parametrize("key", ["sequence_ids", "position_ids", "both"])
-def test_all_ways_to_say_which_tokens_are_one_sequence(key: str) -> None:
+def test_sequences_may_be_given_by_any_key(key: str) -> None:
     ids = torch.tensor([[0, 7, 7, 3, 0, 5, 5, 5], [1, 1, 1, 1, 1, 2, 0, 0]])
-    batch = batch_of("_abc_def", "ghijkl__")
+    batch = letter_batch("_abc_def", "ghijkl__")
     if key == "sequence_ids":
         batch["sequence_ids"] = ids
     else:
         batch["position_ids"] = positions_in(ids)
     if key == "both":
         batch["attention_mask"] = (ids > 0).long()
-    rows = only(batch).rows
+    rows = single_micro_batch(batch).rows
     assert rows.sequence_ids is not None
-    start = 1 if key != "position_ids" else 0  # without a mask padding is a sequence of its own
+    start = 1 if key != "position_ids" else 0  # without a mask the padding counts as a sequence
     assert rows.position_ids[0].tolist()[: 8 - start] == positions_in(ids)[0].tolist()[start:]
     assert text(rows.restore(rows.tokens)) == ["_abc_def", "ghijkl__"]
 
 
 def test_position_ids_of_one_sequence_need_no_mask() -> None:
-    rows = only({**batch_of("abcd"), "position_ids": torch.arange(4)[None]}).rows
+    rows = single_micro_batch({**letter_batch("abcd"), "position_ids": torch.arange(4)[None]}).rows
     assert rows.sequence_ids is None
 
 
 def test_ignored_labels_have_no_log_probability() -> None:
-    batch = batch_of("abcd")
+    batch = letter_batch("abcd")
     batch["labels"] = torch.tensor([[2, -100, 4, -100]])
-    rows = only(batch).rows
+    rows = single_micro_batch(batch).rows
     assert rows.labels is not None
-    assert rows.labels.min() >= 0
+    assert rows.labels.min() >= 0  # a model cannot look up label -100
     assert rows.restore_log_probs(torch.ones(1, 4)).tolist() == [[1, 0, 1, 0]]
     assert rows.restore(torch.ones(1, 4)).tolist() == [[1, 1, 1, 1]]
     assert rows.mask is not None
     assert rows.mask.tolist() == [[1, 0, 1, 0]]
 
 
-def test_mtp_layers_learn_neither_padding_nor_the_first_token_of_a_sequence() -> None:
-    """Megatron reads the mask one token later, so the first of a sequence is what comes after the one before."""
-    rows = only({**batch_of("_abcde__"), "sequence_ids": torch.tensor([[0, 1, 1, 2, 2, 2, 0, 0]])}).rows
+def test_mtp_mask_excludes_padding_and_sequence_boundaries() -> None:
+    """A position counts if the next token is in its sequence: Megatron shifts the mask by one."""
+    sequence_ids = torch.tensor([[0, 1, 1, 2, 2, 2, 0, 0]])
+    rows = single_micro_batch({**letter_batch("_abcde__"), "sequence_ids": sequence_ids}).rows
     assert rows.mask is not None
     assert rows.mask.tolist() == [[0, 1, 0, 1, 1, 0, 0, 0]]
-    given = masked("_ab_") | {"mask": torch.tensor([[1, 1, 0, 1]])}
-    found = only(given).rows.mask
-    assert found is not None
-    assert found.tolist() == [[1, 0, 0, 0]]
+    batch = masked_batch("_ab_") | {"mask": torch.tensor([[1, 1, 0, 1]])}
+    mask = single_micro_batch(batch).rows.mask
+    assert mask is not None
+    assert mask.tolist() == [[1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +139,12 @@ def test_mtp_layers_learn_neither_padding_nor_the_first_token_of_a_sequence() ->
 )
 def test_inconsistent_keys_are_refused_by_name(key: str, values: list[list[int]], code: str) -> None:
     key, _, mask = key.partition(" ")
-    batch = masked("_abc") if mask else batch_of("abcd")
+    batch = masked_batch("_abc") if mask else letter_batch("abcd")
     with pytest.raises(BatchError, check=has_violations((key, code))):
-        only({**batch, key: torch.tensor(values)})
+        single_micro_batch({**batch, key: torch.tensor(values)})
 
 
-def test_sequences_are_found_in_any_rows() -> None:
+def test_random_rows_are_restored() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         ids = torch.zeros(3, 24, dtype=torch.int64)
@@ -152,12 +155,12 @@ def test_sequences_are_found_in_any_rows() -> None:
                 row[start : start + length] = number + 1
                 start += length + int(torch.randint(0, 2, (), generator=generator))
         batch = {"tokens": torch.randint(1, 9, ids.shape, generator=generator), "sequence_ids": ids}
-        rows = only({**batch, "temperature": batch["tokens"] + 0.5}).rows
+        rows = single_micro_batch({**batch, "temperature": batch["tokens"] + 0.5}).rows
         assert rows.temperature is not None
         assert torch.equal(rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0))
         assert torch.equal(rows.restore(rows.tokens), batch["tokens"].where(ids > 0, 0))
         assert torch.equal(rows.restore(rows.position_ids), positions_in(ids).where(ids > 0, 0))
         counted = {"position_ids": positions_in(ids), "attention_mask": (ids > 0).long()}
-        found = sequence_ids_of(counted)
-        assert found is not None
-        assert torch.equal(positions_in(found), positions_in(ids))
+        restored = sequence_ids_of(counted)
+        assert restored is not None
+        assert torch.equal(positions_in(restored), positions_in(ids))

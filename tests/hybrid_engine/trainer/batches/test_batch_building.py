@@ -1,4 +1,4 @@
-"""Rows made of prompts and completions, one in each or several."""
+"""Rows built from prompts and completions: one sequence per row, or several packed into one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.harness.errors import has_violations
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 COMPLETIONS = [[9], [1, 2, 3, 4], [5], [6, 7]]
-S = 6
+S = 6  # seq_length
 
 
-def test_labels_are_the_tokens_that_follow() -> None:
+def test_labels_are_the_next_tokens() -> None:
     batch = build_batch(PROMPTS, COMPLETIONS, S, pad_token_id=77)
     assert batch["tokens"][1].tolist() == [3, 1, 2, 3, 4, 77]
     assert batch["labels"][1].tolist() == [1, 2, 3, 4, 77, 77]
-    assert batch["mask"].sum(1).tolist() == [len(each) for each in COMPLETIONS]
+    assert batch["mask"].sum(1).tolist() == [len(completion) for completion in COMPLETIONS]
     for row, labels, completion in zip(batch["mask"], batch["labels"], COMPLETIONS, strict=True):
         assert labels[row.bool()].tolist() == completion
     assert (batch["weights"].sum() / len(PROMPTS)).item() == pytest.approx(1.0)
@@ -34,52 +34,54 @@ def test_labels_are_the_tokens_that_follow() -> None:
 def test_parts_of_a_batch_are_weighted_by_the_whole() -> None:
     """Two ranks with two rows each, of 1 + 1 and 1 + 3 tokens."""
     mask = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]])
-    whole, parts = mean_weights(mask), mask.chunk(2)
-    own = [mean_weights(part, count=6.0, rows=4) for part in parts]
-    assert torch.equal(torch.cat(own), whole)
+    whole = mean_weights(mask)
+    parts = mask.chunk(2)
+    weights = [mean_weights(part, count=6.0, rows=4) for part in parts]
+    assert torch.equal(torch.cat(weights), whole)
     assert not torch.equal(torch.cat([mean_weights(part) for part in parts]), whole)
     assert mean_weights(torch.zeros(2, 3), count=6.0, rows=4).sum() == 0
     with pytest.raises(ValueError, check=has_violations(("mask", "mask-is-zero"))):
         mean_weights(torch.zeros(2, 3))
 
 
-def test_packed_rows_hold_the_same_sequences() -> None:
-    plain, packed = build_batch(PROMPTS, COMPLETIONS, S), pack(PROMPTS, COMPLETIONS, S)
-    assert packed.batch["tokens"].shape == (2, S)
+def test_packed_rows_contain_the_same_sequences() -> None:
+    plain = build_batch(PROMPTS, COMPLETIONS, S)
+    packed = pack(PROMPTS, COMPLETIONS, S)
+    assert packed.batch["tokens"].shape == (2, S)  # four sequences in two rows
     for name in ("tokens", "labels", "mask"):
         for row, values, place in zip(plain[name], packed.unpack(packed.batch[name]), packed.places, strict=True):
             assert torch.equal(row[: place.length], values)
-    # the mean over all tokens, whatever the number of rows
-    means = [(each["weights"] * each["labels"]).sum(1).mean().item() for each in (plain, packed.batch)]
+    # The mean is over all tokens and does not depend on the number of rows.
+    means = [(batch["weights"] * batch["labels"]).sum(1).mean().item() for batch in (plain, packed.batch)]
     assert means[0] == pytest.approx(means[1])
     ids = packed.batch["sequence_ids"]
     assert torch.equal(packed.spread(torch.arange(1, 5)), ids)
     assert packed.spread(torch.tensor([0.5, 1, 2, 3])).sum().item() == 2 * 0.5 + 4 * 1 + 3 * 2 + 3 * 3
     (micro_batch,) = micro_batches(packed.batch, 2, torch.device("cpu"))
-    assert micro_batch.rows.position_ids.max() == 3
+    assert micro_batch.rows.position_ids.max() == 3  # positions restart in each sequence
 
 
-def test_rows_are_added_until_they_divide() -> None:
+def test_empty_rows_are_added_up_to_the_multiple() -> None:
     packed = pack(PROMPTS, COMPLETIONS, S, multiple_of=4)
     assert packed.batch["tokens"].shape == (4, S)
-    assert packed.batch["weights"][2:].eq(0).all()
+    assert packed.batch["weights"][2:].eq(0).all()  # added rows have no weight
     assert packed.batch["weights"].sum(1).mean().item() == pytest.approx(1.0)
     assert [place.row for place in packed.places] == [place.row for place in pack(PROMPTS, COMPLETIONS, S).places]
 
 
-def test_long_sequences_go_first() -> None:
+def test_long_sequences_are_packed_first() -> None:
     lengths = [3, 5, 2, 4, 1, 1]
     packed = pack([[1]] * 6, [[1] * length for length in lengths], 8)
     assert [place.row for place in packed.places] == [0, 0, 1, 1, 1, 1]
-    taken = {
+    columns = {
         (place.row, column) for place in packed.places for column in range(place.start, place.start + place.length)
     }
-    assert len(taken) == sum(lengths)
+    assert len(columns) == sum(lengths), "sequences do not overlap"
 
 
 @dataclass(frozen=True)
-class One:
-    """What a rollout gives."""
+class Sampled:
+    """A completion of a rollout."""
 
     token_ids: tuple[int, ...] = (3, 4)
     prompt_token_ids: tuple[int, ...] = (1, 2)
@@ -94,7 +96,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = {
     ),
     "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, [("mask", "mask-is-zero")], []),
     "groups": (
-        {"prompts": [[1, 2], [3]], "completions": [[One(), One()], [One()]]},
+        {"prompts": [[1, 2], [3]], "completions": [[Sampled(), Sampled()], [Sampled()]]},
         [("completions[0]", "not-token-ids")],
         ["and 1 more", "Flatten"],
     ),
@@ -104,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = {
         ["[[1], [2]]", "Flatten"],
     ),
     "completions as prompts": (
-        {"prompts": [One()] * 4},
+        {"prompts": [Sampled()] * 4},
         [("prompts[0]", "not-token-ids")],
         ["and 3 more", "prompt_token_ids"],
     ),
@@ -130,7 +132,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = {
 
 @pytest.mark.parametrize("make", [build_batch, pack])
 @pytest.mark.parametrize("name", REFUSED)
-def test_arguments_that_cannot_become_rows_are_refused_by_name(name: str, make: Callable[..., object]) -> None:
+def test_invalid_arguments_are_refused_by_name(name: str, make: Callable[..., object]) -> None:
     changed, expected, values = REFUSED[name]
     with pytest.raises(BatchError, check=has_violations(*expected)) as caught:
         make(**{"prompts": PROMPTS, "completions": COMPLETIONS, "seq_length": S, **changed})
@@ -138,18 +140,20 @@ def test_arguments_that_cannot_become_rows_are_refused_by_name(name: str, make: 
         assert value in str(caught.value)
 
 
-def test_completions_bring_their_temperature() -> None:
-    prompts, completions = [[1, 2], [3]], [One(), One((5, 6), temperature=2.0)]
+def test_temperatures_of_completions_are_kept() -> None:
+    prompts = [[1, 2], [3]]
+    completions = [Sampled(), Sampled((5, 6), temperature=2.0)]
     assert build_batch(prompts, completions, S)["temperature"].tolist() == [0.5, 2.0]
-    assert build_batch(prompts, [One(), (5, 6)], S)["temperature"].tolist() == [0.5, 1.0]
+    assert build_batch(prompts, [Sampled(), (5, 6)], S)["temperature"].tolist() == [0.5, 1.0]
     assert pack(prompts, completions, S).batch["temperature"].tolist() == [[0.5] * 3 + [2.0] * 2 + [1.0]]
     for make in (build_batch, pack):
-        found = make(prompts, [replace(one, temperature=1.0) for one in completions], S)
-        assert "temperature" not in (found if isinstance(found, dict) else found.batch)
+        built = make(prompts, [replace(completion, temperature=1.0) for completion in completions], S)
+        assert "temperature" not in (built if isinstance(built, dict) else built.batch)
 
 
 def test_token_ids_may_be_tensors_and_arrays() -> None:
-    prompts, completions = torch.tensor([[1, 2], [3, 4]]), [np.array([5]), torch.tensor([6, 7])]
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    completions = [np.array([5]), torch.tensor([6, 7])]
     batch = build_batch(prompts, completions, S)
     assert torch.equal(batch["tokens"], build_batch([[1, 2], [3, 4]], [[5], [6, 7]], S)["tokens"])
 

@@ -1,4 +1,4 @@
-"""Checks before any rank computes, also of ranks that should pass the same batch and do not."""
+"""Checks of a batch before any rank computes, also between ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def batch(**changes: Any) -> dict[str, Any]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), **changes}
 
 
-def test_a_rank_gets_its_part_of_a_global_batch_and_all_of_a_local_one() -> None:
-    given = batch(advantages=torch.arange(4.0), text=torch.zeros(4, 3, 2))
-    assert own_share(given, LIMITS)["advantages"].tolist() == [2, 3]
-    assert own_share(given, LIMITS)["text"].shape == (2, 3, 2)
-    assert own_share(given, LIMITS, "local") is given
+def test_a_global_batch_is_split_and_a_local_one_is_not() -> None:
+    whole = batch(advantages=torch.arange(4.0), text=torch.zeros(4, 3, 2))
+    assert own_share(whole, LIMITS)["advantages"].tolist() == [2, 3]
+    assert own_share(whole, LIMITS)["text"].shape == (2, 3, 2)
+    assert own_share(whole, LIMITS, "local") is whole
     with pytest.raises(BatchError, check=has_violations(("data", "unknown-value"))):
-        own_share(given, LIMITS, "shared")  # type: ignore[arg-type]
+        own_share(whole, LIMITS, "shared")  # type: ignore[arg-type]
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]], list[str]]] = {
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]], list[str]]] =
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_all_violations_are_named_at_once(name: str) -> None:
+def test_all_violations_are_reported_at_once(name: str) -> None:
     make, expected, values = REFUSED[name]
     with pytest.raises(BatchError, check=has_violations(*expected)) as caught:
         own_share(make(), LIMITS)
@@ -110,15 +110,15 @@ def test_all_violations_are_named_at_once(name: str) -> None:
         assert value in str(caught.value)
 
 
-def test_ignored_labels_are_allowed_and_limits_of_the_trainer_are_checked() -> None:
-    given = batch()
-    given["labels"][0, 0] = -100
-    own_share(given, LIMITS)
+def test_ignored_labels_are_allowed_and_trainer_limits_checked() -> None:
+    data = batch()
+    data["labels"][0, 0] = -100
+    own_share(data, LIMITS)
     limits = BatchLimits(10, 2, 0, 2, row_multiple=4, no_packing="a window ignores masks")
-    given["sequence_ids"] = torch.tensor([[1, 1, 2, 2, 2, 0]] * 4)
+    data["sequence_ids"] = torch.tensor([[1, 1, 2, 2, 2, 0]] * 4)
     expected = has_violations(("tokens", "not-divisible"), ("sequence_ids", "packing-unsupported"))
     with pytest.raises(BatchError, check=expected) as caught:
-        own_share(given, limits)
+        own_share(data, limits)
     assert "Pad them to 8" in str(caught.value)
     assert "a window ignores masks" in str(caught.value)
 
@@ -140,7 +140,7 @@ BATCH = {
 TWICE = {name: torch.cat([tensor, tensor]) for name, tensor in BATCH.items()}
 
 
-def other(name: str) -> dict[str, Any]:
+def changed_batch(name: str) -> dict[str, Any]:
     """Return BATCH with the tensor `name` changed."""
     changed = BATCH[name].clone()
     changed[1] = changed[0]
@@ -152,13 +152,13 @@ DIFFERS = "differs-between-ranks"
 
 @dataclass(frozen=True)
 class Case:
-    """A call of two ranks.
+    """Calls of two ranks.
 
     Attributes:
-        together: both compute the same rows; otherwise they are two data parallel ranks.
+        together: both ranks compute the same rows; otherwise they are data parallel.
         second: batch of rank 1; rank 0 passes BATCH.
-        here, there: further arguments of rank 0, of rank 1.
-        key, code: of the violation that both report; empty if they agree. No key: code of the error.
+        here, there: further arguments of rank 0 and rank 1.
+        key, code: violation that both ranks report; empty if they agree. No key: code of the error.
         values: parts of the message.
     """
 
@@ -174,9 +174,9 @@ class Case:
 LOCAL = {"data": "local"}
 CASES = {
     "the same": Case(True, BATCH),
-    "another reward": Case(True, other("rewards"), key="rewards", code=DIFFERS, values=("rank 1", "rank 0")),
-    "another flag": Case(True, other("is_done"), key="is_done", code=DIFFERS),
-    "other tokens of a part": Case(True, other("tokens"), LOCAL, LOCAL, "tokens", DIFFERS),
+    "another reward": Case(True, changed_batch("rewards"), key="rewards", code=DIFFERS, values=("rank 1", "rank 0")),
+    "another flag": Case(True, changed_batch("is_done"), key="is_done", code=DIFFERS),
+    "other tokens of a part": Case(True, changed_batch("tokens"), LOCAL, LOCAL, "tokens", DIFFERS),
     "another type": Case(
         True,
         {**BATCH, "rewards": BATCH["rewards"].double()},
@@ -217,9 +217,11 @@ CASES = {
         code="different-calls",
         values=("training step on rank 0", "checking the batch for: scoring"),
     ),
-    "own parts": Case(False, other("tokens"), LOCAL, LOCAL),
-    "other rewards of its own rows": Case(False, other("rewards")),
-    "all rows, other rows": Case(False, other("tokens"), key="tokens", code=DIFFERS, values=("rank 1", "rank 0")),
+    "own parts": Case(False, changed_batch("tokens"), LOCAL, LOCAL),
+    "other rewards of its own rows": Case(False, changed_batch("rewards")),
+    "all rows, other rows": Case(
+        False, changed_batch("tokens"), key="tokens", code=DIFFERS, values=("rank 1", "rank 0")
+    ),
 }
 
 
@@ -234,9 +236,10 @@ class Outcome:
 
 
 def compare() -> dict[str, Outcome]:
-    """Return what each case comes to on this rank."""
+    """Return the outcome of each case on this rank."""
     dist.init_process_group("gloo")
-    rank, agreement = dist.get_rank(), Job.join(60).agreement
+    rank = dist.get_rank()
+    agreement = Job.join(60).agreement
     outcomes = {}
     for name, case in CASES.items():
         together = BatchLimits(vocab_size=8, micro_batch_size=1, dp_rank=0, dp_size=1)
@@ -266,12 +269,12 @@ def test_all_ranks_report_the_same_difference(outcomes: list[dict[str, Outcome]]
     assert bool(first.message) == bool(case.code)
     assert bool(first.tokens) == (not case.code)
     assert first.code == second.code == ("" if case.key else case.code)
-    # more violations may follow: of other lengths all tensors differ
+    # More violations may follow: with another number of rows, all tensors differ.
     assert not case.key or (case.key, case.code) in first.violations
     for value in case.values:
         assert value in first.message
 
 
-def test_each_gets_its_share(outcomes: list[dict[str, Outcome]]) -> None:
+def test_each_rank_gets_its_share(outcomes: list[dict[str, Outcome]]) -> None:
     assert [by_case["the same"].tokens for by_case in outcomes] == [list(range(8))] * 2
     assert [by_case["own parts"].tokens for by_case in outcomes] == [list(range(8)), [0, 1, 2, 3] * 2]

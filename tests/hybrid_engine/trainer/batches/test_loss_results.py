@@ -1,4 +1,4 @@
-"""Results of loss functions."""
+"""Checks of the results of loss functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACCEPTED: dict[str, tuple[Any, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_losses_of_every_form(name: str) -> None:
+def test_results_of_every_form_are_accepted(name: str) -> None:
     function, expected = ACCEPTED[name]
     checked = CheckedLoss(function)
     loss, report = checked({}, log_probs())
@@ -41,45 +41,45 @@ def test_losses_of_every_form(name: str) -> None:
 
 
 @pytest.fixture
-def rank_of_others(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let collectives meet ranks with these losses, called once each."""
+def meet_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the next collectives include ranks with other losses."""
 
-    def meet(*others: CheckedLoss) -> None:
-        told: list[torch.Tensor] = []
+    def meet(*other_losses: CheckedLoss) -> None:
+        contributions: list[torch.Tensor] = []
 
-        def keep(values: torch.Tensor, **_: Any) -> None:
-            told.append(values.clone())
+        def record(values: torch.Tensor, **_: Any) -> None:
+            contributions.append(values.clone())
 
-        def largest(values: torch.Tensor, **_: Any) -> None:
-            values.copy_(torch.stack([values, *told]).amax(0))
+        def all_reduce_maximum(values: torch.Tensor, **_: Any) -> None:
+            values.copy_(torch.stack([values, *contributions]).amax(0))
 
-        monkeypatch.setattr(dist, "all_reduce", keep)
-        for other in others:
-            other.finish(torch.device("cpu"))
-        monkeypatch.setattr(dist, "all_reduce", largest)
+        monkeypatch.setattr(dist, "all_reduce", record)
+        for loss in other_losses:
+            loss.finish(torch.device("cpu"))
+        monkeypatch.setattr(dist, "all_reduce", all_reduce_maximum)
 
     return meet
 
 
-def reporting(*names: str) -> CheckedLoss:
+def loss_reporting(*names: str) -> CheckedLoss:
     checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), dict.fromkeys(names, 1.0)))
     checked({}, log_probs())
     return checked
 
 
-def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) -> None:
-    """In any order; a rank that is at fault already is not compared, and keeps its fault."""
+def test_all_ranks_report_the_same_names(meet_ranks: Callable[..., None]) -> None:
+    """Order does not matter; a rank with an earlier fault is not compared and keeps its fault."""
     failed = CheckedLoss(lambda _batch, _log_probs: None)
     failed({}, log_probs())
-    for others, names in (
-        ([reporting("kl", "loss")], ""),
-        ([reporting("kl", "loss"), failed], ""),
-        ([reporting("kl")], "kl, loss"),
-        ([reporting()], "kl, loss"),
-        ([failed, reporting("kl", "entropy")], "kl, loss"),
+    for other_losses, names in (
+        ([loss_reporting("kl", "loss")], ""),
+        ([loss_reporting("kl", "loss"), failed], ""),
+        ([loss_reporting("kl")], "kl, loss"),
+        ([loss_reporting()], "kl, loss"),
+        ([failed, loss_reporting("kl", "entropy")], "kl, loss"),
     ):
-        checked = reporting("loss", "kl")
-        rank_of_others(*others)
+        checked = loss_reporting("loss", "kl")
+        meet_ranks(*other_losses)
         checked.finish(torch.device("cpu"))
         assert (checked.fault is None) == (not names)
         if checked.fault is not None:
@@ -90,35 +90,35 @@ def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize(("number", "text"), [(float("nan"), "nan"), (float("inf"), "inf")])
-def test_a_loss_that_is_not_finite_is_found_at_the_end(
-    number: float, text: str, rank_of_others: Callable[..., None]
+def test_a_loss_that_is_not_finite_is_reported_at_the_end(
+    number: float, text: str, meet_ranks: Callable[..., None]
 ) -> None:
-    factors = iter([1.0, number, number])
+    factors = iter([1.0, number, number])  # micro batch 1 is the first fault
     checked = CheckedLoss(lambda _batch, log_probs: log_probs.abs().mean() * next(factors))
     for _ in range(3):
         checked({}, log_probs())
     assert checked.fault is None
-    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    meet_ranks(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
     assert checked.fault is not None
     assert has_code("loss-not-finite", text, "micro batch 1")(checked.fault)
 
 
-def test_a_loss_of_what_is_not_finite_is_not_at_fault(rank_of_others: Callable[..., None]) -> None:
+def test_an_input_that_is_not_finite_is_reported_instead_of_the_loss(meet_ranks: Callable[..., None]) -> None:
     checked = CheckedLoss(lambda _batch, log_probs: log_probs.mean())
     checked({}, log_probs() * float("nan"))
-    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    meet_ranks(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
     assert checked.fault is not None
     assert has_code("loss-input-not-finite", "nan", "micro batch 0")(checked.fault)
 
 
-def nothing(_batch: Any, log_probs: torch.Tensor) -> None:
+def return_nothing(_batch: Any, log_probs: torch.Tensor) -> None:
     log_probs.mean()
 
 
 REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "nothing": (nothing, "no-loss", ("loss function nothing ", "None")),
+    "nothing": (return_nothing, "no-loss", ("loss function return_nothing ", "None")),
     "vector": (lambda _b, log_probs: -log_probs.sum(1), "loss-not-a-scalar", ("[2]", "float32")),
     "number": (lambda _b, log_probs: 1.5, "no-loss", ("1.5",)),
     "no number": (lambda _b, log_probs: "loss", "no-loss", ("'loss'",)),
@@ -151,10 +151,11 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_any_other_result_is_kept_as_the_fault(name: str) -> None:
+def test_an_invalid_result_is_kept_as_the_fault(name: str) -> None:
     """The schedule continues with a loss of 0, which has a gradient."""
     function, code, values = REFUSED[name]
-    checked, inputs = CheckedLoss(function), log_probs()
+    checked = CheckedLoss(function)
+    inputs = log_probs()
     loss, report = checked({"tokens": torch.zeros(2, 3)}, inputs)
     assert checked.fault is not None
     assert has_code(code, *values)(checked.fault)
@@ -164,7 +165,7 @@ def test_any_other_result_is_kept_as_the_fault(name: str) -> None:
     assert not inputs.grad.any()
 
 
-def test_a_loss_that_failed_is_not_called_again_and_keeps_its_cause() -> None:
+def test_a_failed_loss_is_not_called_again_and_keeps_its_cause() -> None:
     calls = []
 
     def loss(_batch: Any, log_probs: torch.Tensor) -> torch.Tensor:
@@ -188,8 +189,8 @@ def test_all_micro_batches_report_the_same_names() -> None:
     assert has_code("other-names-reported", "entropy, kl")(checked.fault)
 
 
-def test_a_loss_may_be_divided_in_place_whatever_made_it() -> None:
-    """Autograd keeps the result of `sqrt`, and would refuse one that has changed since."""
+def test_any_loss_may_be_divided_in_place() -> None:
+    """Autograd keeps the result of `sqrt` and would refuse a change to it."""
     values = log_probs()
     loss, _ = CheckedLoss(lambda _batch, log_probs: log_probs.pow(2).mean().sqrt())({}, values)
     loss /= 4  # as Megatron does

@@ -1,4 +1,7 @@
-"""Entropy and most likely tokens against torch on whole logits in double precision; split ones: test_dense.py."""
+"""Entropy and top tokens, compared with torch on whole logits in double precision.
+
+test_dense.py has logits that are split over ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ BOTH = Outputs(entropy=True, top_k=4)
 
 
 def logits(dtype: torch.dtype) -> torch.Tensor:
-    """Likely and hopeless tokens, and one that is no token."""
+    """Return logits with a certain token, unlikely ones, and one of probability 0."""
     values = torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
-    values[0, 0, 3] = 200.0
-    values[..., -1] = float("-inf")
+    values[0, 0, 3] = 200.0  # probability 1
+    values[..., -1] = float("-inf")  # padding of the vocabulary
     return values.to(dtype)
 
 
@@ -22,20 +25,20 @@ def expected(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return -(log_probs.exp() * log_probs).sum(-1), *log_probs.topk(4, dim=-1)
 
 
-def test_values_are_those_of_the_whole_logits() -> None:
+def test_outputs_equal_torch_on_whole_logits() -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        found = token_outputs(logits(dtype), BOTH)
+        outputs = token_outputs(logits(dtype), BOTH)
         entropy, top_log_probs, top_token_ids = expected(logits(torch.float64))
-        torch.testing.assert_close(found["entropy"].double(), entropy, atol=tolerance, rtol=0)
-        torch.testing.assert_close(found["top_log_probs"].double(), top_log_probs, atol=tolerance * 10, rtol=0)
-        assert torch.equal(found["top_token_ids"], top_token_ids)
-        assert tuple(found) == BOTH.names
+        torch.testing.assert_close(outputs["entropy"].double(), entropy, atol=tolerance, rtol=0)
+        torch.testing.assert_close(outputs["top_log_probs"].double(), top_log_probs, atol=tolerance * 10, rtol=0)
+        assert torch.equal(outputs["top_token_ids"], top_token_ids)
+        assert tuple(outputs) == BOTH.names
 
 
-def test_gradients_are_those_of_the_whole_logits() -> None:
+def test_gradients_equal_torch_on_whole_logits() -> None:
     scale = torch.arange(1.0, 7.0, dtype=torch.float64).view(3, 2)
     gradients = []
-    for compute in (lambda each: token_outputs(each, BOTH)["entropy"], lambda each: expected(each)[0]):
+    for compute in (lambda values: token_outputs(values, BOTH)["entropy"], lambda values: expected(values)[0]):
         values = logits(torch.float64).requires_grad_()
         (compute(values) * scale).sum().backward()
         assert values.grad is not None
@@ -44,7 +47,7 @@ def test_gradients_are_those_of_the_whole_logits() -> None:
 
 
 def test_logits_may_be_overwritten_afterwards() -> None:
-    """As Megatron's cross entropy does it."""
+    """Megatron's cross entropy overwrites the logits."""
     plain, overwritten = (logits(torch.float32).requires_grad_() for _ in range(2))
     token_outputs(plain, BOTH)["entropy"].sum().backward()
     entropy = token_outputs(overwritten, BOTH)["entropy"]
@@ -55,7 +58,7 @@ def test_logits_may_be_overwritten_afterwards() -> None:
     assert torch.equal(plain.grad, overwritten.grad)
 
 
-def test_nothing_is_computed_unasked() -> None:
+def test_no_output_is_computed_by_default() -> None:
     assert token_outputs(logits(torch.float32), Outputs()) == {}
     assert not Outputs()
     assert Outputs(top_k=1)

@@ -1,4 +1,7 @@
-"""Checkpoints of the FSDP2 trainer: bitwise what was saved, on as many ranks, twice and half as many; or untouched."""
+"""Checkpoints of the FSDP2 trainer, saved and loaded on 2 and 4 ranks.
+
+Loaded state is bit-identical to the saved state; a failure leaves state and files unchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,41 +30,41 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
 
 
 def save(path: Path, root: Path) -> dict[str, Any]:
-    """Two steps, a checkpoint, another step; and the same from the checkpoint, by one that began otherwise."""
-    found: dict[str, Any] = {}
+    """Save after two steps, continue, and resume with another seed; returns all states."""
+    states: dict[str, Any] = {}
     with actor(path) as engine:
         engine.save_checkpoint(root / "untrained")
-        found["untrained"] = state_of(engine)
+        states["untrained"] = state_of(engine)
         for step in range(2):
             train(engine, step)
-        engine.set_learning_rate(3e-3)
-        torch.manual_seed(40 + engine.dp_rank)
+        engine.set_learning_rate(3e-3)  # must be restored too
+        torch.manual_seed(40 + engine.dp_rank)  # each rank's generator must be restored
         engine.save_checkpoint(root / "trained")
-        found["trained"] = state_of(engine)
-        found["report"] = train(engine, 2)
-        found["continued"] = state_of(engine)
-    with actor(path, seed=99) as engine:
+        states["trained"] = state_of(engine)
+        states["report"] = train(engine, 2)
+        states["continued"] = state_of(engine)
+    with actor(path, seed=99) as engine:  # other initial weights
         engine.load_checkpoint(root / "trained")
         offloader = Offloader(engine)
         offloader.offload(KINDS)
         offloader.onload(KINDS)
-        found["loaded"] = state_of(engine)
+        states["loaded"] = state_of(engine)
         train(engine, 2)
-        found["resumed"] = state_of(engine)
-        engine.load_checkpoint(root / "untrained")  # onto optimizer state that exists
-        found["reloaded"] = state_of(engine)
-        engine.save_checkpoint(root / "untrained")  # replaces
+        states["resumed"] = state_of(engine)
+        engine.load_checkpoint(root / "untrained")  # without optimizer state
+        states["reloaded"] = state_of(engine)
+        engine.save_checkpoint(root / "untrained")  # replaces the earlier checkpoint
         engine.load_checkpoint(root / "untrained")
-        found["replaced"] = state_of(engine)
-    return found
+        states["replaced"] = state_of(engine)
+    return states
 
 
-def resume(path: Path, root: Path, onto: str, **settings: Any) -> dict[str, Any]:
-    """Take up the checkpoint `trained` on these ranks, take a step, and write one called `onto`."""
+def resume(path: Path, root: Path, name: str, **settings: Any) -> dict[str, Any]:
+    """Load the checkpoint "trained" on these ranks, save it as `name`, and take a step."""
     with actor(path, seed=5, **settings) as engine:
         engine.load_checkpoint(root / "trained")
         loaded = state_of(engine)
-        engine.save_checkpoint(root / onto)
+        engine.save_checkpoint(root / name)
         return {"loaded": loaded, "report": train(engine, 2)}
 
 
@@ -72,7 +75,7 @@ def load(path: Path, directory: Path) -> State:
 
 
 class Refusal(NamedTuple):
-    """An error: type, code and message."""
+    """Type, code and message of an error."""
 
     kind: str
     code: str
@@ -81,9 +84,9 @@ class Refusal(NamedTuple):
 
 def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
     """Return the error of each case on this rank. Raises if any of the state has changed."""
-    found: dict[str, Refusal] = {}
+    refusals: dict[str, Refusal] = {}
 
-    def refused(engine: Any, action: Callable[[], None]) -> Refusal:
+    def refusal_of(engine: Any, action: Callable[[], None]) -> Refusal:
         before = state_of(engine)
         with pytest.raises(HybridEngineError) as caught:
             action()
@@ -98,37 +101,37 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
         kept = state_of(engine)
         train(engine, 1)
         with file_size_limit(5000) if job.rank == 1 else nullcontext():
-            found["full"] = refused(engine, lambda: engine.save_checkpoint(good))
+            refusals["full"] = refusal_of(engine, lambda: engine.save_checkpoint(good))
         engine.load_checkpoint(good)
         assert_same(kept, state_of(engine))
-        job.agreement.conclude("all are here")
+        job.agreement.conclude("all ranks are here")
         if job.rank == 0:
             shutil.copytree(good, root / "damaged")
             data = root / "damaged" / "save-000001" / "__1_0.distcp"
-            data.write_bytes(data.read_bytes()[:-1])
-        job.agreement.conclude("all are here")
-        found["damaged"] = refused(engine, lambda: engine.load_checkpoint(root / "damaged"))
-        found["nothing"] = refused(engine, lambda: engine.load_checkpoint(root / "nothing"))
+            data.write_bytes(data.read_bytes()[:-1])  # one byte short
+        job.agreement.conclude("all ranks are here")
+        refusals["damaged"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "damaged"))
+        refusals["nothing"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "nothing"))
         moments = next(state["exp_avg"] for state in engine.trained_by.state.values() if "exp_avg" in state)
         local_of(moments).view(-1)[0] = float("inf") if job.rank == 1 else 0.0
-        found["not finite"] = refused(engine, lambda: engine.save_checkpoint(root / "infinite"))
+        refusals["not finite"] = refusal_of(engine, lambda: engine.save_checkpoint(root / "infinite"))
         assert not (root / "infinite").exists()
-        job.agreement.conclude("all are here")
+        job.agreement.conclude("all ranks are here")
         engine.save_checkpoint(root / "infinite", check_nan=False)
         checkpoint_directory.save(root / "megatron", {f"rank{job.rank}/values": {}}, job)
-        found["another trainer"] = refused(engine, lambda: engine.load_checkpoint(root / "megatron"))
+        refusals["another trainer"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "megatron"))
     with actor(other) as engine:
-        found["another model"] = refused(engine, lambda: engine.load_checkpoint(good))
-    return found
+        refusals["another model"] = refusal_of(engine, lambda: engine.load_checkpoint(good))
+    return refusals
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two models."""
+    """Configurations of two models, by family."""
     changes: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "gpt2": {}}
     return {
-        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **of_family))
-        for family, of_family in changes.items()
+        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **family_changes))
+        for family, family_changes in changes.items()
     }
 
 
@@ -156,32 +159,32 @@ def back_on_two(ranks: Ranks, on_four: list[dict[str, Any]], paths: dict[str, Pa
     return ranks.launch(load, 2, paths["qwen2"], root / "of four")
 
 
-def test_what_is_loaded_is_what_was_saved(on_two: Outcomes) -> None:
-    for found in on_two["saved"]:
+def test_loaded_state_equals_saved_state(on_two: Outcomes) -> None:
+    for states in on_two["saved"]:
         for expected, actual in (
             ("trained", "loaded"),
             ("continued", "resumed"),
             ("untrained", "reloaded"),
             ("untrained", "replaced"),
         ):
-            assert_same(found[expected], found[actual])
-        assert found["trained"]["version"] == 2
-        assert found["trained"]["groups"][0]["lr"] == 3e-3
-        assert any("exp_avg" in name for name in found["trained"]["tensors"])
+            assert_same(states[expected], states[actual])
+        assert states["trained"]["version"] == 2
+        assert states["trained"]["groups"][0]["lr"] == 3e-3
+        assert any("exp_avg" in name for name in states["trained"]["tensors"])
     first, second = on_two["saved"]
     assert not torch.equal(first["loaded"]["generator"], second["loaded"]["generator"])
 
 
-def test_resumed_on_twice_and_on_half_as_many_ranks(
+def test_resuming_on_twice_and_half_as_many_ranks(
     on_two: Outcomes, on_four: list[dict[str, Any]], back_on_two: list[State]
 ) -> None:
-    """With replicas, too. All of the state is bitwise; the step after it adds up in another order."""
+    """State is bit-identical, with replicas too; the next step sums in another order."""
     saved = on_two["saved"]
-    for rank, found in enumerate(on_four):
-        assert_same(saved[0]["trained"], found["loaded"], generators=False)
-        assert torch.equal(found["loaded"]["generator"], saved[rank % 2]["trained"]["generator"])
+    for rank, results in enumerate(on_four):
+        assert_same(saved[0]["trained"], results["loaded"], generators=False)
+        assert torch.equal(results["loaded"]["generator"], saved[rank % 2]["trained"]["generator"])
         for name, value in saved[0]["report"].items():
-            assert found["report"][name] == pytest.approx(value, rel=1e-5)
+            assert results["report"][name] == pytest.approx(value, rel=1e-5)
     for rank, state in enumerate(back_on_two):
         assert_same(saved[0]["trained"], state, generators=False)
         assert torch.equal(state["generator"], saved[rank]["trained"]["generator"])
@@ -205,7 +208,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_failures_are_reported_on_all_ranks_and_change_nothing(on_two: Outcomes, name: str) -> None:
     kinds, code, pattern = WRONG[name]
-    refusals = [found[name] for found in on_two["failed"]]
+    refusals = [by_case[name] for by_case in on_two["failed"]]
     assert {refusal.kind for refusal in refusals} == kinds
     assert {refusal.code for refusal in refusals if refusal.kind != "RemoteError"} == {code}
     assert all(re.search(pattern, refusal.message, re.DOTALL) for refusal in refusals)

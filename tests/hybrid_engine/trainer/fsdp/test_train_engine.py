@@ -1,4 +1,4 @@
-"""The FSDP2 trainer of a worker computes what transformers computes on one rank."""
+"""Steps and scores of the FSDP2 trainer, compared with transformers on one rank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from tests.zoo import padded_batches
 from tests.zoo.families import FAMILIES, tiny_config, write_config
 from tests.zoo.shares import share_of
 
-# family -> changes: tied, odd rows; experts packed by transformers; dropout and learned positions in config.json
+# family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers;
+# gpt2: dropout and learned positions
 MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
 PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
-Found = list[dict[str, dict[str, Any]]]
-"""By rank and model."""
+Computed = list[dict[str, dict[str, Any]]]
+"""Results by rank and family."""
 
 
-def whole_log_probs(engine: FsdpTrainEngine, one: Batch) -> torch.Tensor:
-    return engine.gather_over_data_parallel(engine.log_probs(share_of(engine, one)))
+def whole_log_probs(engine: FsdpTrainEngine, whole_batch: Batch) -> torch.Tensor:
+    return engine.gather_over_data_parallel(engine.log_probs(share_of(engine, whole_batch)))
 
 
 def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """By model: initial weights, and what three steps report and leave."""
-    found = {}
+    """Return, by family, initial weights, and reports and results of three steps."""
+    results = {}
     for family, path in paths.items():
         with actor(path) as engine:
             initial = state_of(engine)["tensors"]
@@ -43,7 +44,7 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             copied = whole_log_probs(reference, batch(9))
             with pytest.raises(StateError, check=has_code("no-optimizer")):
                 train(reference, 0)
-            found[family] = {
+            results[family] = {
                 "initial": initial,
                 "scores": scores,
                 "reports": reports,
@@ -56,12 +57,13 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 ),
                 "is refused": is_refused(engine),
             }
-    return found
+    return results
 
 
 def is_refused(engine: FsdpTrainEngine) -> bool:
-    """Return True if a loss that reports another name on each rank is refused, and no weight changes."""
-    before, name = whole_log_probs(engine, batch(9)), f"of rank {engine.dp_rank}"
+    """Return True if a loss with another name on each rank is refused, and no weight changes."""
+    before = whole_log_probs(engine, batch(9))
+    name = f"of rank {engine.dp_rank}"
     with pytest.raises(LossError, check=has_code("other-names-reported", name)):
         engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
     assert torch.equal(whole_log_probs(engine, batch(9)), before)
@@ -73,28 +75,28 @@ def initial_weights(path: Path) -> dict[str, torch.Tensor]:
         return state_of(engine)["tensors"]
 
 
-def every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, str]]:
-    """By family: largest difference of a logit from those of an unsharded model, and implementation of attention."""
-    found = {}
+def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, str]]:
+    """Return, by family, the largest difference from unsharded logits, and the attention used."""
+    results = {}
     for family, path in paths.items():
         with actor(path) as engine:
-            model = in_one_piece(path, state_of(engine)["tensors"])
+            model = unsharded_model(path, state_of(engine)["tensors"])
             tokens = batch(0)["tokens"]
             with torch.no_grad():
                 difference = (engine.logits(tokens) - model(tokens).logits).abs().max().item()
-            found[family] = difference, engine.model.config._attn_implementation
-    return found
+            results[family] = difference, engine.model.config._attn_implementation
+    return results
 
 
 def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches.Read]]:
-    """By family; compared with a model that is not sharded."""
-    found = {}
+    """Return values of padded batches by family, after a comparison with the unsharded model."""
+    reads = {}
     for family in PADDED:
         with actor(paths[family], seq_length=padded_batches.WIDTH) as engine:
-            model = in_one_piece(paths[family], state_of(engine)["tensors"])
-            found[family] = padded_batches.read_all(engine)
-            padded_batches.assert_is_that_of_logits(found[family]["right"], model)
-    return found
+            model = unsharded_model(paths[family], state_of(engine)["tensors"])
+            reads[family] = padded_batches.read_all(engine)
+            padded_batches.assert_is_that_of_logits(reads[family]["right"], model)
+    return reads
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def on_two(ranks: Ranks, paths: dict[str, Path]) -> Found:
+def on_two(ranks: Ranks, paths: dict[str, Path]) -> Computed:
     return ranks.launch(compute, 2, paths)
 
 
@@ -115,13 +117,13 @@ def alone(ranks: Ranks, paths: dict[str, Path], tmp_path_factory: pytest.TempPat
     families = {name: write_config(tmp_path_factory.mktemp(name), tiny_config(name)) for name in FAMILIES}
     calls = {
         "weights": (initial_weights, (paths["qwen2"],)),
-        "families": (every_family, (families,)),
+        "families": (compare_every_family, (families,)),
         "padded": (read_padded, (families,)),
     }
     return ranks.launch_in_turn(1, calls)
 
 
-def in_one_piece(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def unsharded_model(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32).eval()
@@ -129,20 +131,20 @@ def in_one_piece(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Mo
     return model
 
 
-def log_probs(model: torch.nn.Module, one: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(one["tokens"], use_cache=False).logits.float()
-    return logits.log_softmax(-1).gather(-1, one["labels"][..., None])[..., 0]
+def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(whole_batch["tokens"], use_cache=False).logits.float()
+    return logits.log_softmax(-1).gather(-1, whole_batch["labels"][..., None])[..., 0]
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_steps_are_those_of_the_model_in_one_piece(on_two: Found, paths: dict[str, Path], family: str) -> None:
-    """Losses, norms before clipping, weights after three steps of Adam, on 2 ranks x 2 micro batches each."""
-    first, second = (found[family] for found in on_two)
-    model = in_one_piece(paths[family], first["initial"])
+def test_steps_equal_the_unsharded_model(on_two: Computed, paths: dict[str, Path], family: str) -> None:
+    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches."""
+    first, second = (by_family[family] for by_family in on_two)
+    model = unsharded_model(paths[family], first["initial"])
     torch.testing.assert_close(first["scores"], log_probs(model, batch(9)).detach(), atol=2e-5, rtol=0)
-    decayed = [each for each in model.parameters() if each.dim() > 1]
-    others = [each for each in model.parameters() if each.dim() <= 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
     for step, report in enumerate(first["reports"]):
         optimizer.zero_grad()
@@ -160,16 +162,16 @@ def test_steps_are_those_of_the_model_in_one_piece(on_two: Found, paths: dict[st
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_ranks_report_the_same_names_or_none(on_two: Found, family: str) -> None:
-    for found in (by_family[family] for by_family in on_two):
-        assert found["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
-        assert found["is refused"]
+def test_ranks_report_the_same_names_or_none(on_two: Computed, family: str) -> None:
+    for results in (by_family[family] for by_family in on_two):
+        assert results["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
+        assert results["is refused"]
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_random_weights_are_those_that_transformers_draws(on_two: Found, family: str) -> None:
-    """Norms are ones, matrices are normal with the deviation of the config; buffers are there."""
-    first, second = (found[family]["initial"] for found in on_two)
+def test_random_weights_follow_transformers(on_two: Computed, family: str) -> None:
+    """Norms are ones, matrices are normal with the configured deviation; buffers exist."""
+    first, second = (by_family[family]["initial"] for by_family in on_two)
     matrices = [tensor for name, tensor in first.items() if tensor.dim() > 1]
     assert all(0.5 * 0.02 < tensor.std() < 1.5 * 0.02 for tensor in matrices)
     norms = [tensor for name, tensor in first.items() if "norm" in name and name.endswith("weight")]
@@ -177,36 +179,36 @@ def test_random_weights_are_those_that_transformers_draws(on_two: Found, family:
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def test_random_weights_do_not_depend_on_the_ranks(alone: Outcomes, on_two: Found) -> None:
+def test_random_weights_do_not_depend_on_the_number_of_ranks(alone: Outcomes, on_two: Computed) -> None:
     (weights,) = alone["weights"]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in on_two[0]["qwen2"]["initial"].items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_built(alone: Outcomes, family: str) -> None:
-    """Layer by layer, and yet the same as when transformers builds it: buffers, ties, logits."""
-    (found,) = alone["families"]
-    difference, attention = found[family]
+    """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits."""
+    (by_family,) = alone["families"]
+    difference, attention = by_family[family]
     assert difference < 1e-5
-    assert attention == ("eager" if family == "gemma2" else "sdpa")  # sdpa leaves soft caps out
+    assert attention == ("eager" if family == "gemma2" else "sdpa")  # sdpa ignores soft caps
 
 
 @pytest.mark.parametrize("family", PADDED)
-def test_padding_and_packing_do_not_change_what_a_token_gets(alone: Outcomes, family: str) -> None:
-    """Nor what is learnt."""
-    (found,) = alone["padded"]
-    padded_batches.assert_all_ways_agree(found[family], atol=1e-5)
+def test_padding_and_packing_do_not_change_values_of_tokens(alone: Outcomes, family: str) -> None:
+    """Neither log-probabilities nor gradients of a token change."""
+    (reads,) = alone["padded"]
+    padded_batches.assert_all_ways_agree(reads[family], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("micro_batch_size", "attention", "heeds"),
+    ("micro_batch_size", "attention", "supports_packing"),
     [(1, "flash_attention_2", True), (2, "sdpa", True), (2, None, True), (2, "flash_attention_2", False)],
 )
-def test_flash_attention_heeds_positions_in_single_rows_only(
-    micro_batch_size: int, attention: str | None, heeds: bool
+def test_flash_attention_supports_packing_in_single_rows_only(
+    micro_batch_size: int, attention: str | None, supports_packing: bool
 ) -> None:
-    """Of a caller's own model."""
+    """A model passed by the caller may use any attention implementation."""
     engine = FsdpTrainEngine.__new__(FsdpTrainEngine)
     engine.micro_batch_size = micro_batch_size
     engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
-    assert (engine._no_packing == "") == heeds
+    assert (engine._no_packing == "") == supports_packing

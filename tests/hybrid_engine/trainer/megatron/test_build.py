@@ -1,5 +1,6 @@
-"""Models that Megatron here does not compute are refused, those that only hold weights are built; a frozen stage;
-and how a HybridModel's layers are named. Live ones are among the cases of test_experts.py and of the matrix.
+"""Models refused for training, weights-only models, a frozen stage, layers of a HybridModel.
+
+test_experts.py and the matrix have models that compute.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "context": ({"context_parallel_size": 2}, "context_parallel_size: 2"),
     "positions": ({"noop_layers": (1, 1)}, "noop_layers: [1, 1] names a position twice"),
 }
-"""actor_config of a model with experts on two ranks, and what is said of it."""
+"""actor_config of a model with experts on two ranks, and a part of the error."""
 if Version("0.19.0") > INSTALLED:
     CUT_OTHERWISE = {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
     REFUSED["experts cut otherwise"] = CUT_OTHERWISE, "expert_tensor_parallel_size: 1 with TP 2"
@@ -42,7 +43,7 @@ if Version("0.19.0") > INSTALLED:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is said, and the number of elements of the model that only holds weights; None where there is none."""
+    """Text of an error, and the number of elements of the weights-only model (None: not built)."""
 
     text: str
     num_elements: int | None
@@ -51,11 +52,13 @@ class Refusal:
 def refuse(path: Path, actor: dict[str, Any], holds_weights: bool) -> Refusal:
     from hybrid_engine.trainer.megatron.build import build_model
 
-    config, model = ActorConfig(**{**DENSE_FLOAT32, **actor}), read_config(path)
+    config = ActorConfig(**{**DENSE_FLOAT32, **actor})
+    model = read_config(path)
     with parallel_state_of(config):
         with pytest.raises(ConfigError) as caught:
             build_model(config, table_for(model), model, dist.get_world_size())
-        dist.barrier()  # gloo's connections are made in the background: groups end once both ranks have theirs
+        # gloo connects in the background; a group must not end before both ranks have connected
+        dist.barrier()
         if not holds_weights:
             return Refusal(str(caught.value), None)
         chunks, _ = build_model(config, table_for(model), model, dist.get_world_size(), weights_only=True)
@@ -74,27 +77,30 @@ def outcomes(engines: Ranks, path: Path) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_computed_is_refused(outcomes: Outcomes, name: str) -> None:
+def test_an_unsupported_model_is_refused_for_training(outcomes: Outcomes, name: str) -> None:
     assert all(REFUSED[name][1] in refusal.text for refusal in outcomes[name])
 
 
 @pytest.mark.parametrize(
     ("name", "least", "most"), [("experts without sequence parallel", 0.4, 1.0), ("context", 0.99, 1.02)]
 )
-def test_weights_are_held_all_the_same(outcomes: Outcomes, path: Path, name: str, least: float, most: float) -> None:
-    """Half of what tensor parallel ranks cut; all of it on context parallel ones."""
+def test_an_unsupported_model_can_hold_weights(
+    outcomes: Outcomes, path: Path, name: str, least: float, most: float
+) -> None:
+    """A tensor parallel rank holds about half of the elements, a context parallel rank all."""
     whole = sum(tensor.numel() for tensor in read_canonical(path).values())
     for refusal in outcomes[name]:
         assert least * whole < refusal.num_elements < most * whole
 
 
-def test_its_weights_have_the_version_of_the_others() -> None:
+def test_a_frozen_stage_counts_versions() -> None:
     from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
 
     class Stage(MagicMock):
         version = LiveModel.version
-        learning_rate, scheduler = 0.1, None
+        learning_rate = 0.1
+        scheduler = None
         optimizer = trained_by = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
 
         def _run(self, *_: Any, **__: Any) -> list[Any]:
@@ -109,27 +115,27 @@ def test_its_weights_have_the_version_of_the_others() -> None:
         assert (report["skipped"], stage.version) == (0.0, steps)
 
 
-def stand_in(pattern: str, positions: range) -> Any:
-    """What is read of a chunk for its names, in place of a HybridModel."""
+def stand_in_chunk(pattern: str, positions: range) -> Any:
+    """Build a stand-in for a HybridModel with the attributes that its names depend on."""
     layers = [SimpleNamespace(layer_number=position + 1) for position in positions]
     decoder = SimpleNamespace(layers=layers)
     return SimpleNamespace(hybrid_layer_pattern=pattern, decoder=decoder, named_modules=lambda: iter(()))
 
 
-def test_attention_and_mlp_have_the_number_of_their_layer_in_the_checkpoint() -> None:
-    names = GlobalNames(stand_in("*-*|-*-", range(3, 6)), 3, frozenset())
+def test_attention_and_mlp_are_numbered_by_layer_of_the_checkpoint() -> None:
+    names = GlobalNames(stand_in_chunk("*-*|-*-", range(3, 6)), 3, frozenset())
     assert names.of("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.1.mlp.linear_fc1.weight"
     assert names.of("decoder.layers.1.self_attention.linear_qkv.bias").startswith("decoder.layers.2.self_attention.")
     assert names.of("decoder.layers.2.pre_mlp_layernorm.weight") == "decoder.layers.2.pre_mlp_layernorm.weight"
     assert names.of("decoder.final_norm.weight") == "decoder.final_norm.weight"
 
 
-def test_a_live_model_of_other_layers_is_refused_by_name() -> None:
+def test_a_live_model_with_mamba_layers_is_refused() -> None:
     with pytest.raises(ModelError, check=has_code("unsupported-layers", "Mamba layers (M) in 'M*-'")):
-        GlobalNames(stand_in("M*-", range(3)), 1, frozenset())
+        GlobalNames(stand_in_chunk("M*-", range(3)), 1, frozenset())
 
 
-def test_before_it_came_it_is_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_layers_are_refused_in_an_older_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
     actor = ActorConfig(**{**DENSE_FLOAT32, "hybrid_layer_pattern": "*-*-"})
     expected = has_violations(("actor_config.hybrid_layer_pattern", "megatron-core-too-old"))

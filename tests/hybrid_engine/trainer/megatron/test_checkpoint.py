@@ -1,4 +1,4 @@
-"""Checkpoints on two real ranks: what is loaded is bitwise what was saved, and so is the step that follows."""
+"""Checkpoints of Megatron trainers on two ranks: loaded state and later steps are identical."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# name -> model and settings of a run that finds a checkpoint of "dp2, distributed optimizer, bfloat16"
+# name -> changes and settings; the checkpoint is of "dp2, distributed optimizer, bfloat16"
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layout": ({}, {**BFLOAT16, **TP2, **PLAIN}),
     "model": ({"intermediate_size": 48, "num_hidden_layers": 3}, BFLOAT16),
@@ -51,21 +51,22 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Refusal(NamedTuple):
-    """An error: type, code and message."""
+    """Type, code and message of an error."""
 
     kind: str
     code: str
     message: str
 
 
-def load_what_is_wrong(paths: dict[str, Path], root: Path) -> dict[str, Refusal]:
+def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refusal]:
     """Return the error of each case on this rank. Raises if any bit of the state has changed."""
     from hybrid_engine.trainer.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
     from megatron_patches.optimizers import optimizer_tensors
 
-    results, saved = {}, root / "saved"
+    results = {}
+    saved = root / "saved"
 
-    def refused(run: Any, action: Callable[[], None]) -> Refusal:
+    def refusal_of(run: Any, action: Callable[[], None]) -> Refusal:
         before = state_of(run)
         with pytest.raises(HybridEngineError) as caught:
             action()
@@ -79,26 +80,26 @@ def load_what_is_wrong(paths: dict[str, Path], root: Path) -> dict[str, Refusal]
         kept = state_of(run)
         train(run, 1)
         with file_size_limit(5000) if dist.get_rank() == 1 else nullcontext():
-            results["full"] = refused(run, lambda: save_checkpoint(saved, run.actor, job))
+            results["full"] = refusal_of(run, lambda: save_checkpoint(saved, run.actor, job))
         load_checkpoint(saved, run.actor, job)
         assert_same(kept, state_of(run))
-        moment = next(one.tensor for one in optimizer_tensors(run.actor.optimizer) if one.key == "exp_avg")
+        moment = next(state.tensor for state in optimizer_tensors(run.actor.optimizer) if state.key == "exp_avg")
         moment.view(-1)[0] = float("inf") if dist.get_rank() == 1 else 0.0
-        results["not finite"] = refused(run, lambda: save_checkpoint(saved, run.actor, job))
+        results["not finite"] = refusal_of(run, lambda: save_checkpoint(saved, run.actor, job))
         save_checkpoint(root / "infinite", run.actor, job, check_nan=False)
         load_checkpoint(saved, run.actor, job)
-        job.agreement.conclude("all are here")
+        job.agreement.conclude("all ranks are here")
         if dist.get_rank() == 1:
             path = saved / (saved / "latest").read_text().strip() / "__1_0.distcp"
-            path.write_bytes(path.read_bytes()[:-1])
-        job.agreement.conclude("all are here")
-        results["damaged"] = refused(run, lambda: load_checkpoint(saved, run.actor, job))
-        results["nothing"] = refused(run, lambda: load_checkpoint(root / "nothing", run.actor, job))
+            path.write_bytes(path.read_bytes()[:-1])  # one byte short
+        job.agreement.conclude("all ranks are here")
+        results["damaged"] = refusal_of(run, lambda: load_checkpoint(saved, run.actor, job))
+        results["nothing"] = refusal_of(run, lambda: load_checkpoint(root / "nothing", run.actor, job))
         save_checkpoint(saved, run.actor, job)
     for name, (_, settings) in OTHERS.items():
         with running(paths[name], configured(settings)) as run:
             train(run, 0)
-            results[name] = refused(run, lambda run=run: load_checkpoint(saved, run.actor, job))
+            results[name] = refusal_of(run, lambda run=run: load_checkpoint(saved, run.actor, job))
     return results
 
 
@@ -107,7 +108,7 @@ def configured(settings: dict[str, Any], **changes: Any) -> ActorConfig:
 
 
 def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any]]:
-    """On every rank: the states of a run, and of a fresh one that took up its checkpoint."""
+    """Return, by layout, states of a run and of a new run that loads its checkpoint."""
     return {name: round_trip(paths[name], settings, root / name) for name, (_, _, settings) in LAYOUTS.items()}
 
 
@@ -122,20 +123,20 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
         result["untrained"] = state_of(run)
         for step in range(2):
             train(run, step)
-        run.engine.set_learning_rate(3e-3)
+        run.engine.set_learning_rate(3e-3)  # must be restored too
         save_checkpoint(root / "trained", run.actor, job)
         result["saved"] = state_of(run)
         train(run, 2)
         result["continued"] = state_of(run)
-    with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:
+    with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:  # other weights
         load_checkpoint(root / "trained", run.actor, job)
         offload_and_back(run)
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
-        load_checkpoint(root / "untrained", run.actor, job)  # back again, onto optimizer state that exists
+        load_checkpoint(root / "untrained", run.actor, job)  # without optimizer state
         result["reloaded"] = state_of(run)
-        save_checkpoint(root / "untrained", run.actor, job)  # replaces
+        save_checkpoint(root / "untrained", run.actor, job)  # replaces the earlier checkpoint
         load_checkpoint(root / "untrained", run.actor, job)
         result["replaced"] = state_of(run)
     return result
@@ -147,39 +148,41 @@ SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 
 def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
     """Return learning rates of a run, of a resumed run, and of a run resumed without a schedule.
 
-    A rate set by hand is refused where a schedule sets it.
+    A schedule makes the learning rate read-only.
     """
     from hybrid_engine.trainer.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
 
-    plain, config = configured({}), configured({}, optimizer={"lr": 1e-2, "schedule": SCHEDULE})
+    plain = configured({})
+    config = configured({}, optimizer={"lr": 1e-2, "schedule": SCHEDULE})
     other_limits = {"lr": 2e-2, "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3}}
     changed = configured({}, optimizer=other_limits)
-    job, found = Job.join(60), {}
+    job = Job.join(60)
+    rates = {}
     with running(path, config) as run:
-        found["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
+        rates["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
         save_checkpoint(root / "scheduled", run.actor, job)
-        found["next"] = run.engine.learning_rate
+        rates["next"] = run.engine.learning_rate
         with pytest.raises(StateError, check=has_code("learning-rate-is-scheduled")):
             run.engine.set_learning_rate(1e-3)
     with running(path, plain) as run:
         save_checkpoint(root / "plain", run.actor, job)
         load_checkpoint(root / "scheduled", run.actor, job)
-        found["by hand"] = run.engine.learning_rate
+        rates["by hand"] = run.engine.learning_rate
         run.engine.set_learning_rate(1e-3)
     with running(path, config) as run:
         load_checkpoint(root / "scheduled", run.actor, job)
-        found["resumed"] = run.engine.learning_rate
+        rates["resumed"] = run.engine.learning_rate
         load_checkpoint(root / "plain", run.actor, job)
-        found["begun"] = [train(run, step)["learning_rate"] for step in range(4)]
+        rates["begun"] = [train(run, step)["learning_rate"] for step in range(4)]
     with running(path, changed) as run:
         for name in ("scheduled", "plain"):
             load_checkpoint(root / name, run.actor, job)
-            found[f"changed, from {name}"] = run.engine.learning_rate
-    return found
+            rates[f"changed, from {name}"] = run.engine.learning_rate
+    return rates
 
 
 def offload_and_back(run: Any) -> None:
-    """A loaded state must be able to leave the device like any other."""
+    """Loaded state must be offloadable like any other."""
     offloader = MegatronOffloader(run.engine)
     offloader.offload({"param", "grad", "optimizer"})
     offloader.onload({"param", "grad", "optimizer"})
@@ -191,7 +194,7 @@ def train(run: Any, step: int) -> dict[str, float]:
 
 
 def state_of(run: Any) -> dict[str, Any]:
-    """All that has to come back, copied."""
+    """Return a copy of all state that a checkpoint must restore."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_patches.optimizers import optimizer_tensors
@@ -216,7 +219,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By rank: layout -> states; case -> how a load or a save failed."""
+    """Results by call and rank: states by layout, learning rates, errors by case."""
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
         for name, (family, changes, _) in LAYOUTS.items()
@@ -229,14 +232,14 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     calls = {
         "good": (save_and_load, (paths, root)),
         "schedule": (resume_schedule, (paths["tp2, distributed optimizer"], root)),
-        "wrong": (load_what_is_wrong, (others, root)),
+        "wrong": (fail_to_save_and_load, (others, root)),
     }
     return engines.launch_in_turn(2, calls)
 
 
 @pytest.fixture
 def results(launched: Outcomes) -> list[dict[str, dict[str, Any]]]:
-    """By rank: layout -> states."""
+    """States by rank and layout."""
     return launched["good"]
 
 
@@ -269,17 +272,19 @@ def test_failures_are_reported_on_all_ranks_and_change_nothing(launched: Outcome
     ("expected", "actual"),
     [("saved", "loaded"), ("continued", "resumed"), ("untrained", "reloaded"), ("untrained", "replaced")],
 )
-def test_bitwise(results: list[dict[str, dict[str, Any]]], layout: str, expected: str, actual: str) -> None:
+def test_states_are_bit_identical(
+    results: list[dict[str, dict[str, Any]]], layout: str, expected: str, actual: str
+) -> None:
     for by_layout in results:
         states = by_layout[layout]
         assert_same(states[expected], states[actual])
         assert states["saved"]["version"] == 2
 
 
-def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
-    for found in launched["schedule"]:
-        assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
-        assert found["next"] == found["resumed"] == found["by hand"] == pytest.approx(8e-3)
-        assert found["begun"] == pytest.approx(found["rates"])  # an older checkpoint, or one of a run without
-        assert found["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # after four of ten
-        assert found["changed, from plain"] == pytest.approx(2e-2)
+def test_a_schedule_resumes_where_it_was_saved(launched: Outcomes) -> None:
+    for rates in launched["schedule"]:
+        assert rates["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
+        assert rates["next"] == rates["resumed"] == rates["by hand"] == pytest.approx(8e-3)
+        assert rates["begun"] == pytest.approx(rates["rates"])  # the checkpoint has no schedule
+        assert rates["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # 4 of 10
+        assert rates["changed, from plain"] == pytest.approx(2e-2)

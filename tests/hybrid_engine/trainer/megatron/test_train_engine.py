@@ -1,6 +1,6 @@
 """Steps of `TrainEngine` in half precision, with references and with recomputation.
 
-That it computes what transformers does, in every layout: tests/hybrid_engine/backends/megatron/test_dense.py.
+backends/megatron/test_dense.py compares steps in every layout with transformers.
 """
 
 from __future__ import annotations
@@ -21,43 +21,46 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_lo
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
 
-BATCH, LENGTH = 4, 12
+BATCH = 4
+LENGTH = 12
 
 TP2 = {"tensor_model_parallel_size": 2}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """A whole batch; token 129 is the last before Megatron's padding."""
+    """Return a whole batch; token 129 is the last before Megatron's padding."""
     batch = token_batch(3, BATCH, LENGTH)
     batch["tokens"][0, 0] = batch["tokens"][0, 5] = batch["labels"][0, 4] = 129
     return batch
 
 
 def report_names(path: Path) -> dict[str, float]:
-    """Ranks whose losses report different names train on nothing, and all hear of it; one may report nothing."""
+    """Refuse losses with another name on each rank; return the report of a loss with none."""
     from hybrid_engine.backends.megatron.internals import process_groups
 
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
         load_canonical(run, path)
-        mine, name = share_of(run.engine, make_batch()), f"of rank {run.engine.dp_rank}"
-        before = run.engine.log_probs(mine)
+        share = share_of(run.engine, make_batch())
+        name = f"of rank {run.engine.dp_rank}"
+        before = run.engine.log_probs(share)
         with pytest.raises(HybridEngineError) as caught:
-            run.engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {name: 1.0}))
-        # of the last pipeline stage, and of the others
+            run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {name: 1.0}))
+        # the code on the last pipeline stage, and on the other ranks
         assert caught.value.code in ("other-names-reported", "rank-failed")
-        assert torch.equal(run.engine.log_probs(mine), before)
+        assert torch.equal(run.engine.log_probs(share), before)
         assert not [group.group_desc for group in process_groups() if group is not None and "GLOO" in group.group_desc]
-        return run.engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {}))
+        return run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {}))
 
 
 @dataclass(frozen=True)
 class HalfPrecision:
-    """What one rank computed in bfloat16, with a reference made before a step.
+    """Results of one rank in bfloat16, with a reference made before the step.
 
     Attributes:
-        log_probs, trained: of the actor, before and after the step; reference, later: of the reference.
+        log_probs, trained: of the actor, before and after the step.
+        reference, later: of the reference, before and after the step.
         versions: of the reference and of the actor.
-        reference_kinds: what of it can be offloaded.
+        reference_kinds: kinds of the reference's state that can be offloaded.
     """
 
     log_probs: torch.Tensor
@@ -76,7 +79,7 @@ def run_bfloat16(path: Path) -> HalfPrecision:
         reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
         frozen = reference.log_probs(batch)
-        run.engine.set_learning_rate(1e-2)
+        run.engine.set_learning_rate(1e-2)  # large enough to change bfloat16 weights
         run.engine.train_step(batch, negative_log_likelihood)
         return HalfPrecision(
             log_probs=log_probs,
@@ -90,7 +93,7 @@ def run_bfloat16(path: Path) -> HalfPrecision:
 
 @dataclass(frozen=True)
 class Overflow:
-    """A step in float16, whose first loss scale is 2**32."""
+    """Result of a step in float16; the loss scale starts at 2**32."""
 
     skipped: float
     version: int
@@ -126,12 +129,12 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A step on one micro batch.
+    """Result of a step on one micro batch.
 
     Attributes:
-        report: its figures.
+        report: figures of the step.
         gradients: by parameter.
-        kept_nbytes: bytes that autograd kept of the forward pass.
+        kept_nbytes: bytes that autograd kept during the forward pass.
     """
 
     report: dict[str, float]
@@ -140,10 +143,10 @@ class Recomputed:
 
 
 def run_recomputed(path: Path, base: dict[str, Any]) -> dict[str, Recomputed]:
-    return {name: _recomputed(path, {**base, **settings}) for name, settings in RECOMPUTED.items()}
+    return {name: _run_recomputed(path, {**base, **settings}) for name, settings in RECOMPUTED.items()}
 
 
-def _recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
+def _run_recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
     kept: list[int] = []
     ends: list[int] = []
 
@@ -152,7 +155,7 @@ def _recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
         return tensor
 
     def loss(batch: Any, log_probs: torch.Tensor) -> Any:
-        ends.append(len(kept))  # of the forward pass
+        ends.append(len(kept))  # the forward pass ends here
         return negative_log_likelihood(batch, log_probs)
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": BATCH, **settings})) as run:
@@ -172,42 +175,43 @@ FURTHER = {"bfloat16": run_bfloat16, "float16": run_float16, "uneven": refuse_un
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Of two ranks."""
+    """Results of two ranks."""
     path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
     calls: dict[str, Call] = {name: (function, (path,)) for name, function in FURTHER.items()}
     calls |= {name: (run_recomputed, (path, base)) for name, base in RECOMPUTING.items()}
     return engines.launch_in_turn(2, calls)
 
 
-def test_a_loss_that_reports_nothing_has_the_steps_own_figures(outcomes: Outcomes) -> None:
+def test_a_loss_without_report_has_the_figures_of_the_step(outcomes: Outcomes) -> None:
     assert all(report.keys() == {"grad_norm", "learning_rate", "skipped"} for report in outcomes["names"])
 
 
-def test_a_reference_stays_when_the_actor_moves(outcomes: Outcomes) -> None:
-    for found in outcomes["bfloat16"]:
-        assert torch.equal(found.reference, found.log_probs)
-        assert torch.equal(found.later, found.reference)
-        assert not torch.equal(found.trained, found.log_probs)
-        assert found.versions == (0, 1)
-        assert found.reference_kinds == {"param"}
+def test_a_reference_does_not_change_when_the_actor_is_trained(outcomes: Outcomes) -> None:
+    for results in outcomes["bfloat16"]:
+        assert torch.equal(results.reference, results.log_probs)
+        assert torch.equal(results.later, results.reference)
+        assert not torch.equal(results.trained, results.log_probs)
+        assert results.versions == (0, 1)
+        assert results.reference_kinds == {"param"}
 
 
 def test_an_overflow_in_float16_skips_the_step(outcomes: Outcomes) -> None:
     assert outcomes["float16"] == [Overflow(skipped=1.0, version=0, weights_stay=True)] * 2
 
 
-def test_a_batch_that_is_no_multiple_of_micro_batches_is_refused(outcomes: Outcomes) -> None:
+def test_a_batch_that_does_not_divide_into_micro_batches_is_refused(outcomes: Outcomes) -> None:
     assert outcomes["uneven"] == [[("tokens", "not-divisible")]] * len(outcomes["uneven"])
 
 
 @pytest.mark.parametrize("base", RECOMPUTING)
 @pytest.mark.parametrize("name", list(RECOMPUTED)[1:])
-def test_what_is_computed_again_changes_no_bit(outcomes: Outcomes, base: str, name: str) -> None:
-    """With adapters neither the embedding nor what follows it asks for a gradient by itself."""
+def test_recomputation_changes_no_bit(outcomes: Outcomes, base: str, name: str) -> None:
+    """Adapters alone require gradients; the embedding and later weights then do not."""
     for ranks in outcomes[base]:
-        plain, found = ranks["nothing"], ranks[name]
-        assert found.report == plain.report
-        assert found.gradients.keys() == plain.gradients.keys()
-        assert all(torch.equal(gradient, plain.gradients[owner]) for owner, gradient in found.gradients.items())
-        assert any(gradient.any() for gradient in found.gradients.values())
-        assert found.kept_nbytes < plain.kept_nbytes
+        plain = ranks["nothing"]
+        recomputed = ranks[name]
+        assert recomputed.report == plain.report
+        assert recomputed.gradients.keys() == plain.gradients.keys()
+        assert all(torch.equal(gradient, plain.gradients[owner]) for owner, gradient in recomputed.gradients.items())
+        assert any(gradient.any() for gradient in recomputed.gradients.values())
+        assert recomputed.kept_nbytes < plain.kept_nbytes

@@ -1,4 +1,4 @@
-"""A Megatron value model against transformers' decoder with a row on top: the same numbers in every layout."""
+"""Megatron value models in several layouts, compared with transformers and a linear head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
 
-BATCH, LENGTH, NUM_STEPS = 4, 12, 3
+BATCH = 4
+LENGTH = 12
+NUM_STEPS = 3
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +48,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Tokens, and a target to regress for each."""
+    """Return tokens with a regression target for each."""
     batch = token_batch(3, BATCH, LENGTH)
     return {
         "tokens": batch["tokens"],
@@ -60,8 +62,8 @@ def squared_error(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one rank computed of the whole batch; `new`: with a checkpoint that has no head."""
+class Computed:
+    """Results of one rank for the whole batch; `new`: values with a checkpoint that has no head."""
 
     values: torch.Tensor
     new: torch.Tensor
@@ -71,7 +73,7 @@ class Seen:
     final: torch.Tensor
 
 
-def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Seen:
+def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Computed:
     from hybrid_engine.trainer.megatron.build import build_actor, end_training
     from hybrid_engine.trainer.megatron.train_engine import ValueEngine
 
@@ -83,38 +85,42 @@ def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Seen
     with parallel_state_of(config):
         table = value_table(table_for(read_config(path)))
         actor = build_actor(config, table, read_config(path), dist.get_world_size())
-        engine, job, batch = ValueEngine(actor, table, config.micro_batch_size), Job.join(120), make_batch()
-        mine = share_of(engine, batch)
-        load_hf_checkpoint(without_head, engine.weights.base, table, job)
-        new = engine.gather_over_data_parallel(engine.values(mine))
+        engine = ValueEngine(actor, table, config.micro_batch_size)
+        job = Job.join(120)
+        batch = make_batch()
+        share = share_of(engine, batch)
+        load_hf_checkpoint(without_head, engine.weights.base, table, job)  # leaves a new head
+        new = engine.gather_over_data_parallel(engine.values(share))
         load_hf_checkpoint(path, engine.weights.base, table, job)
-        engine.reload_main_params()
-        values = engine.gather_over_data_parallel(engine.values(mine))
-        reports = [engine.train_step(mine, squared_error) for _ in range(NUM_STEPS)]
-        final = engine.gather_over_data_parallel(engine.values(mine))
+        engine.reload_main_params()  # the optimizer's copies of the weights
+        values = engine.gather_over_data_parallel(engine.values(share))
+        reports = [engine.train_step(share, squared_error) for _ in range(NUM_STEPS)]
+        final = engine.gather_over_data_parallel(engine.values(share))
         end_training(actor)
         job.agreement.close()
     logging.getLogger("hybrid_engine").removeHandler(handler)
     losses, norms = ([report[name] for report in reports] for name in ("loss", "grad_norm"))
-    return Seen(values, new, warnings, losses, norms, final)
+    return Computed(values, new, warnings, losses, norms, final)
 
 
 def step_in_contexts(path: Path, overlap: bool) -> list[float]:
-    """Losses of a critic on data parallel ranks that is read between its steps, each in a context of its own."""
+    """Return losses of a data parallel critic, with values read between its steps."""
     from hybrid_engine import ValueModel
 
     actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
-    config, batch = load_config(values, int(os.environ["WORLD_SIZE"])), make_batch()
+    config = load_config(values, int(os.environ["WORLD_SIZE"]))
+    batch = make_batch()
     with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
-        worker: Any = SimpleNamespace(  # what a critic asks of one, without vLLM
+        worker: Any = SimpleNamespace(  # attributes that a critic needs, without vLLM
             config=config,
             job=job,
             ends=ends,
             sharding=SimpleNamespace(entered=lambda state: nullcontext()),
             colocated_models=WeakSet(),
         )
-        critic, losses = ValueModel(worker), []
+        critic = ValueModel(worker)
+        losses = []
         for _ in range(NUM_STEPS):
             with critic.train_context():
                 losses.append(critic.update(batch, squared_error)["loss"])
@@ -123,17 +129,17 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
     return losses
 
 
-def head_of(hidden_size: int) -> torch.Tensor:
+def head_weights(hidden_size: int) -> torch.Tensor:
     return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
 
 
 def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tuple[Path, Path]:
-    """A checkpoint of the language model, and one whose head is a row of values."""
+    """Save a language model and the same with a value head; returns (with, without) the head."""
     without = save_model(directory / "without", family, **changes)
     path = save_model(directory / "with", family, **changes)
     tensors = load_file(path / "model.safetensors")
-    tensors.pop("lm_head.weight", None)
-    save_file({**tensors, VALUE_HEAD: head_of(read_config(path)["hidden_size"])}, path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)  # tied models have none
+    save_file({**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])}, path / "model.safetensors")
     return path, without
 
 
@@ -147,10 +153,10 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 @functools.cache
 def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float], torch.Tensor]:
-    """Values, losses and gradient norms of the steps, final values."""
+    """Return values, losses and gradient norms of the steps, and final values."""
     family, changes = MODELS[model]
     decoder = build_hf_model(family, **changes).model
-    head = torch.nn.Parameter(head_of(decoder.config.hidden_size))
+    head = torch.nn.Parameter(head_weights(decoder.config.hidden_size))
     batch = make_batch()
     parameters = [*decoder.parameters(), head]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -161,7 +167,8 @@ def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float],
 
     with torch.no_grad():
         before = values()
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         loss = (values() - batch["targets"]).pow(2).mean()
@@ -174,25 +181,25 @@ def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float],
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_steps_are_those_of_transformers(launched: Outcomes, layout: str) -> None:
+def test_values_and_steps_equal_transformers(launched: Outcomes, layout: str) -> None:
     values, losses, norms, final = by_transformers(LAYOUTS[layout][0])
     assert losses[-1] < losses[0] - 0.1
-    for found in launched[layout]:
-        torch.testing.assert_close(found.values, values, atol=1e-4, rtol=0)
-        assert found.losses == pytest.approx(losses, abs=1e-4)
-        assert found.norms == pytest.approx(norms, rel=1e-3)
-        torch.testing.assert_close(found.final, final, atol=1e-3, rtol=0)
+    for computed in launched[layout]:
+        torch.testing.assert_close(computed.values, values, atol=1e-4, rtol=0)
+        assert computed.losses == pytest.approx(losses, abs=1e-4)
+        assert computed.norms == pytest.approx(norms, rel=1e-3)
+        torch.testing.assert_close(computed.final, final, atol=1e-3, rtol=0)
 
 
-def test_reading_a_critic_completes_the_step_before(launched: Outcomes) -> None:
-    """With overlap_param_gather: what is read has been gathered, and stays so for the next step."""
+def test_reading_a_critic_completes_the_previous_step(launched: Outcomes) -> None:
+    """Reading gathers parameters with overlap_param_gather, and they stay gathered."""
     assert launched["overlap True"] == launched["overlap False"]
     for losses in launched["overlap False"]:
         assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_new_head_is_zero_and_named(launched: Outcomes, layout: str) -> None:
-    for rank, found in enumerate(launched[layout]):
-        assert not found.new.any()
-        assert sum(f"no {VALUE_HEAD}: new" in text for text in found.warnings) == (rank == 0)
+def test_a_new_head_is_zero_and_logged(launched: Outcomes, layout: str) -> None:
+    for rank, computed in enumerate(launched[layout]):
+        assert not computed.new.any()
+        assert sum(f"no {VALUE_HEAD}: new" in text for text in computed.warnings) == (rank == 0)

@@ -1,4 +1,4 @@
-"""Offload of a model that shares the devices: together with all ranks, or alone after an error."""
+"""Offload of a model that shares the device: on all ranks together, or alone after an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_engine.trainer.reference_and_critic.models import PARAMETERS, Auxili
 
 
 class RecordingAgreement:
-    """Notes the phases that all ranks ended together."""
+    """Records the phases that all ranks concluded."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -27,8 +27,9 @@ class RecordingAgreement:
         self.ended.append(name)
 
 
-def test_it_leaves_with_all_ranks_and_alone_after_an_error() -> None:
-    agreement, parameter = RecordingAgreement(), torch.ones(1000)
+def test_a_model_is_offloaded_with_all_ranks_or_alone_after_an_error() -> None:
+    agreement = RecordingAgreement()
+    parameter = torch.ones(1000)
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(agreement=agreement, device=torch.device("cpu")),
         sharding=SimpleNamespace(entered=lambda state: nullcontext()),

@@ -1,4 +1,4 @@
-"""A critic beside the actor and vLLM, on two ranks: what is on the device when, that it learns, and that it resumes."""
+"""A critic that shares devices with the actor and vLLM: memory, training, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ NUM_STEPS = 12
 
 
 @dataclass
-class Seen:
-    """What one rank saw.
+class Recorded:
+    """Results of one rank.
 
     Attributes:
-        resident: phase -> bytes by model. planned: the same, of the plan.
-        losses: of the critic's steps.
-        resumed: whether a step after resuming gives the values of the same step before, bit by bit.
-        actor_is_untouched: by all that the critic did.
-        completions: in one rollout, before and after a context of the critic.
-        decoders: of the actor and of the critic that began as it did, by name.
-        loaded: the same of an actor whose weights were written, and of a critic that began with these files.
-        states: of the worker after contexts of the critic, inside and outside its own.
-        refused: what each wrong call said, and those without room.
-        scores: by the reference in train state, together with the actor and alone.
-        stayed: the actor stayed on the device while the reference scored together with it.
+        resident: phase -> bytes by model. planned: the same, from the plan.
+        losses: losses of the critic's steps.
+        resumed: True if a step repeated after loading gives bit-identical values.
+        actor_is_untouched: True if the critic's steps did not change the actor.
+        completions: before and after a context of the critic, in one rollout.
+        decoders: digests of the actor's decoder and of the critic copied from it, by name.
+        loaded: the same of a saved actor, and of a critic loaded from its files.
+        states: states of the worker around contexts of the critic.
+        refused: codes of wrong calls.
+        scores: by the reference, sharing the device with the actor and alone.
+        stayed: True if the actor stayed resident while the reference scored.
     """
 
     resident: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Seen:
 
 
 def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Whether the token is above the middle of the vocabulary."""
+    """Regress to 1 for tokens in the upper half of the vocabulary, 0 for the others."""
     target = (micro_batch["tokens"] > 64).float()
     loss = (values - target).square().mean()
     return loss, {"loss": loss}
@@ -71,143 +71,147 @@ def code_of(call: Any) -> str:
     return "no error"
 
 
-def decoder_of(engine: Any) -> dict[str, str]:
-    """Its weights' digests."""
+def decoder_digests(engine: Any) -> dict[str, str]:
+    """Return digests of the decoder's weights."""
     weights = engine.weights.model.named_weights()
     return {name: digest(weight) for name, weight in weights if not name.startswith("output_layer.")}
 
 
-def follow(model: Path, directory: Path) -> Seen:
-    seen = Seen()
+def run_job(model: Path, directory: Path) -> Recorded:
+    recorded = Recorded()
     critic_config = {"micro_batch_size": 4, "optimizer": {"lr": 3e-3}}
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1}, critic_config=critic_config)
-    batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}  # of its vocabulary
+    # Token ids are below the model's vocab_size of 128.
+    batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}
 
-    def look(phase: str) -> None:
-        seen.resident[phase] = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
+    def record_resident(phase: str) -> None:
+        recorded.resident[phase] = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
 
     with worker.train_context():
         worker.update(batch, workers.cross_entropy)
         critic = ValueModel(worker)
-        seen.states.append(worker.sharding.state)
-        seen.decoders.append(decoder_of(worker.train))
+        recorded.states.append(worker.sharding.state)
+        recorded.decoders.append(decoder_digests(worker.train))
         critic.copy_actor()
-        seen.states.append(worker.sharding.state)
-        worker.update(batch, workers.cross_entropy)  # on the CPU, zeroed gradients take no memory before they are used
+        recorded.states.append(worker.sharding.state)
+        # Zeroed gradients take no memory on the CPU until they are written.
+        worker.update(batch, workers.cross_entropy)
         before = training_state(worker.train)
-        look("train")
+        record_resident("train")
     with worker.forward_context():
         reference = ReferenceModel(worker)
-        look("forward")
+        record_resident("forward")
     with reference.forward_context():
         reference.compute_log_probs(batch)
-        look("reference")
+        record_resident("reference")
     with worker.rollout_context():
-        look("generate")
-        seen.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
+        record_resident("generate")
+        recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
         with critic.forward_context():
             first = critic.values(batch)
-            seen.decoders.append(decoder_of(critic.engine))
-            look("critic forward")
-        seen.states.append(worker.sharding.state)
-        seen.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
+            recorded.decoders.append(decoder_digests(critic.engine))
+            record_resident("critic forward")
+        recorded.states.append(worker.sharding.state)
+        recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
     with critic.train_context():
-        seen.losses = [critic.update(batch, regression)["loss"] for _ in range(NUM_STEPS)]
-        look("critic train")
-        seen.refused.append(code_of(lambda: worker.update(batch, workers.cross_entropy)))
+        recorded.losses = [critic.update(batch, regression)["loss"] for _ in range(NUM_STEPS)]
+        record_resident("critic train")
+        recorded.refused.append(code_of(lambda: worker.update(batch, workers.cross_entropy)))
         critic.save_checkpoint(directory / "critic")
         critic.update(batch, regression)
-        later = critic.values(batch)
+        values_before_loading = critic.values(batch)
         critic.load_checkpoint(directory / "critic")
         critic.update(batch, regression)
-        seen.resumed = torch.equal(critic.values(batch), later) and not torch.equal(first, later)
-    seen.states.append(worker.sharding.state)
-    seen.refused.append(code_of(lambda: critic.values(batch)))
+        recorded.resumed = torch.equal(critic.values(batch), values_before_loading)
+        recorded.resumed = recorded.resumed and not torch.equal(first, values_before_loading)
+    recorded.states.append(worker.sharding.state)
+    recorded.refused.append(code_of(lambda: critic.values(batch)))
     with critic.forward_context():
-        seen.refused.append(code_of(lambda: critic.update(batch, regression)))
+        recorded.refused.append(code_of(lambda: critic.update(batch, regression)))
         with pytest.raises(StateError, check=has_code("inside-another-context", "critic")):
             critic.train_context()
         with pytest.raises(StateError, check=has_code("inside-another-context", "critic")):
             reference.forward_context()
     with worker.train_context():
-        seen.actor_is_untouched = training_state(worker.train) == before
+        recorded.actor_is_untouched = training_state(worker.train) == before
         worker.save_hf_checkpoint(directory / "hf")
-        seen.loaded.append(decoder_of(worker.train))
+        recorded.loaded.append(decoder_digests(worker.train))
         before_scoring = worker.sharding.last_report
-        seen.scores.append(reference.compute_log_probs(batch))
-        seen.stayed = worker.sharding.last_report is before_scoring
-        seen.states.append(worker.sharding.state)
+        recorded.scores.append(reference.compute_log_probs(batch))
+        recorded.stayed = worker.sharding.last_report is before_scoring
+        recorded.states.append(worker.sharding.state)
         with reference.forward_context():
-            seen.scores.append(reference.compute_log_probs(batch))
+            recorded.scores.append(reference.compute_log_probs(batch))
     plan = memory_plan(worker.config, worker.world_size)
-    for name in seen.resident:
+    for name in recorded.resident:
         phase = plan.phases[name]
-        seen.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
+        recorded.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
+    # A critic without a model loads the files of the worker's model.
     worker.config = worker.config.model_copy(update={"random_weights": False, "model": directory / "hf"})
     from_files = ValueModel(worker)
     with from_files.forward_context():
-        seen.loaded.append(decoder_of(from_files.engine))
+        recorded.loaded.append(decoder_digests(from_files.engine))
     worker.shutdown()
-    return seen
+    return recorded
 
 
 @pytest.fixture(scope="module")
-def seen(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+def recorded(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
     directory = tmp_path_factory.mktemp("critic")
     model = workers.write_model(directory / "model", "qwen3", tie_word_embeddings=True, vocab_size=128)
-    return engines.launch(follow, 2, model, directory, timeout=500)
+    return engines.launch(run_job, 2, model, directory, timeout=500)
 
 
-def test_what_is_on_the_device_in_each_phase_is_what_was_planned(seen: list[Seen]) -> None:
-    """Buffers are padded, and lie in whole pages: some per cent of a model this small."""
-    for found in seen:
-        assert found.resident.keys() == found.planned.keys()
-        for phase, resident in found.resident.items():
-            assert resident == pytest.approx(found.planned[phase], rel=0.05), phase
+def test_resident_memory_of_each_phase_is_as_planned(recorded: list[Recorded]) -> None:
+    """The tolerance covers padded buffers and whole pages, a few per cent of so small a model."""
+    for rank in recorded:
+        assert rank.resident.keys() == rank.planned.keys()
+        for phase, resident in rank.resident.items():
+            assert resident == pytest.approx(rank.planned[phase], rel=0.05), phase
 
 
-def test_no_two_models_are_on_the_device_together(seen: list[Seen]) -> None:
-    assert {len(resident) for found in seen for resident in found.resident.values()} == {1}
+def test_only_one_model_is_resident_at_a_time(recorded: list[Recorded]) -> None:
+    assert {len(resident) for rank in recorded for resident in rank.resident.values()} == {1}
 
 
-def test_the_critic_learns(seen: list[Seen]) -> None:
-    for found in seen:
-        assert found.losses[-1] < 0.6 * found.losses[0]
-        assert found.losses == seen[0].losses
+def test_the_critic_learns(recorded: list[Recorded]) -> None:
+    for rank in recorded:
+        assert rank.losses[-1] < 0.6 * rank.losses[0]
+        assert rank.losses == recorded[0].losses
 
 
-def test_a_critic_may_begin_as_the_actor_does(seen: list[Seen]) -> None:
-    for found in seen:
-        assert len(found.decoders[0]) > 10
-        assert found.decoders[0] == found.decoders[1]
+def test_a_critic_can_copy_the_actor(recorded: list[Recorded]) -> None:
+    for rank in recorded:
+        assert len(rank.decoders[0]) > 10
+        assert rank.decoders[0] == rank.decoders[1]
 
 
-def test_a_critic_begins_with_the_weights_of_its_model(seen: list[Seen]) -> None:
-    for found in seen:
-        assert found.loaded[0] == found.loaded[1] != found.decoders[0]
+def test_a_critic_loads_the_weights_of_its_model(recorded: list[Recorded]) -> None:
+    for rank in recorded:
+        assert rank.loaded[0] == rank.loaded[1] != rank.decoders[0]
 
 
-def test_a_resumed_critic_goes_on_bit_by_bit(seen: list[Seen]) -> None:
-    assert all(found.resumed for found in seen)
+def test_a_resumed_critic_is_bit_identical(recorded: list[Recorded]) -> None:
+    assert all(rank.resumed for rank in recorded)
 
 
-def test_the_actor_stays_as_it_is(seen: list[Seen]) -> None:
-    assert all(found.actor_is_untouched for found in seen)
-    assert all(found.completions[0] == found.completions[1] for found in seen)
+def test_the_critic_does_not_change_the_actor(recorded: list[Recorded]) -> None:
+    assert all(rank.actor_is_untouched for rank in recorded)
+    assert all(rank.completions[0] == rank.completions[1] for rank in recorded)
 
 
-def test_the_state_outside_is_restored(seen: list[Seen]) -> None:
-    """Inside a context of the worker; after one of the critic alone, the device stays empty for what comes next."""
-    assert [found.states[:4] for found in seen] == [["train", "train", "infer", "idle"]] * 2
+def test_the_state_around_a_critic_context_is_restored(recorded: list[Recorded]) -> None:
+    """The worker's context is restored; after the critic alone, the device stays empty."""
+    assert [rank.states[:4] for rank in recorded] == [["train", "train", "infer", "idle"]] * 2
 
 
-def test_a_reference_scores_beside_the_actor_or_alone(seen: list[Seen]) -> None:
-    for found in seen:
-        assert found.stayed
-        assert found.states[4:] == ["train"]
-        assert torch.equal(*found.scores)
+def test_a_reference_scores_with_the_actor_resident_or_alone(recorded: list[Recorded]) -> None:
+    for rank in recorded:
+        assert rank.stayed
+        assert rank.states[4:] == ["train"]
+        assert torch.equal(*rank.scores)
 
 
-def test_calls_outside_of_their_context_are_refused(seen: list[Seen]) -> None:
-    for found in seen:
-        assert found.refused == ["wrong-state", "not-on-the-device", "not-on-the-device"]
+def test_calls_outside_their_context_are_refused(recorded: list[Recorded]) -> None:
+    for rank in recorded:
+        assert rank.refused == ["wrong-state", "not-on-the-device", "not-on-the-device"]
