@@ -1,43 +1,45 @@
 """Tests. Their folders mirror hybrid_engine, megatron_patches, benchmarks and examples.
 
-    harness/      what tests run on: ranks, marks, kills at every step, small disks
-    zoo/          the small models: a registry of families, as transformers, Megatron and vLLM hold them
+    harness/      launcher of ranks, marks, kills at every step, small disks
+    zoo/          small models: a registry of families for transformers, Megatron and vLLM
     hybrid_engine/end_to_end      both engines in one job; hybrid_engine/tools/verify/matrix.py: every layout and family
-    gpu/          checks of what was written for GPUs (make gpu-check), as far as possible on the CPU too
-    faults/       real jobs that are broken on purpose (make test-faults)
-    megatron_lm/  Megatron-LM's own unit tests, with our hooks and without
+    gpu/          checks of the code for GPUs (make gpu-check); most of them also run on the CPU
+    faults/       real jobs, broken on purpose (make test-faults)
+    megatron_lm/  Megatron-LM's own unit tests, with and without our hooks
 
 Marks:
 
-    ranks     starts processes that form a group. Given by the fixtures `ranks` and `engines`; a test that starts
-              programs (torchrun, `run_ranks`) is marked by hand, and fails if it is not
-    engines   builds Megatron or vLLM on them. Given by the fixture `engines`; a rank that does so without it fails
+    ranks     starts processes that form a group. Set by the fixtures `ranks` and `engines`; a test that starts
+              programs (torchrun, `run_ranks`) must carry it, or fails
+    engines   builds Megatron or vLLM on ranks. Set by the fixture `engines`; a rank that does so without it fails
     slow      takes more than a few seconds
-    faults    left out unless asked for by `-m faults`
-    gpu       needs a CUDA device, or as many as its argument says
+    faults    deselected unless `-m faults` is given
+    gpu       needs a CUDA device, or as many devices as its argument
 
-`make test-fast` is `-m "not ranks and not slow"`: after every change. `make test` is all but `faults`.
+`make test-fast` is `-m "not ranks and not slow"`, for use after every change. `make test` runs all
+but `faults`.
 
-A test on ranks is a function that runs there and returns what it saw, and tests of that:
+A test on ranks consists of a function that runs on every rank and returns observations, and tests
+of these:
 
     @dataclass(frozen=True)
-    class Seen:
+    class Observed:
         total: int
 
-    def add_up() -> Seen:                                     # on every rank: its own imports, its own process group
+    def add_up() -> Observed:                                 # on every rank: its own imports, its own process group
         dist.init_process_group("gloo")
         ...
-        return Seen(total)
+        return Observed(total)
 
     @pytest.fixture(scope="module")                           # one launch for all tests of the module
-    def seen(ranks: Ranks) -> list[Seen]:
-        return ranks.launch(add_up, 2)                        # by rank; add_up is of this module
+    def observations(ranks: Ranks) -> list[Observed]:
+        return ranks.launch(add_up, 2)                        # by rank; add_up is a function of this module
 
-    def test_the_total_is_the_same_everywhere(seen: list[Seen]) -> None:
-        assert [found.total for found in seen] == [3, 3]
+    def test_the_total_is_the_same_on_all_ranks(observations: list[Observed]) -> None:
+        assert [observed.total for observed in observations] == [3, 3]
 
-One test has one reason to fail. Launches are shared (module scope, `launch_in_turn`), since starting ranks costs more
-than what is asked of them; a call that fails is the failure of its own tests only.
+A test has one reason to fail. Tests share launches (module scope, `launch_in_turn`), because
+starting ranks takes longer than most tests; a failed call fails only its own tests.
 
-`make test` runs two files at a time, so a test looks at its own processes, ports and names, not at the machine's.
+`make test` runs two files at a time, so a test inspects only its own processes, ports and names.
 """

@@ -1,4 +1,4 @@
-"""What every test needs before the first import of torch, transformers or vLLM, and what it leaves clean."""
+"""Set-up before the first import of torch or vLLM; fixtures; selection of tests; clean-up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Subprocesses (the ranks) inherit these.
+# Subprocesses, such as ranks, inherit these.
 os.environ.update(
     {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Nothing is looked up or reported over the network.
+        # Libraries must not use the network.
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # The engine lives in the rank's own process, beside Megatron, on however few cores there are.
+        # Run the engine in the rank's own process, next to Megatron, on any number of cores.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -33,7 +33,7 @@ from tests.harness.small_disks import mounted_disk
 
 marks.install_guard()
 
-# Real engines share the cores with the property tests, so wall-clock deadlines only cause noise.
+# Real engines share the cores with property tests, so deadlines would only cause noise.
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=12)  # make test-fast
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
@@ -43,48 +43,49 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" i
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    """Ranks without engines. Whoever takes it, itself or through another fixture, is marked `ranks`."""
+    """Launcher of ranks without engines. Any test that takes it, also indirectly, is `ranks`."""
     return Ranks(with_engines=False)
 
 
 @pytest.fixture(scope="session")
 def engines() -> Ranks:
-    """Ranks that build real engines. Whoever takes it is marked `engines`."""
+    """Launcher of ranks that build real engines. Marks a test that takes it as `engines`."""
     return Ranks(with_engines=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    with mounted_disk(tmp_path / "small", 2) as place:
-        yield place
+    """Mount a file system of 2 MiB."""
+    with mounted_disk(tmp_path / "small", 2) as path:
+        yield path
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import a file of which `-m` leaves out every test."""
+    """Do not import a file if `-m` deselects all of its tests."""
     return True if marks.leaves_out(config.option.markexpr, collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test by what it takes, before `-m` chooses; leave out what takes minutes unless it is asked for.
+    """Mark tests by their fixtures before `-m` selects; deselect `faults` and `long` unless `-m`
+    names them.
 
-    An `addopts = -m` would be lost with another `-m`. Files that build engines are first: the last ones of two
-    processes, which end together only if they are short, hold property tests.
+    A default `-m` in `addopts` would be lost when the user gives another. Files that build engines
+    come first: two processes finish at about the same time only if their last files are short.
     """
     for item in items:
         marks.add_implied(item)
-    unasked = [name for name in ("faults", "long") if name not in config.option.markexpr]
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    not_named = [name for name in ("faults", "long") if name not in config.option.markexpr]
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in not_named)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
     with_engines = {item.path for item in items if item.get_closest_marker("engines")}
     items.sort(key=lambda item: item.path not in with_engines)
 
 
 def pytest_collection_finish() -> None:
-    """Have no collection of garbage in a test go through all modules and tests, which takes most of a second."""
+    """Freeze all objects, because a garbage collection over all modules takes most of a second."""
     gc.collect()
     gc.freeze()
 
@@ -94,30 +95,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-# vLLM's CPU communicator, and Python's multiprocessing.shared_memory, which vLLM uses between processes.
+# Created by vLLM's CPU communicator and, between vLLM's processes, by Python's
+# multiprocessing.shared_memory.
 LEFTOVER_PATTERNS = ("-tp:*", "*cpushm*", "psm_*")
 
 
 def _shared_memory_files() -> set[Path]:
-    """Files of this user in shared memory whose names vLLM gives."""
-    found = set()
+    """Return this user's files in shared memory that have vLLM's names."""
+    files = set()
     for path in SHARED_MEMORY.glob("*"):
         try:
             is_ours = path.stat().st_uid == os.getuid()
         except FileNotFoundError:
             continue
         if is_ours and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFTOVER_PATTERNS):
-            found.add(path)
-    return found
+            files.add(path)
+    return files
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether a live process has the file mapped: it then belongs to another run on this machine."""
+    """Return whether a live process maps the file, which then belongs to another run."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if str(path) in maps.read_text(errors="replace"):
                 return True
-        except OSError:  # the process ended, or is another user's
+        except OSError:  # The process has ended or belongs to another user.
             continue
     return False
 
@@ -130,10 +132,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remove what killed ranks left in shared memory, or the next vLLM fails with "create shm … errno: 17".
+    """Remove files that killed ranks left in shared memory; otherwise vLLM fails with "create shm …
+    errno: 17".
 
-    Only files that appeared during this session, are this user's and are mapped by no live process. Not by one of
-    several processes of xdist: what another is about to map looks the same.
+    Removes only files of this user that appeared in this session and that no live process has
+    mapped. A worker of xdist removes none: files that another worker is about to map look the same.
     """
     if not hasattr(session.config, "workerinput"):
         for path in _shared_memory_files() - session.config.stash[_BEFORE]:

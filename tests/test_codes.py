@@ -23,7 +23,7 @@ WITH_CODE = {
     and not issubclass(value, errors._FindingsError)
 }
 
-# Paths of which every error has a code. Each package is added when it is done; it never leaves.
+# Paths in which every error has a code. Finished packages are added and never removed.
 DONE = (
     "hybrid_engine/__init__.py",
     "hybrid_engine/assembly.py",
@@ -57,7 +57,7 @@ DONE = (
 
 
 def calls_without_code(path: Path) -> Iterator[str]:
-    """Yield the place of each error or violation that is made without a literal code."""
+    """Yield the line of each error or violation that is constructed without a literal code."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
@@ -69,9 +69,9 @@ def calls_without_code(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(REPO_ROOT)}:{node.lineno}: {node.func.id}"
 
 
-@pytest.mark.parametrize("place", DONE)
-def test_errors_have_codes(place: str) -> None:
-    path = REPO_ROOT / place
+@pytest.mark.parametrize("package", DONE)
+def test_errors_have_codes(package: str) -> None:
+    path = REPO_ROOT / package
     paths = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert paths
     assert [call for source in paths for call in calls_without_code(source)] == []

@@ -1,4 +1,4 @@
-"""deploy/: commands of the manifest and the image, and the pod as processes in namespaces."""
+"""The files of deploy/: manifest, image, and the pod as processes in namespaces."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def containers() -> dict[str, dict[str, Any]]:
     return {container["name"]: container for container in (*template["initContainers"], *template["containers"])}
 
 
-def here(command: Sequence[str]) -> list[str]:
-    """A command of a container as it is on this machine."""
+def on_this_machine(command: Sequence[str]) -> list[str]:
+    """Return a container's command with the paths of this machine."""
     return [part.replace(IN_IMAGE, str(REPO_ROOT)) for part in command]
 
 
-# -- command lines -----------------------------------------------------------------------------------------------------
+# -- command lines
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_the_pod_has_the_server_that_make_rl_would_start() -> None:
+def test_the_pod_starts_the_same_server_as_make_rl() -> None:
     server = containers()["server"]
-    python, dash_m, module, *arguments = here(server["command"])
+    python, dash_m, module, *arguments = on_this_machine(server["command"])
     assert (python, dash_m, module) == ("python", "-m", "vllm.entrypoints.openai.api_server")
     config = REPO_ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml"
     values = yaml.safe_load(config.read_text())
@@ -61,10 +62,10 @@ def test_the_pod_has_the_server_that_make_rl_would_start() -> None:
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 
-def test_torchrun_and_the_example_take_the_arguments_of_the_ranks() -> None:
+def test_torchrun_and_the_example_accept_the_arguments_of_the_ranks() -> None:
     from torch.distributed.run import get_args_parser
 
-    python, dash_m, module, *arguments = here(containers()["ranks"]["command"])
+    python, dash_m, module, *arguments = on_this_machine(containers()["ranks"]["command"])
     assert (python, dash_m, module) == ("python", "-m", "examples.gpt_rl.torchrun")
     options = get_args_parser().parse_args(arguments)
     assert options.module
@@ -75,7 +76,7 @@ def test_torchrun_and_the_example_take_the_arguments_of_the_ranks() -> None:
 
 
 def check_settings(arguments: Sequence[str], world_size: int) -> None:
-    """With the example's own command line."""
+    """Parse arguments by the example's command line and load the settings."""
     from examples.gpt_rl import train
 
     def stop(self: argparse.ArgumentParser) -> Any:
@@ -89,16 +90,16 @@ def check_settings(arguments: Sequence[str], world_size: int) -> None:
 
 
 class Parsed(Exception):
-    """Options, and what was left of the command line."""
+    """Carries the parsed options and the unknown arguments."""
 
 
-def test_the_image_is_made_by_targets_of_the_makefile(tmp_path: Path) -> None:
+def test_the_image_is_built_by_targets_of_the_makefile(tmp_path: Path) -> None:
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    words = {line.split()[0] for line in lines}
-    assert words <= {"FROM", "RUN", "WORKDIR", "ENV", "ARG", "COPY", "USER", "CMD"}
+    instructions = {line.split()[0] for line in lines}
+    assert instructions <= {"FROM", "RUN", "WORKDIR", "ENV", "ARG", "COPY", "USER", "CMD"}
     makes = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN make")]
-    assert len(makes) == 4, "packages and project, on CPU and on GPU"
+    assert len(makes) == 4, "expected packages and project, for CPU and for GPU"
     for command in makes:
         dry = command.replace("/opt/venv", str(tmp_path / "venv")).replace("make ", "make --dry-run ", 1)
         subprocess.run(shlex.split(dry), cwd=REPO_ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -110,10 +111,11 @@ def test_the_image_is_made_by_targets_of_the_makefile(tmp_path: Path) -> None:
     assert "hybrid-engine" in (REPO_ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
 
 
-# -- the manifest ------------------------------------------------------------------------------------------------------
+# -- the manifest
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_containers_have_their_volumes_and_no_capability() -> None:
+def test_containers_mount_existing_volumes_and_have_no_capabilities() -> None:
     template = pod()
     volumes = {volume["name"] for volume in template["volumes"]}
     for container in containers().values():
@@ -126,12 +128,13 @@ def test_containers_have_their_volumes_and_no_capability() -> None:
     assert template["automountServiceAccountToken"] is False
 
 
-# -- a pod -------------------------------------------------------------------------------------------------------------
+# -- a pod
+# -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def container(command: Sequence[str], volume: Path, log: Path, environment: dict[str, str]) -> Iterator[Any]:
-    """A command in mount and process namespaces of its own, without capabilities; `/tmp` is the volume."""
+    """Run a command in new namespaces without capabilities; `/tmp` is the volume."""
     enter = 'mount --bind "$0" /tmp; mount -t tmpfs -o size=1g,mode=1777 shm /dev/shm; exec "$@"'
     bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
     spaces = ["unshare", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child=SIGTERM"]
@@ -144,55 +147,54 @@ def container(command: Sequence[str], volume: Path, log: Path, environment: dict
         yield process
     finally:
         with suppress(ProcessLookupError):
-            process.kill()  # its child gets SIGTERM, and what is left then ends with the child: that is process 1
+            process.kill()  # Its child, process 1 of the namespace, gets SIGTERM and all processes end with it.
         process.wait()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def used_of_shared_memory(process: Any) -> int:
-    """Bytes that are taken in the container's /dev/shm."""
+    """Return the bytes used in the container's /dev/shm."""
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    there = os.statvfs(f"/proc/{child}/root/dev/shm")
-    return (there.f_blocks - there.f_bfree) * there.f_frsize
+    status = os.statvfs(f"/proc/{child}/root/dev/shm")
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 @pytest.mark.long
 @pytest.mark.engines
-@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces as containers have them need root")
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no command setpriv")
-def test_the_pod_trains_with_a_shared_tmp_alone(tmp_path: Path) -> None:
-    volume = tmp_path / "meeting"
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of containers require root")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="requires the command setpriv")
+def test_the_pod_trains_with_only_tmp_shared(tmp_path: Path) -> None:
+    volume = tmp_path / "shared"
     volume.mkdir(mode=0o1777)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     commands = {
-        name: [sys.executable, *(part.replace("8000", str(port)) for part in here(declared["command"])[1:])]
-        for name, declared in containers().items()
+        name: [sys.executable, *(part.replace("8000", str(port)) for part in on_this_machine(spec["command"])[1:])]
+        for name, spec in containers().items()
     }
     short = ["rl_config.iterations=3", "rl_config.warm_up.max_steps=20", "generate_config.verify=full"]
-    short.append("generate_config.transport=shared_memory")  # or an error: nothing is sent
+    short.append("generate_config.transport=shared_memory")  # Sending messages would be an error.
     ranks = [part.replace("/home/hybrid/runs", "/tmp/runs") for part in commands["ranks"]] + short
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    most = {"server": 0, "ranks": 0}
-    logs = {name: tmp_path / f"{name}.log" for name in most}
+    peaks = {"server": 0, "ranks": 0}
+    logs = {name: tmp_path / f"{name}.log" for name in peaks}
     with container(commands["server"], volume, logs["server"], environment) as server:
         wait_for(f"http://127.0.0.1:{port}/health", server, logs["server"])
         with container(ranks, volume, logs["ranks"], environment) as training:
             while training.poll() is None:
                 for name, process in (("server", server), ("ranks", training)):
                     with suppress(OSError, ValueError):
-                        most[name] = max(most[name], used_of_shared_memory(process))
+                        peaks[name] = max(peaks[name], used_of_shared_memory(process))
                 time.sleep(0.05)
-    said = logs["ranks"].read_text()
-    assert training.returncode == 0, said[-5000:]
+    assert training.returncode == 0, logs["ranks"].read_text()[-5000:]
     rows = [json.loads(line) for line in (volume / "runs/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert all(row["logprob_diff"] < 1e-4 for row in rows[1:])
-    print({name: f"{nbytes / 2**10:.0f} KiB of /dev/shm" for name, nbytes in most.items()})
-    assert max(most.values()) < 2**30
+    print({name: f"{nbytes / 2**10:.0f} KiB of /dev/shm" for name, nbytes in peaks.items()})
+    assert max(peaks.values()) < 2**30
 
 
 def wait_for(url: str, process: Any, log: Path, seconds: float = 400) -> None:
@@ -201,4 +203,4 @@ def wait_for(url: str, process: Any, log: Path, seconds: float = 400) -> None:
         with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
             return
         time.sleep(0.2)
-    raise AssertionError(f"the server is not up:\n{log.read_text()[-5000:]}")
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-5000:]}")

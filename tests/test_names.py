@@ -1,4 +1,4 @@
-"""Names that documents and docstrings put between backquotes exist; class names are unique."""
+"""Names in backquotes in documents and docstrings exist; class names are unique."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.harness.launch import REPO_ROOT
 
-# File of a library that is installed -> names in it that no code here uses.
+# Names in files of installed libraries that no code here uses.
 IN_LIBRARIES = {
     "megatron/core/model_parallel_config.py": "cross_entropy_loss_fusion",
     "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable fully_reshardable",
@@ -37,7 +37,7 @@ IN_LIBRARIES = {
     "vllm/v1/worker/utils.py": "request_memory",
 }
 
-# Of what is not installed here, and is compared with or explained.
+# Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
     "TRL, options": "eval_on_start log_completions num_completions_to_print save_total_limit",
@@ -51,7 +51,7 @@ ELSEWHERE = {
     "megatron-core 0.19": "_remove_glu_interleaving",
     "chat templates": "tool_calls",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
-    "columns whose names are put together": "checkpoint_seconds critic_seconds reward_seconds",
+    "composed names of columns": "checkpoint_seconds critic_seconds reward_seconds",
     "placeholders": "held_out_NAME reward_NAME linear_fc1.weightN",
 }
 
@@ -59,7 +59,7 @@ PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")
 FOLDERS = (*PROGRAMS, "tests", "docs", "deploy")
 CODE = (*(f"{folder}/**/*.{ending}" for folder in FOLDERS for ending in ("py", "yaml")), "*.py", "Makefile", "*.toml")
 PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md")
-NOT_READ = ("CHANGELOG.md", "configuration.md")  # what there was; generated of fields that exist
+NOT_READ = ("CHANGELOG.md", "configuration.md")  # History; generated from existing fields.
 
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)
@@ -80,14 +80,14 @@ def text_of(path: Path) -> str:
 
 @cache
 def words_of(path: Path) -> frozenset[str]:
-    """Words of code, without docstrings and comments: there a name is used, and not only said."""
+    """Return the words of a file's code, without docstrings and comments."""
     text = text_of(path)
     code = COMMENT.sub("", DOCSTRING.sub("", text)) if path.suffix == ".py" else text
     return frozenset(re.findall(r"\w+", code))
 
 
-def names_said() -> Iterator[tuple[str, str]]:
-    """Each name that looks as one of code, and where it is said; in the diagrams of docstrings, members of classes."""
+def mentioned_names() -> Iterator[tuple[str, str]]:
+    """Yield (name, file) of each mentioned name; in docstring diagrams only members of classes."""
     for page in files(*PAGES):
         if page.name not in NOT_READ:
             yield from names_in(FENCE.sub("", text_of(page)), page)
@@ -115,7 +115,7 @@ def test_names_exist() -> None:
             classes[name].append((module, re.findall(r"\w+", bases)))
 
     def has(owner: str, member: str) -> bool:
-        """Whether the module of a class, or that of a class that it extends, has the word."""
+        """Return whether the module of a class, or of one of its bases, contains the word."""
         return any(
             member in words_of(module) or any(base != owner and has(base, member) for base in bases if base in classes)
             for module, bases in classes[owner]
@@ -127,14 +127,14 @@ def test_names_exist() -> None:
         return used.issuperset(parts) and all(has(owner, member) for owner, member in members)
 
     excepted = {name for names in (*IN_LIBRARIES.values(), *ELSEWHERE.values()) for name in names.split()}
-    said = list(names_said())
-    assert len(said) > 2000
-    missing = {name: where for name, where in said if not exists(name)}
+    mentioned = list(mentioned_names())
+    assert len(mentioned) > 2000
+    missing = {name: where for name, where in mentioned if not exists(name)}
     assert {name: where for name, where in missing.items() if name not in excepted} == {}
-    assert excepted - missing.keys() == set(), "are no exceptions"
+    assert excepted - missing.keys() == set(), "exceptions that are not needed"
 
 
-def test_libraries_have_the_names_that_only_documents_use() -> None:
+def test_names_of_libraries_used_only_in_documents_exist() -> None:
     for file, names in IN_LIBRARIES.items():
         package, _, inside = file.partition("/")
         spec = importlib.util.find_spec(package)
@@ -147,7 +147,7 @@ def test_libraries_have_the_names_that_only_documents_use() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    """A name stands for a single class in the product, so that a search for it leads there."""
+    """A search for a class name in the product finds a single class."""
     places = defaultdict[str, list[str]](list)
     for program in PROGRAMS[:2]:
         for path in sorted((REPO_ROOT / program).rglob("*.py")):

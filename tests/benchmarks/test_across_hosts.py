@@ -1,4 +1,4 @@
-"""The benchmark of pretended hosts on two ranks: all ways write the same, and each has its figures."""
+"""The benchmark of simulated hosts on two ranks."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_every_way_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     across_hosts.main()
     figures = json.loads(out.read_text())
     assert list(figures) == list(across_hosts.WAYS)
-    assert len({(row["network"], row["host"], row["own"]) for row in figures.values()}) == 1, "of two ranks none relays"
+    assert len({(row["network"], row["host"], row["own"]) for row in figures.values()}) == 1, "two ranks need no relay"
     assert all(row["network"] > 0 for row in figures.values())

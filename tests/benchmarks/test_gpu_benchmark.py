@@ -1,4 +1,4 @@
-"""The GPU benchmark runs, on the CPU with a tiny model, and what it measures is a right reshard."""
+"""The GPU benchmark runs on the CPU with a tiny model, and its reshard is correct."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ def numbered(job: RankJob) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_reshard_takes_the_interleaved_projections_apart(num_ranks: int):
-    """Per query group Megatron's rows are queries, key, value: put together again they are a run of the source."""
+def test_reshard_splits_interleaved_projections(num_ranks: int):
+    """Megatron's rows per query group are queries, key and value, consecutive in the source."""
     jobs = [rank_job(TINY, num_ranks, rank, 2**14) for rank in range(num_ranks)]
     sources = [numbered(job) for job in jobs]
     for job in jobs:
-        found = {name: torch.full((buffer.numel,), torch.nan).double() for name, buffer in job.destinations.items()}
+        destinations = {
+            name: torch.full((buffer.numel,), torch.nan).double() for name, buffer in job.destinations.items()
+        }
         for bucket in job.buckets:
-            copy_straight("test", bucket.index, bucket.transfers, lambda each: sources[each.src_rank], found)
-        raise_unless_written(found)
+            copy_straight(
+                "test", bucket.index, bucket.transfers, lambda transfer: sources[transfer.src_rank], destinations
+            )
+        raise_unless_written(destinations)
         assert job.read_nbytes(range(num_ranks)) == job.destination_nbytes
         for layer in range(TINY.num_layers):
             q, k, v, gate, up = (
-                found[f"model.layers.{layer}.{name}.weight"]
+                destinations[f"model.layers.{layer}.{name}.weight"]
                 for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
             )
             groups = torch.cat([part.view(TINY.num_kv_heads, -1) for part in (q, k, v)], dim=1)
@@ -49,12 +53,12 @@ def test_reshard_takes_the_interleaved_projections_apart(num_ranks: int):
                 assert (whole[:, 0] // 1e6).tolist() == list(range(num_ranks))
 
 
-def test_unwritten_destination_is_noticed():
+def test_an_unwritten_destination_is_detected():
     with pytest.raises(AssertionError, match="never written in part: b"):
         raise_unless_written({"a": torch.zeros(2), "b": torch.tensor([0, torch.nan])})
 
 
-def test_extents_hold_what_is_read():
+def test_extents_cover_the_elements_that_are_read():
     place = Place(BufferId(0, "flat"), 10, (100, 3))
     box = Transfer("t", (2, 4), place, place, 0, Link.HOST)
     element = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
@@ -63,7 +67,7 @@ def test_extents_hold_what_is_read():
     assert source_extents(element, 0) == [Extent(7, 8)]
 
 
-def test_the_script_keeps_its_other_figures_where_pulls_are_forbidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_script_keeps_other_figures_if_pulls_are_forbidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def forbidden(task: object) -> None:
         raise TransportError("not permitted")
 
@@ -71,26 +75,26 @@ def test_the_script_keeps_its_other_figures_where_pulls_are_forbidden(monkeypatc
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--repeat", "1", "--json", str(path)])
     gpu.main()
-    found = json.loads(path.read_text())
-    assert "mean nothing" in found["device"]
-    assert found["missing"] == {"pull": "not permitted"}
-    timings = {each["name"]: each for each in found["timings"]}
+    figures = json.loads(path.read_text())
+    assert "mean nothing" in figures["device"]
+    assert figures["missing"] == {"pull": "not permitted"}
+    timings = {timing["name"]: timing for timing in figures["timings"]}
     assert list(timings) == ["offload", "offload, the first", "onload", "onload, the first", "reshard"]
     job = rank_job(TINY, 1, 0, 2**15)
     assert timings["reshard"]["nbytes"] == job.source_nbytes
     assert timings["offload"]["nbytes"] == 14 * job.source.numel
-    for each in timings.values():
-        assert each["of_floor"] == pytest.approx(each["floor_seconds"] / each["seconds"])
-        assert each["seconds"] > 0
-    memory = {each["name"]: each["ratio"] for each in found["memory"]}
+    for timing in timings.values():
+        assert timing["of_floor"] == pytest.approx(timing["floor_seconds"] / timing["seconds"])
+        assert timing["seconds"] > 0
+    memory = {entry["name"]: entry["ratio"] for entry in figures["memory"]}
     assert memory["left after an offload, as the driver counts"] == 0
     assert memory["training, most at once"] >= 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_without_a_gpu_a_message_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         gpu.main()
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert capsys.readouterr().err == "benchmarks.gpu needs a GPU and found none; `--device cpu` tries the script\n"

@@ -1,4 +1,4 @@
-"""What stands in for Transformer Engine while Megatron-Bridge is imported, and what is said where that is missing."""
+"""Substitute of Transformer Engine for imports of Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.resharding import bridges
 from hybrid_engine.errors import DependencyError
 
 pytestmark = [
-    pytest.mark.slow,  # imports Megatron
+    pytest.mark.slow,  # Imports Megatron.
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="the real one is installed"),
 ]
 
 
-def test_empty_classes_are_there_during_an_import_and_gone_afterwards() -> None:
+def test_empty_classes_exist_only_during_an_import() -> None:
     with bridges._importable_transformer_engine():
         te = importlib.import_module("transformer_engine.pytorch")
         importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
@@ -31,6 +31,6 @@ def test_empty_classes_are_there_during_an_import_and_gone_afterwards() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is not None, reason="Megatron-Bridge is installed")
-def test_where_it_is_not_installed_the_hint_says_what_is() -> None:
+def test_a_missing_megatron_bridge_is_reported_with_a_hint() -> None:
     with pytest.raises(DependencyError, match=r"cannot be imported \(.*megatron.bridge.*\): pip install 'megatron"):
         bridges._auto_bridge()

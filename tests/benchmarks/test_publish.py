@@ -1,4 +1,4 @@
-"""`benchmarks/publish.py` on its tiniest model, with two vLLM servers, and what it makes of figures."""
+"""`benchmarks/publish.py` with its smallest model and two vLLM servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.launch import REPO_ROOT
 
-pytestmark = pytest.mark.slow  # each imports both engines
+pytestmark = pytest.mark.slow  # All import both engines.
 
 ROWS = {"publish", "withdraw", "save", "reload", "disk", "in process", "back", "copy", "copies"}
 
@@ -19,7 +19,7 @@ ROWS = {"publish", "withdraw", "save", "reload", "disk", "in process", "back", "
 @pytest.mark.long
 @pytest.mark.engines
 def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: Path) -> None:
-    """Had they not, it would have ended with what differs."""
+    """The program fails if weights differ."""
     out = tmp_path / "figures.json"
     options = ["--model", "tiny", "--runs", "1", "--rounds", "1", "--directory", str(tmp_path), "--json", str(out)]
     command = [sys.executable, str(REPO_ROOT / "benchmarks" / "publish.py"), *options]
@@ -33,11 +33,11 @@ def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: 
     assert figures["over_floor"]["publish"] == rows["publish"]["seconds"] / rows["copy"]["seconds"]
     assert figures["over_publish"]["disk"] == rows["disk"]["seconds"] / rows["publish"]["seconds"]
     assert "in process" in run.stdout
-    # whether its tied head is right after vLLM's reload depends on the CPU: docs/certify.md
+    # Whether the tied head is right after vLLM's reload depends on the CPU: docs/certify.md.
     assert figures["draw_alike"] == ("draws other tokens" not in run.stdout)
 
 
-def test_weights_that_differ_between_servers_are_named() -> None:
+def test_weights_that_differ_between_servers_are_listed() -> None:
     from benchmarks import publish
 
     same = {"a": "1", "b": "2"}
@@ -46,7 +46,7 @@ def test_weights_that_differ_between_servers_are_named() -> None:
         publish._require_same(same, {"a": "1", "b": "3", "c": "4"})
 
 
-def test_the_median_of_all_rounds_counts() -> None:
+def test_the_summary_is_the_median_over_all_rounds() -> None:
     from benchmarks import publish
 
     rows = publish.Rows()

@@ -1,4 +1,4 @@
-"""Figures, tables and the choice of the median run, without any engine."""
+"""Figures, tables and the choice of the median run, without engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
 
 
 class Scripted:
-    """A contender whose runs take as long as a clock that is set by hand says."""
+    """Contender with runs of given durations, by a simulated clock."""
 
     def __init__(self, runs: list[tuple[float, float]]) -> None:
         self.runs = iter(runs)
@@ -40,13 +40,19 @@ class Scripted:
     def close(self) -> None: ...
 
 
-def test_the_median_of_the_slowest_rank_counts_without_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up, runs = (9.0, 9.0), [(3.0, 1.0), (1.0, 50.0), (2.0, 5.0)]
+def test_timing_is_the_median_of_the_slowest_rank_without_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = (9.0, 9.0)
+    runs = [(3.0, 1.0), (1.0, 50.0), (2.0, 5.0)]
     contender = Scripted([warm_up, *runs])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: contender.now)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    # the other rank always takes half a second longer, and commits in no time
-    monkeypatch.setattr(measuring, "gather", lambda own: [own, (own[0] - own[1]["commit"] + 0.5, {"transfer": 1.0})])
+
+    def gather(run: tuple[float, dict[str, float]]) -> list[tuple[float, dict[str, float]]]:
+        # The other rank always takes 0.5 s longer and commits in no time.
+        seconds, phases = run
+        return [run, (seconds - phases["commit"] + 0.5, {"transfer": 1.0})]
+
+    monkeypatch.setattr(measuring, "gather", gather)
     timing, digests = measure(contender, 3, budget=100.0)
     assert (timing.seconds, timing.fastest, timing.slowest) == (2.5, 1.5, 3.5)
     assert timing.commit_seconds == 0.0
@@ -61,20 +67,20 @@ def test_a_slow_contender_has_fewer_runs(monkeypatch: pytest.MonkeyPatch, budget
     contender = Scripted([(4.0, 1.0), (5.0, 0.0), (6.0, 0.0), (7.0, 0.0)])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: contender.now)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(measuring, "gather", lambda own: [own])
+    monkeypatch.setattr(measuring, "gather", lambda run: [run])
     timing, _ = measure(contender, 3, budget)
     assert (timing.fastest, timing.slowest, timing.num_runs) == (counted[0], counted[-1], len(counted))
 
 
-def test_a_digest_tells_apart_bits_shapes_and_dtypes_and_leaves_the_storage_as_it_was() -> None:
+def test_digests_depend_on_bits_shapes_and_dtypes_and_keep_the_storage_resizable() -> None:
     zero = torch.zeros(2, 3)
     others = (-zero, zero.view(3, 2), zero.to(torch.int32), torch.ones(2, 3))
     assert len({digest(tensor) for tensor in (zero, *others)}) == 5
     assert digest(torch.ones(3, 2).t()) == digest(torch.ones(2, 3))
-    zero.untyped_storage().resize_(0)  # numpy would have made that impossible
+    zero.untyped_storage().resize_(0)  # Impossible after a conversion to numpy.
 
 
-def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
+def test_ratios_and_tables_with_missing_figures() -> None:
     figures = Figures.of(
         CASE,
         ours_seconds=2.0,

@@ -1,4 +1,4 @@
-"""The benchmarks' scripts on their tiniest cases, and what they make of figures; that each can be imported at all."""
+"""The benchmarks' scripts: their smallest cases, their processing of figures, and their imports."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FIXED_KEYS = (
 
 def test_every_case_is_possible_and_large_enough(tmp_path: Path) -> None:
     for case in (*CASES, TINY_CASE):
-        config = case.config(tmp_path)  # raises for an impossible one
+        config = case.config(tmp_path)  # Raises if the case is impossible.
         generate = config.generate_config
         assert case.ranks % (generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size) == 0
     assert len({case.name for case in CASES}) == len(CASES)
     assert sum(".experts." in name for name in table_for(MODELS[EXPERTS]).shapes) >= 2000
 
 
-def test_the_quick_run_has_both_models_and_both_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     quick = chosen("", quick=True)
     assert {case.model for case in quick} == {DENSE, EXPERTS}
@@ -45,12 +45,12 @@ def test_the_quick_run_has_both_models_and_both_numbers_of_ranks(monkeypatch: py
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_cases_of_a_gpu_are_possible(case: Case, tmp_path: Path) -> None:
     assert case.config(tmp_path, {"attention_backend": "TRITON_ATTN"}).generate_config.vllm
-    table_for(MODELS[case.model])  # raises for an impossible one
+    table_for(MODELS[case.model])  # Raises if the model is impossible.
 
 
 @pytest.mark.slow
-def test_few_kernels_copy_the_experts_of_a_large_model() -> None:
-    """Kernels are counted from the plan: to queue one takes the host some microseconds."""
+def test_the_experts_of_a_large_model_are_copied_by_few_kernels() -> None:
+    """Kernels are counted from the plan; each launch takes the host some microseconds."""
     (job,) = (job for job in critical_path.JOBS if job.name == "30B-A3B, 8: EP8 -> TP8")
     figures = critical_path.figures_of(job, critical_path.Rates())
     assert figures["launches"] <= 1000 < 12000 < figures["alone"]
@@ -59,10 +59,10 @@ def test_few_kernels_copy_the_experts_of_a_large_model() -> None:
 
 
 @pytest.mark.slow
-def test_every_job_that_is_planned_is_possible_and_a_small_one_of_each_series_is_planned() -> None:
+def test_all_jobs_are_possible_and_the_smallest_of_each_series_is_planned() -> None:
     smallest: dict[str, planning.Point] = {}
     for point in planning.points():
-        table_for(point.config)  # raises for an impossible one
+        table_for(point.config)  # Raises if the model is impossible.
         smallest.setdefault(point.series, point)
     for series in ("dense", "tensors"):
         figures = planning.measure(smallest[series])
@@ -73,8 +73,8 @@ def test_every_job_that_is_planned_is_possible_and_a_small_one_of_each_series_is
     assert (grown["layouts"], grown["summary"], grown["order"]) == pytest.approx((1, 0, 2))
 
 
-def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, Any]:
-    """The only row of figures of `benchmarks/<script>`."""
+def run_smallest_case(script: str, directory: Path, *options: str) -> dict[str, Any]:
+    """Run the smallest case of `benchmarks/<script>`; return its row of figures."""
     out = directory / "figures.json"
     command = [sys.executable, str(REPO_ROOT / "benchmarks" / script), "--only", "tiny", "--runs", "1"]
     run = subprocess.run([*command, "--json", str(out), *options], capture_output=True, text=True, timeout=550)
@@ -87,9 +87,10 @@ def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, An
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
-def test_every_contender_runs_is_right_and_every_key_is_there(tmp_path: Path) -> None:
-    page, phases = tmp_path / "page.md", tmp_path / "phases.svg"
-    row = tiniest_case_of("reshard.py", tmp_path, "--cycles", "3", "--markdown", str(page), "--plot", str(phases))
+def test_every_contender_runs_correctly_and_reports_every_key(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    phases = tmp_path / "phases.svg"
+    row = run_smallest_case("reshard.py", tmp_path, "--cycles", "3", "--markdown", str(page), "--plot", str(phases))
     assert row["reasons"] == {}
     assert [key for key in FIXED_KEYS if row.get(key) is None] == []
     assert row["max_layout_bytes"] < row["peak_bytes"] <= row["max_layout_bytes"] + 2 * row["bucket_bytes"]
@@ -105,7 +106,7 @@ def test_every_contender_runs_is_right_and_every_key_is_there(tmp_path: Path) ->
 @pytest.mark.engines
 @pytest.mark.slow
 def test_with_fsdp2_both_contenders_write_the_same_bits(tmp_path: Path) -> None:
-    row = tiniest_case_of("fsdp.py", tmp_path)
+    row = run_smallest_case("fsdp.py", tmp_path)
     assert row["same_bits"]
     assert row["ours_seconds"] > 0
     assert row["full_tensor_ratio"] == row["full_tensor_seconds"] / row["ours_seconds"]
@@ -126,9 +127,9 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.slow  # some import both engines
+@pytest.mark.slow  # Some import both engines.
 @pytest.mark.parametrize("name", MODULES)
-def test_it_can_be_imported(name: str) -> None:
+def test_every_module_can_be_imported(name: str) -> None:
     importlib.import_module(name)
 
 
@@ -146,7 +147,7 @@ def test_only_seconds_and_memory_of_two_runs_may_differ() -> None:
         prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
 
 
-def test_the_first_iteration_does_not_count() -> None:
+def test_the_summary_skips_the_first_iteration() -> None:
     slow = rows(1.0)
     slow[1]["iteration_seconds"] = 100.0
     figures = prefetch.summary([slow, rows(3.0)])

@@ -1,4 +1,4 @@
-"""`benchmarks/two_hosts.py` on its tiniest model: what changed goes over the link, and nothing else."""
+"""`benchmarks/two_hosts.py` on its smallest model: only changed weights cross the link."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from tests.harness.hosts import two_hosts
 from tests.harness.launch import REPO_ROOT
 
-pytestmark = pytest.mark.slow  # it imports both engines
+pytestmark = pytest.mark.slow  # Imports both engines.
 
 
 @pytest.mark.long
 @pytest.mark.engines
-def test_every_row_is_measured(tmp_path: Path) -> None:
-    with two_hosts():  # or the test is skipped
+def test_every_row_is_measured_and_sends_only_changes(tmp_path: Path) -> None:
+    with two_hosts():  # Skips the test if simulated hosts are impossible.
         pass
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "tiny", "--runs", "1", "--json", str(out)]
@@ -27,7 +27,7 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     planned = {name: row["planned"] for name, row in rows.items()}
     assert planned["publish"] == planned["kept: all"] == planned["kept: one in 1,000"] == planned["socket"] > 0
-    assert planned["delta: all"] == pytest.approx(planned["publish"], rel=0.001)  # deltas of a few bytes may be longer
+    assert planned["delta: all"] == pytest.approx(planned["publish"], rel=0.001)  # Small deltas may be longer.
     assert planned["publish"] > planned["delta: 30 %"] > planned["delta: 1 %"]
     assert planned["delta: nothing"] == 0
     assert all(0 < rows[row]["density"][0] < 0.1 for row in ("delta: 1 %", "delta: Adam's step"))

@@ -1,4 +1,4 @@
-"""The example as its users start it, with a short configuration."""
+"""Launch of the example by its command, with a short configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def short_config(
     generate: Mapping[str, Any] | None = None,
     rl: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A committed configuration with little to do and a checkpoint after each iteration; `generate`, `rl`: keys."""
+    """Write a committed configuration, shortened and with a checkpoint per iteration; return its
+    path.
+
+    `generate` and `rl` are changed keys of `generate_config` and `rl_config`.
+    """
     values = yaml.safe_load((CONFIGS / name).read_text())
     values["model"] = str((CONFIGS / values["model"]).resolve())
     values["actor_config"]["micro_batch_size"] = micro_batch_size
@@ -58,15 +62,17 @@ def start(
     modules: Path | None = None,
     terminal: int | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a run; `modules` come before those of the repository and the environment.
+    """Start a run.
 
-    `terminal`: what it writes to, in place of a pipe.
+    Args:
+        modules: directory of modules that take precedence over the repository and the environment.
+        terminal: descriptor for its output; default: a pipe.
     """
     launcher = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
-    found_in = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
+    python_path = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
     return subprocess.Popen(
         [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found_in)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(python_path)},
         cwd=REPO_ROOT,
         stdout=subprocess.PIPE if terminal is None else terminal,
         stderr=subprocess.STDOUT,
@@ -76,7 +82,7 @@ def start(
 
 
 class Terminal:
-    """A pseudo-terminal of so many columns, and what is shown on it."""
+    """A pseudo-terminal and its contents."""
 
     def __init__(self, columns: int) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -86,24 +92,24 @@ class Terminal:
         self._reader.start()
 
     def lines(self) -> list[str]:
-        """What stands there at the end, line by line; call it when whoever writes has ended."""
+        """Return the lines on the terminal, after the writer has ended."""
         os.close(self.theirs)
         self._reader.join(20)
         os.close(self._ours)
         text = self._shown.decode()
-        text = re.sub(r"[^\n]*(\r\x1b\[2K|\x1b\[1A\x1b\[2K)", "", text)  # a bar that was erased
+        text = re.sub(r"[^\n]*(\r\x1b\[2K|\x1b\[1A\x1b\[2K)", "", text)  # An erased progress bar.
         return [line.rstrip("\r") for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split("\n")]
 
     def _read(self) -> None:
         while True:
             try:
                 self._shown += os.read(self._ours, 4096)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # The other end is closed.
                 return
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
-    """Everything printed; the processes are gone afterwards, whatever happened."""
+    """Wait for the end and return the output; kill all processes after `timeout` seconds."""
     try:
         return process.communicate(timeout=timeout)[0]
     finally:

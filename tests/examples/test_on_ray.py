@@ -1,4 +1,4 @@
-"""The recipe for Ray: actors that train, an actor that generates, and both kinds lost on the way."""
+"""The recipe for Ray: training actors, a generating actor, and the loss of both kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_ITERATIONS = 4
 def set_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {**ENVIRONMENT, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
-    # Ray ends processes when a host is nearly full, whoever has filled it
+    # Ray kills processes when a host's memory is nearly full, even if others have filled it.
     for name, value in {**settings, "RAY_memory_monitor_refresh_ms": "0"}.items():
         monkeypatch.setenv(name, value)
 
@@ -43,37 +43,37 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_a_server_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error comes at once where its constructor failed, and in time where Ray starts it anew without end, or never
-    finds room for it."""
-    failed, lost = RayActorError(error_msg="no such model", actor_init_failed=True), RayActorError(error_msg="lost")
-    answers: list[object] = []
+def test_waiting_for_a_server_ends_if_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed constructor is reported at once, endless restarts after the timeout."""
+    failed = RayActorError(error_msg="no such model", actor_init_failed=True)
+    lost = RayActorError(error_msg="lost")
+    replies: list[object] = []
 
     def get(call: object, timeout: float) -> object:
-        answer = answers.pop(0) if answers else lost
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        reply = replies.pop(0) if replies else lost
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     monkeypatch.setattr(on_ray.ray, "get", get)
     monkeypatch.setattr(on_ray.time, "sleep", lambda seconds: None)
     server = SimpleNamespace(num_workers=SimpleNamespace(remote=lambda: None))
-    answers += [lost, lost, 1]
+    replies += [lost, lost, 1]
     on_ray.wait_for(server)
-    answers += [lost, failed]
+    replies += [lost, failed]
     with pytest.raises(RayActorError, match="no such model"):
         on_ray.wait_for(server)
     with pytest.raises(ServerError, match=r"not up within 0 s \(RayActorError: .*lost"):
         on_ray.wait_for(server, 0.05)
-    answers.append(GetTimeoutError("pending"))
+    replies.append(GetTimeoutError("pending"))
     with pytest.raises(ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` says"):
         on_ray.wait_for(server, 0)
 
 
 @pytest.mark.long
 @pytest.mark.engines
-def test_ranks_and_server_are_where_nodes_have_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two nodes of a cluster, on this machine, that meet as those of two machines do."""
+def test_ranks_and_server_are_placed_on_nodes_with_free_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cluster of two nodes on this machine, which connect like nodes of two machines."""
     set_environment(monkeypatch)
     monkeypatch.setenv(TOKEN, "of all nodes")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -81,8 +81,8 @@ def test_ranks_and_server_are_where_nodes_have_room(monkeypatch: pytest.MonkeyPa
         cluster.add_node(num_cpus=1)
         config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 2})
         directory = run_files(tmp_path / "run")
-        words = ["on_ray", str(config), f"--address={cluster.address}", f"--out={directory.out}"]
-        monkeypatch.setattr(sys, "argv", words)
+        arguments = ["on_ray", str(config), f"--address={cluster.address}", f"--out={directory.out}"]
+        monkeypatch.setattr(sys, "argv", arguments)
         on_ray.main()
         rows = directory.metrics.rows()
         assert len({node["NodeID"] for node in ray.nodes()}) == 2
@@ -97,7 +97,8 @@ def test_ranks_and_server_are_where_nodes_have_room(monkeypatch: pytest.MonkeyPa
 @pytest.mark.engines
 def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": NUM_ITERATIONS})
-    directory, failures = run_files(tmp_path / "run"), []
+    directory = run_files(tmp_path / "run")
+    failures = []
 
     def run() -> None:
         try:
@@ -122,6 +123,6 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
 
 
 def processes(name: bytes) -> list[int]:
-    """Ids of the actors' processes, by what Ray calls them."""
+    """Return the ids of actors' processes by Ray's name for them."""
     titles = [(entry, entry.joinpath("cmdline")) for entry in Path("/proc").glob("[0-9]*")]
     return [int(entry.name) for entry, title in titles if title.exists() and title.read_bytes().startswith(name)]

@@ -1,5 +1,4 @@
-"""Code that is shown to readers runs as it stands, and learns: the quick start's two programs, a page-long example,
-one's own trainer."""
+"""Documented programs run unchanged and learn."""
 
 from __future__ import annotations
 
@@ -25,22 +24,22 @@ EXAMPLE = REPO_ROOT / "examples" / "fsdp_engine.py"
 
 
 def run(out: Path) -> list[float]:
-    """On a rank, in the root of the checkout: the rewards of the quick start's rl.py, by step."""
+    """Run the quick start's rl.py on a rank, in the checkout's root; return rewards by step."""
     names: dict[str, Any] = {}
     exec(compile(CODE.replace("runs/even", str(out)), "rl.py", "exec"), names)
     return [row["reward"] for row in names["rows"]]
 
 
 def run_loop() -> tuple[list[float], int]:
-    """The rewards of the quick start's loop.py, by step, and how many completions of the last one differ."""
+    """Run the quick start's loop.py; return rewards and the number of distinct completions."""
     rewards: list[float] = []
     names: dict[str, Any] = {"print": lambda line: rewards.append(float(line.split()[-1]))}
     exec(compile(LOOP, "loop.py", "exec"), names)
-    return rewards, len({one.token_ids for group in names["groups"] for one in group})
+    return rewards, len({completion.token_ids for group in names["groups"] for completion in group})
 
 
 @pytest.mark.slow
-def test_rewards_of_the_one_call_grow(engines: Ranks, tmp_path: Path) -> None:
+def test_rewards_of_the_single_call_grow(engines: Ranks, tmp_path: Path) -> None:
     rewards, others = engines.launch(run, 2, tmp_path / "out")
     assert rewards == others
     assert rewards[-1] > rewards[0] + 0.2
@@ -51,22 +50,22 @@ def test_rewards_of_the_loop_grow(engines: Ranks) -> None:
     (rewards, num_distinct), others = engines.launch(run_loop, 2)
     assert (rewards, num_distinct) == others
     assert rewards[-1] > rewards[0] + 0.3
-    assert num_distinct > 48  # of 64: equal ones would teach nothing
+    assert num_distinct > 48  # Of 64; equal completions would teach nothing.
 
 
 def run_page() -> str:
-    """What the page prints."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), mock.patch.object(sys, "argv", [str(EXAMPLE)]):
+    """Run the page-long example; return its output."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", [str(EXAMPLE)]):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return shown.getvalue()
+    return output.getvalue()
 
 
-def check_page(shown: str) -> None:
-    rewards = [float(found) for found in re.findall(r"rank 0: step \d, reward (\d\.\d+)", shown)]
+def check_page(output: str) -> None:
+    rewards = [float(number) for number in re.findall(r"rank 0: step \d, reward (\d\.\d+)", output)]
     assert len(rewards) == 5
     assert rewards[-1] > rewards[0] + 0.05
-    assert re.search(r"rank 1: train->infer, [1-9]\d* bytes", shown)
+    assert re.search(r"rank 1: train->infer, [1-9]\d* bytes", output)
 
 
 @pytest.mark.slow
@@ -82,34 +81,34 @@ def test_the_page_needs_no_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"raise ImportError({package!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    ended = run_ranks([str(EXAMPLE)], 2, timeout=300)
-    assert ended.status == 0, ended.output
-    check_page(ended.output)
-    assert "[Reshard] direction=train->infer version=4" in ended.output
+    result = run_ranks([str(EXAMPLE)], 2, timeout=300)
+    assert result.status == 0, result.output
+    check_page(result.output)
+    assert "[Reshard] direction=train->infer version=4" in result.output
 
 
-def test_they_are_short() -> None:
-    for code, most in ((CODE, 15), (LOOP, 25)):
-        assert len([line for line in code.splitlines() if line.strip()]) <= most
+def test_documented_programs_are_short() -> None:
+    for code, max_lines in ((CODE, 15), (LOOP, 25)):
+        assert len([line for line in code.splitlines() if line.strip()]) <= max_lines
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
 OWN_TRAINER = REPO_ROOT / "examples" / "own_trainer.py"
-MOST_LINES = 40
+MAX_LINES = 40
 
 
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
 def test_vllm_follows_the_trainer() -> None:
-    ended = run_ranks([str(OWN_TRAINER)], 2, timeout=300)
-    assert ended.status == 0, ended.output
-    losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", ended.output)]
+    result = run_ranks([str(OWN_TRAINER)], 2, timeout=300)
+    assert result.status == 0, result.output
+    losses = [float(number) for number in re.findall(r"loss (\d\.\d+)", result.output)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
-    assert "comes [6, 7, 8, 9, 10, 11]" in ended.output
+    assert "comes [6, 7, 8, 9, 10, 11]" in result.output
 
 
-def test_a_trainer_of_ones_own_is_short() -> None:
+def test_the_custom_trainer_is_short() -> None:
     (trainer,) = [node for node in ast.parse(OWN_TRAINER.read_text()).body if isinstance(node, ast.ClassDef)]
-    assert trainer.end_lineno - trainer.lineno < MOST_LINES
+    assert trainer.end_lineno - trainer.lineno < MAX_LINES

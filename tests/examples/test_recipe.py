@@ -1,4 +1,4 @@
-"""The recipe for Qwen2.5-0.5B: its configuration, planned with the numbers of the published model; its rewards."""
+"""The recipe for Qwen2.5-0.5B: its configuration, its plan and its rewards."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_configuration_keeps_all_rules(model: Path) -> None:
+def test_the_configuration_is_valid(model: Path) -> None:
     values = yaml.safe_load(RECIPE.read_text())
     assert values["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     config = load_config({**values, "model": str(model), "random_weights": True}, world_size=8)
     assert config.generate_config.max_model_len == config.actor_config.seq_length
 
 
-def test_its_plan_moves_the_least_and_fits(model: Path) -> None:
-    words = [str(RECIPE), f"model={model}", "--ranks", "8", "--device-gib", "80", "--json"]
-    ended = CliRunner().invoke(app, ["plan", *words])
-    assert ended.exit_code == 0, ended.output
-    answer = json.loads(ended.stdout)
-    assert answer["memory"]["device"]["fits"]
-    assert answer["bytes"]["received"] == answer["bytes"]["least"]
-    assert answer["model"]["served_bytes"] == 988_065_536  # 494 million parameters in bfloat16
-    lacking = answer["bytes"]["received"]["mean"] / answer["model"]["served_bytes"]
-    assert lacking == pytest.approx(0.5, abs=0.001)  # half of what tensor parallelism cuts
+def test_the_plan_receives_the_minimum_and_fits(model: Path) -> None:
+    arguments = [str(RECIPE), f"model={model}", "--ranks", "8", "--device-gib", "80", "--json"]
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["memory"]["device"]["fits"]
+    assert plan["bytes"]["received"] == plan["bytes"]["least"]
+    assert plan["model"]["served_bytes"] == 988_065_536  # 494 million parameters in bfloat16.
+    received = plan["bytes"]["received"]["mean"] / plan["model"]["served_bytes"]
+    assert received == pytest.approx(0.5, abs=0.001)  # Half of all that tensor parallelism shards.
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_the_last_number_after_four_hashes_counts(text: str, number: float | Non
     assert number_in(text) == number
 
 
-def test_a_reward_knows_the_answer_of_its_prompt() -> None:
+def test_rewards_compare_with_the_answer_of_the_prompt() -> None:
     prompt = prompt_of(Problem("1 + 1?", 2.0))
     assert prompt["prompt"][0]["content"].startswith("1 + 1?")
     texts = {"so\n#### 2": 1.0, "#### 3": 0.0, "two": 0.0}
-    given = [reward(prompt, Completion((), (), "stop", drawn_text=text)) for text in texts]
-    assert given == list(texts.values())
+    rewards = [reward(prompt, Completion((), (), "stop", drawn_text=text)) for text in texts]
+    assert rewards == list(texts.values())
 
 
 def test_a_problem_without_an_answer_is_named(tmp_path: Path) -> None:

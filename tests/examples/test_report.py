@@ -1,4 +1,4 @@
-"""What rank 0 writes and shows."""
+"""Files and output of rank 0."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from examples.gpt_rl.train import run_files
 
 def row(iteration: int, **changes: Any) -> dict[str, Any]:
     values = {"accuracy": 0.3 + iteration / 10, "reward": 0.25, "kl": 0.01, "loss": 0.1, "logprob_diff": 1e-5}
-    taken = {"reshard_seconds": 0.1, "iteration_seconds": 2.0, "generate_seconds": 0.5}
-    return {"iteration": iteration, **values, **taken, "bytes_received": 2_000_000, "bytes_least": 2_000_000, **changes}
+    times = {"reshard_seconds": 0.1, "iteration_seconds": 2.0, "generate_seconds": 0.5}
+    return {"iteration": iteration, **values, **times, "bytes_received": 2_000_000, "bytes_least": 2_000_000, **changes}
 
 
-def test_rows_are_written_shown_and_summed_up(tmp_path: Path) -> None:
+def test_rows_are_written_shown_and_summarized(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    screen, directory = io.StringIO(), run_files(tmp_path)
+    screen = io.StringIO()
+    directory = run_files(tmp_path)
     rows = [row(0, reward=None), row(1), row(2, accuracy=None), row(3)]
     with report.Report(Console(file=screen, width=80), directory) as shown:
         shown.begin()
         shown.show_progress("warm-up, loss 1.000", 1, 10)
-        for each in rows:
-            shown.add(each)
+        for values in rows:
+            shown.add(values)
         shown.show_progress("generate", 3, 10)
     shown.finish()
     assert directory.metrics.rows() == rows
@@ -45,7 +46,8 @@ def test_rows_are_written_shown_and_summed_up(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_a_long_run_fits(tmp_path: Path) -> None:
-    directory, screen = run_files(tmp_path), io.StringIO()
+    directory = run_files(tmp_path)
+    screen = io.StringIO()
     long = {"reshard_seconds": 1e5, "iteration_seconds": 1e6, "bytes_received": 10**15, "bytes_least": 10**15}
     directory.metrics.append(row(0, **long))
     report.Report(Console(file=screen, width=80), directory).finish()
@@ -55,17 +57,18 @@ def test_the_summary_of_a_long_run_fits(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_bar_leaves_the_streams_alone(tmp_path: Path) -> None:
-    """They go to the log; on a terminal rich would bring them back."""
+def test_the_progress_bar_does_not_redirect_the_streams(tmp_path: Path) -> None:
+    """The streams go to the log; on a terminal rich would redirect them."""
     stdout, stderr = sys.stdout, sys.stderr
     with report.Report(Console(file=io.StringIO(), force_terminal=True, width=80), run_files(tmp_path)):
         assert (sys.stdout, sys.stderr) == (stdout, stderr)
 
 
 @pytest.mark.parametrize("rows", [[], [row(2, accuracy=None), row(3)], [{"iteration": 4}]])
-def test_rows_that_were_lost_or_lack_values(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    directory, screen = run_files(tmp_path), io.StringIO()
-    for each in rows:
-        directory.metrics.append(each)
+def test_missing_rows_and_values_are_tolerated(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    directory = run_files(tmp_path)
+    screen = io.StringIO()
+    for values in rows:
+        directory.metrics.append(values)
     report.Report(Console(file=screen, width=80), directory).finish()
     assert ("- after the warm-up" in screen.getvalue()) == (tmp_path / "reward.png").is_file() == bool(rows)

@@ -1,4 +1,4 @@
-"""Rollouts as a dataset, with a scripted inference engine; and the whole script where Megatron-LM is at hand."""
+"""Rollouts as a dataset with a scripted inference engine, and the whole script."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ DATA = ROOT / "examples" / "gpt_rl" / "data"
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 SETTINGS = RolloutSettings(data=DATA, samples_per_prompt=2, max_tokens=4, batch_size=6, steps=2, seq_length=10, seed=7)
 ANSWERS = {
-    task.decode([*task.encode(one.prompt), task.END]): one.answer for one in task.load_problems(DATA / "train.jsonl")
+    task.decode([*task.encode(problem.prompt), task.END]): problem.answer
+    for problem in task.load_problems(DATA / "train.jsonl")
 }
 
 
 class ScriptedInference:
-    """The first sample of a group is right, all others are wrong. Notes seeds and prompts."""
+    """Inference that records prompts; only the first sample of a group is right."""
 
     def __init__(self) -> None:
         self.seeds: list[int | None] = []
-        self.asked: list[list[list[int]]] = []
+        self.prompts: list[list[list[int]]] = []
 
     def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Any:
-        self.asked.append([list(prompt) for prompt in prompts])
+        self.prompts.append([list(prompt) for prompt in prompts])
         self.seeds.append(sampling.seed)
         return [[_answer(prompt, number) for number in range(sampling.n)] for prompt in prompts]
 
@@ -41,7 +42,7 @@ class ScriptedInference:
 def _answer(prompt: Sequence[int], number: int) -> Completion:
     text = ANSWERS.get(task.decode([*prompt, task.END]), "0")
     token_ids = tuple(task.encode_response(text if number == 0 else "1"))
-    return Completion(token_ids, tuple(-0.5 * (place + 1) for place in range(len(token_ids))), "stop")
+    return Completion(token_ids, tuple(-0.5 * (index + 1) for index in range(len(token_ids))), "stop")
 
 
 def _rollouts(num_consumed: int = 0, num_samples: int = 36, **more: Any) -> tuple[Rollouts, list[Any]]:
@@ -50,7 +51,7 @@ def _rollouts(num_consumed: int = 0, num_samples: int = 36, **more: Any) -> tupl
     return Rollouts(SETTINGS, num_samples, num_consumed, score, lambda *report: reports.append(report)), reports
 
 
-def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
+def test_only_samples_of_the_next_steps_are_drawn() -> None:
     drawn, reports = _rollouts()
     with pytest.raises(IndexError, match="sample 0 was not drawn yet; there are 0 from 0 on"):
         drawn[0]
@@ -58,9 +59,9 @@ def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
     assert drawn.collect(ScriptedInference()) is None
     right, wrong = drawn[0], drawn[1]
     assert right["advantages"] == -wrong["advantages"] > 0.9
-    places = right["mask"].nonzero().flatten()
-    assert right["labels"][places].tolist()[-1] == task.END
-    assert right["old_log_probs"][places].tolist() == [-0.5 * (place + 1) for place in range(len(places))]
+    positions = right["mask"].nonzero().flatten()
+    assert right["labels"][positions].tolist()[-1] == task.END
+    assert right["old_log_probs"][positions].tolist() == [-0.5 * (index + 1) for index in range(len(positions))]
     assert torch.equal(right["ref_log_probs"], right["old_log_probs"])
     drawn[11]
     with pytest.raises(IndexError, match="sample 12 was not drawn"):
@@ -71,21 +72,23 @@ def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
     assert 0 <= figures["accuracy"] <= 1
 
 
-def test_a_resumed_run_draws_what_the_first_would_have_drawn() -> None:
+def test_a_resumed_run_draws_the_same_samples() -> None:
     first, reports = _rollouts()
-    inference, again = ScriptedInference(), ScriptedInference()
+    inference = ScriptedInference()
+    resumed_inference = ScriptedInference()
     for start in (0, 12):
         first.collect(inference)
         for index in range(start, start + 12):
             first[index]
     resumed, _ = _rollouts(num_consumed=12)
-    resumed.collect(again)
-    assert again.asked[0] == inference.asked[2] != inference.asked[0]  # each rollout also asks the held-out prompts
-    assert again.seeds[0] == inference.seeds[2] not in (None, inference.seeds[0])
+    resumed.collect(resumed_inference)
+    # Index 2, because every rollout also generates for the held-out prompts.
+    assert resumed_inference.prompts[0] == inference.prompts[2] != inference.prompts[0]
+    assert resumed_inference.seeds[0] == inference.seeds[2] not in (None, inference.seeds[0])
     assert [step for step, _ in reports] == [0, 2]
 
 
-def test_the_last_rollout_is_as_short_as_the_run_and_after_it_only_accuracy_is_told() -> None:
+def test_the_last_rollout_is_cut_to_the_run_and_then_only_accuracy_is_reported() -> None:
     drawn, reports = _rollouts(num_consumed=30)
     drawn.collect(ScriptedInference())
     assert len([drawn[index] for index in range(30, 36)]) == 6
@@ -94,27 +97,27 @@ def test_the_last_rollout_is_as_short_as_the_run_and_after_it_only_accuracy_is_t
     assert list(reports[1][1]) == ["accuracy"]
 
 
-def test_the_reference_scores_when_training_is_back() -> None:
-    seen: list[Any] = []
+def test_the_reference_scores_after_the_switch_to_training() -> None:
+    scored: list[Any] = []
 
     def score(batch: Batch, policy: Sequence[Any]) -> torch.Tensor:
-        seen.append((batch["tokens"].shape, policy))
+        scored.append((batch["tokens"].shape, policy))
         return torch.full_like(batch["mask"], -3.0)
 
     drawn, _ = _rollouts(score=score)
     in_training = drawn.collect(ScriptedInference())
-    assert not seen
+    assert not scored
     in_training(["chunk"])
-    assert seen == [((12, 10), ["chunk"])]
+    assert scored == [((12, 10), ["chunk"])]
     assert bool((drawn[5]["ref_log_probs"] == -3).all())
 
 
-def test_demonstrations_depend_on_seed_and_place_alone() -> None:
-    one, same, other = (Demonstrations(DATA, 50, 10, seed) for seed in (1, 1, 2))
-    assert len(one) == 50
-    assert set(one[3]) == {"tokens", "labels", "mask"}
-    assert all(torch.equal(one[place]["tokens"], same[place]["tokens"]) for place in range(50))
-    assert any(not torch.equal(one[place]["tokens"], other[place]["tokens"]) for place in range(50))
+def test_demonstrations_depend_on_seed_and_index_alone() -> None:
+    first, same, other = (Demonstrations(DATA, 50, 10, seed) for seed in (1, 1, 2))
+    assert len(first) == 50
+    assert set(first[3]) == {"tokens", "labels", "mask"}
+    assert all(torch.equal(first[index]["tokens"], same[index]["tokens"]) for index in range(50))
+    assert any(not torch.equal(first[index]["tokens"], other[index]["tokens"]) for index in range(50))
 
 
 def test_collecting_without_the_script_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +129,7 @@ def test_collecting_without_the_script_is_an_error(monkeypatch: pytest.MonkeyPat
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1")
-def test_the_script_trains_saves_and_is_resumed(tmp_path: Path) -> None:
+def test_the_script_trains_saves_and_resumes(tmp_path: Path) -> None:
     for steps in ("4", "6"):
         sizes = {"OUT": str(tmp_path), "WARM_UP": "3", "STEPS": steps, "SAVE": "2"}
         command = ["sh", "examples/gpt_rl/pretrain_gpt_rl.sh"]
@@ -134,14 +137,15 @@ def test_the_script_trains_saves_and_is_resumed(tmp_path: Path) -> None:
             command, cwd=ROOT, env={**os.environ, **sizes}, capture_output=True, text=True, timeout=280
         )
         assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-        told = [line for line in run.stdout.splitlines() if "rollout after iteration" in line]
-        assert [int(line.split("iteration")[1].split("|")[0]) for line in told] == ([0, 4] if steps == "4" else [4])
+        lines = [line for line in run.stdout.splitlines() if "rollout after iteration" in line]
+        iterations = [int(line.split("iteration")[1].split("|")[0]) for line in lines]
+        assert iterations == ([0, 4] if steps == "4" else [4])
     assert (tmp_path / "reward" / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert (tmp_path / "reward" / "reference" / "rank0.pt").is_file()
 
 
 @pytest.mark.parametrize("change", [{"samples_per_prompt": 0}, {"max_tokens": -1}, {"samples_per_prompt": 10**6}])
-def test_rollouts_that_vllm_would_refuse_are_refused_first(change: dict[str, int]) -> None:
+def test_settings_that_vllm_would_refuse_are_refused(change: dict[str, int]) -> None:
     sizes = {"samples_per_prompt": 2, "max_tokens": 4, "batch_size": 4, "steps": 1, "seq_length": 16, "seed": 0}
     with pytest.raises(ConfigError, match=r"sampling\.(n|max_tokens): Input should be"):
         RolloutSettings(data=Path("data"), **{**sizes, **change})

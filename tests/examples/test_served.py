@@ -1,4 +1,4 @@
-"""`make rl SERVER=1`: vLLM spawns its processes, as it does for users, and has no weights until trainers bring them."""
+"""`make rl SERVER=1`: vLLM spawns its processes and has no weights until trainers publish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.launch import REPO_ROOT
 
 MODULE = "tests.examples.test_served"
 TRAIN = ("-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_rl.train")
-WHOLE_MODEL = 3_165_696  # bytes
+MODEL_NBYTES = 3_165_696
 
 
 @pytest.mark.long
@@ -27,22 +27,22 @@ def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
     train = [sys.executable, *TRAIN, "--config", str(config), "--out", str(tmp_path / "run")]
     serve = [sys.executable, "-m", "examples.gpt_rl.served", str(config), "--", sys.executable, "-m", MODULE, *train]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO_ROOT), "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(serve, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
+    result = subprocess.run(serve, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, (
+        f"{result.stdout}\n{result.stderr}\n{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
     )
-    assert "is paused: True, version: none" in done.stdout
+    assert "is paused: True, version: none" in result.stdout
     before, after = run_files(tmp_path / "run").metrics.rows()
     assert before["weight_version"] < after["weight_version"]
-    assert after["bytes_received"] == after["bytes_least"] == WHOLE_MODEL
+    assert after["bytes_received"] == after["bytes_least"] == MODEL_NBYTES
     assert after["logprob_diff"] < 1e-4
 
 
 def main(*command: str) -> None:
-    """Say how the server is that the last argument names, and become the command."""
+    """Print the state of the server named by the last argument, then execute the command."""
     url = command[-1].partition("[")[2].rstrip("]")
-    answers = [json.load(urllib.request.urlopen(f"{url}/{route}")) for route in ("is_paused", "weight_info")]
-    print(f"is paused: {answers[0]['is_paused']}, version: {answers[1]['weight_version']}", flush=True)
+    replies = [json.load(urllib.request.urlopen(f"{url}/{route}")) for route in ("is_paused", "weight_info")]
+    print(f"is paused: {replies[0]['is_paused']}, version: {replies[1]['weight_version']}", flush=True)
     os.execv(command[0], command)
 
 

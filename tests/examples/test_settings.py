@@ -1,4 +1,4 @@
-"""Configuration: the committed files are sound, and everything wrong is reported at once."""
+"""The committed configurations are valid, and all violations are reported at once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def wrong_keys(*overrides: str, config: Path = TP2) -> set[str]:
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_committed_files_are_sound_and_of_one_task(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # paths are relative to the file
+def test_committed_files_are_valid_and_share_their_task(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Paths in a file are relative to it.
     loaded = settings.load_settings(CONFIGS / name, WORLD_SIZES[name])
     assert loaded.engine.actor_config.seed == loaded.engine.generate_config.seed == loaded.rl.seed
     assert loaded.rl == settings.load_settings(TP2, 2).rl
 
 
-def test_overrides_stand_in_place_of_the_files_values() -> None:
+def test_overrides_replace_values_of_the_file() -> None:
     texts = ["actor_config.optimizer.clip_grad=0.5", "rl_config.warm_up.max_steps=7", "rl_config.seed=3"]
     loaded = settings.load_settings(TP2, 2, [*texts, "generate_config.seed=5"])
     assert loaded.engine.actor_config.optimizer.clip_grad == 0.5
@@ -41,12 +43,12 @@ def test_overrides_stand_in_place_of_the_files_values() -> None:
     assert loaded.title() == "Two-digit sums: Megatron TP=2 to vLLM DP=2, seed 3"
 
 
-def test_a_key_of_another_level_is_named_with_its_section() -> None:
+def test_a_key_in_the_wrong_section_is_refused_with_the_right_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown key. Use rl_config\.iterations$"):
         settings.load_settings(TP2, 2, ["rl_config.warm_up.iterations=3"])
 
 
-def test_everything_wrong_is_reported_at_once() -> None:
+def test_all_violations_are_reported_at_once() -> None:
     changes = {
         "rl_config.iteration": 3,
         "rl_config.samples_per_prompt": 1,
@@ -68,12 +70,12 @@ def test_everything_wrong_is_reported_at_once() -> None:
     [
         *(("rl_config.seed", value) for value in (2**80, -1, True, 1.5)),
         *((f"rl_config.{key}", ".inf") for key in ("learning_rate", "kl_coefficient", "temperature")),
-        ("rl_config.temperature", 2.5),  # vLLM's limit
+        ("rl_config.temperature", 2.5),  # The limit of vLLM.
         ("rl_config.samples_per_prompt", 20_000),
         ("rl_config.max_tokens", 0),
         ("rl_config.data", "null"),
         ("rl_config", 3),
-        # what does not fit together
+        # combinations
         ("actor_config.seq_length", 9),
         ("generate_config.max_model_len", 10),
         ("rl_config.minibatches", 3),
@@ -82,7 +84,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
         ("rl_config.algorithm", "ppo"),
     ],
 )
-def test_one_value_is_refused(key: str, value: Any) -> None:
+def test_a_bad_value_is_refused(key: str, value: Any) -> None:
     assert key in wrong_keys(f"{key}={value}")
 
 
@@ -94,23 +96,23 @@ def test_one_value_is_refused(key: str, value: Any) -> None:
         (r'rl_config.data="a\0b"', "train.jsonl"),
     ],
 )
-def test_another_value_is_to_blame(override: str, key: str) -> None:
-    assert any(found.endswith(key) for found in wrong_keys(override))
+def test_a_violation_of_a_dependent_value_is_reported(override: str, key: str) -> None:
+    assert any(wrong.endswith(key) for wrong in wrong_keys(override))
 
 
-def test_a_critic_is_for_ppo() -> None:
+def test_a_critic_requires_ppo() -> None:
     config = CONFIGS / "ppo_tp2_to_dp2.yaml"
     assert settings.load_settings(config, 2).engine.critic_config is not None
     assert wrong_keys("rl_config.algorithm=grpo", config=config) == {"rl_config.algorithm"}
 
 
-def test_the_vocabulary_is_the_tasks(tmp_path: Path) -> None:
+def test_a_vocabulary_other_than_the_tasks_is_refused(tmp_path: Path) -> None:
     config = (CONFIGS.parent / "model" / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"vocab_size": 14', '"vocab_size": 32'))
     assert wrong_keys(f"model={tmp_path}") == {"model"}
 
 
-def test_a_resumed_run_may_differ_in_how_long_it_runs_and_with_fsdp_in_its_ranks() -> None:
+def test_a_resumed_run_may_change_its_length_and_with_fsdp_its_ranks() -> None:
     first = settings.load_settings(TP2, 2).fingerprint()
     longer = ("rl_config.iterations=99", "rl_config.checkpoint_every=1", "rl_config.evaluate_every=3")
     assert settings.load_settings(TP2, 2, longer).fingerprint() == first
@@ -119,8 +121,9 @@ def test_a_resumed_run_may_differ_in_how_long_it_runs_and_with_fsdp_in_its_ranks
     assert two == four
 
 
-def test_a_run_that_is_older_than_an_option_goes_on_with_its_default(tmp_path: Path) -> None:
-    older, now = settings.load_settings(TP2, 2), settings.load_settings(TP2, 2, ["rl_config.ppo.lam=0.5"])
+def test_a_run_older_than_an_option_resumes_with_the_default(tmp_path: Path) -> None:
+    older = settings.load_settings(TP2, 2)
+    now = settings.load_settings(TP2, 2, ["rl_config.ppo.lam=0.5"])
     before = older.fingerprint()
     del before["rl_config"]["ppo"], before["generate_config"]["server_pause"], before["critic_config"]
     files = run_files(tmp_path / "run")

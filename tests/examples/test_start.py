@@ -1,6 +1,7 @@
-"""What a start of the example refuses, and who ends with whom: the real command, before any engine is built.
+"""Refusals at the start of the example, and its end by signals: the real command, before any engine
+is built.
 
-One rank, without torchrun: there is no second one, nor the store where they would meet.
+A single rank runs without torchrun, and without a second rank or a store.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def train(out: Path, *options: str) -> list[str]:
 
 
 def refusal(out: Path, *options: str, environment: dict[str, str] | None = None) -> str:
-    """What a start in this directory says on the terminal before it ends."""
+    """Start a run that is refused; return its output."""
     variables = {**os.environ, **(RANKS | AGENT if environment is None else environment)}
     command = [sys.executable, *train(out, *options)]
-    ended = subprocess.run(command, cwd=REPO_ROOT, env=variables, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (1, "")
-    assert all(line.startswith(("rank 0: ", "  - ")) for line in ended.stdout.splitlines()), ended.stdout
-    return ended.stdout
+    result = subprocess.run(command, cwd=REPO_ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert all(line.startswith(("rank 0: ", "  - ")) for line in result.stdout.splitlines()), result.stdout
+    return result.stdout
 
 
-def test_the_second_job_leaves_the_first_alone(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_without_changes(tmp_path: Path) -> None:
     with run_files(tmp_path).lock():
         for options in ((), ("--no-resume",)):
             output = refusal(tmp_path, *options)
@@ -59,22 +60,23 @@ def test_the_second_job_leaves_the_first_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_what_is_not_a_run_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_refused_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     assert "so it is not a run" in refusal(tmp_path, "--no-resume")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     assert "not a directory" in refusal(tmp_path / "thesis.tex")
 
 
-def test_all_of_the_launchers_variables_are_asked_for(tmp_path: Path) -> None:
+def test_all_missing_variables_of_the_launcher_are_listed(tmp_path: Path) -> None:
     output = refusal(tmp_path / "run", environment={})
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in output
     assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
-    """Also one that waits inside a library: here for the store where ranks meet."""
-    log, lock = tmp_path / "log-rank0.txt", tmp_path / "lock"
+    """Even if the rank waits inside a library, here for the store of the process group."""
+    log = tmp_path / "log-rank0.txt"
+    lock = tmp_path / "lock"
     command = [sys.executable, "-c", LAUNCH_AND_WAIT, *train(tmp_path)]
     launcher = subprocess.Popen(command, cwd=REPO_ROOT, env={**os.environ, **RANKS, **AGENT}, stdout=subprocess.DEVNULL)
     try:
@@ -89,11 +91,11 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     run_files(tmp_path).lock().close()
 
 
-def test_signals_ask_for_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
-    """SIGTERM says nothing and may come again: torchrun sends it when a rank has failed."""
-    ended = subprocess.run([sys.executable, "-c", STOPPED_TWICE], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGINT, ended.stderr
-    first, last = ended.stdout.splitlines()
+def test_signals_request_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
+    """SIGTERM prints nothing and may repeat: torchrun sends it when a rank has failed."""
+    result = subprocess.run([sys.executable, "-c", STOPPED_TWICE], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert result.returncode == -signal.SIGINT, result.stderr
+    first, last = result.stdout.splitlines()
     assert first.startswith("Stopping after this iteration, with a checkpoint")
     assert last == "once more"
 
@@ -101,11 +103,11 @@ def test_signals_ask_for_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
 @pytest.mark.parametrize("module", ["torch", "torch.distributed.elastic.multiprocessing"])
 def test_ctrl_c_while_the_launcher_imports_leaves_no_traceback(module: str) -> None:
     program = INTERRUPTED_IN + "import examples.gpt_rl.torchrun as launcher; launcher.main()"
-    ended = subprocess.run([sys.executable, "-c", program, module], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    result = subprocess.run([sys.executable, "-c", program, module], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-def test_make_gives_the_iteration_under_way_its_time() -> None:
+def test_make_passes_the_shutdown_timeout() -> None:
     command = ["make", "-n", "rl", "PYTHON_ENV=/none", "STOP_SECONDS=1234", "ARGS=rl_config.iterations=5"]
     output = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
     assert "--out runs/gpt_rl rl_config.iterations=5" in output

@@ -1,4 +1,4 @@
-"""Characters, problems, reward, and the committed data."""
+"""Characters, problems and reward of the task, and the committed data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUM = task.Problem("07+35=", "042")
 
 
 @given(st.text(alphabet=task.CHARACTERS))
-def test_text_survives_the_tokens(text: str) -> None:
+def test_encoding_and_decoding_restore_the_text(text: str) -> None:
     assert task.decode(task.encode_response(text)) == text
 
 
@@ -26,8 +26,8 @@ def test_tokens_fit_the_model() -> None:
     ids = [*task.encode(task.CHARACTERS), task.END, task.PADDING]
     assert sorted(ids) == list(range(task.VOCAB_SIZE)) == list(range(config["vocab_size"]))
     assert (config["eos_token_id"], config["pad_token_id"]) == (task.END, task.PADDING)
-    assert config["vocab_size"] % 64, "a vocabulary that has to be padded is part of what the example shows"
-    assert config["head_dim"] >= 32, "vLLM's attention on CPU wants no less"
+    assert config["vocab_size"] % 64, "the example must show a vocabulary that needs padding"
+    assert config["head_dim"] >= 32, "vLLM's attention on CPU requires at least 32"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_tokens_fit_the_model() -> None:
         (task.encode_response("042"), 1.0),
         (task.encode_response("032"), 0.0),
         (task.encode_response("42"), 0.0),
-        (task.encode("042"), 0.0),  # cut off
+        (task.encode("042"), 0.0),  # Without END: cut off.
         ([*task.encode("042"), task.PADDING], 0.0),
         ([*task.encode("04"), task.PADDING, task.END], 0.0),
         ([task.END], 0.0),
@@ -47,7 +47,7 @@ def test_reward(response: list[int], expected: float) -> None:
     assert task.reward(SUM, response) == expected
 
 
-def test_load_names_every_bad_line(tmp_path: Path) -> None:
+def test_all_bad_lines_are_reported(tmp_path: Path) -> None:
     lines = ['{"prompt": "1+1=", "answer": "2"}', "no json", '{"prompt": "1-1=", "answer": "0"}', '{"prompt": "1+1="}']
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(lines))
@@ -56,17 +56,17 @@ def test_load_names_every_bad_line(tmp_path: Path) -> None:
     assert [finding.key for finding in caught.value.findings] == [f"{path}:{number}" for number in (2, 3, 4)]
 
 
-def test_committed_data_is_what_the_script_makes() -> None:
-    made = make_data.make_problems()
-    assert set(made) == {path.name for path in (EXAMPLE / "data").iterdir()}
-    for name, problems in made.items():
+def test_committed_data_equals_the_output_of_the_script() -> None:
+    files = make_data.make_problems()
+    assert set(files) == {path.name for path in (EXAMPLE / "data").iterdir()}
+    for name, problems in files.items():
         assert (EXAMPLE / "data" / name).read_text() == make_data.to_json_lines(problems)
         assert task.load_problems(EXAMPLE / "data" / name) == problems
 
 
-def test_data_holds_prompts_apart_and_answers_right() -> None:
-    made = make_data.make_problems()
-    train, held_out = made["train.jsonl"], made["held_out.jsonl"]
+def test_prompts_are_distinct_and_answers_right() -> None:
+    files = make_data.make_problems()
+    train, held_out = files["train.jsonl"], files["held_out.jsonl"]
     prompts = [problem.prompt for problem in [*train, *held_out]]
     assert len(set(prompts)) == len(prompts)
     for problem in [*train, *held_out]:
@@ -75,7 +75,8 @@ def test_data_holds_prompts_apart_and_answers_right() -> None:
 
 
 def test_demonstrations_usually_forget_to_carry() -> None:
-    carrying, others = [], []
+    carrying = []
+    others = []
     for problem in make_data.make_problems()["train.jsonl"]:
         left, right = map(int, problem.prompt.rstrip("=").split("+"))
         (others if make_data.sum_without_carry(left, right) == left + right else carrying).append(problem)

@@ -1,4 +1,4 @@
-"""The command itself: two ranks, real Megatron, real vLLM; interrupted, taken up again, finished."""
+"""The command on two ranks, with real Megatron and vLLM: interrupted, resumed, finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_engine.rl.run_files import RunFiles
 from tests.examples.launched import Terminal, finish, short_config, start
 from tests.harness.processes import listening_addresses
 
-# of a row, what must not depend on the clock or on having been interrupted
+# Columns that must not depend on time or on interruptions.
 RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
 
 
@@ -27,14 +27,15 @@ def config(tmp_path: Path) -> Path:
 
 
 def interrupted(config: Path, out: Path) -> str:
-    """What a run prints that is interrupted after two rows."""
+    """Interrupt a run after two rows; return its output."""
     process = start(config, out)
     wait_for_rows(run_files(out), 2, process)
     listening = listening_addresses(process.pid)
     process.send_signal(signal.SIGINT)
     output = finish(process)
     addresses = set().union(*listening.values())
-    assert len([pid for pid, found in listening.items() if found]) >= 3, listening  # the launcher, and both ranks
+    # At least the launcher and both ranks listen.
+    assert sum(bool(sockets) for sockets in listening.values()) >= 3, listening
     assert all(address.is_loopback for address in addresses), listening
     assert process.returncode == 128 + signal.SIGINT, output
     return output
@@ -42,8 +43,9 @@ def interrupted(config: Path, out: Path) -> str:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_a_run_is_interrupted_and_taken_for_finished(config: Path, tmp_path: Path) -> None:
-    out, directory = tmp_path / "run", run_files(tmp_path / "run")
+def test_an_interrupted_run_keeps_its_rows_and_can_be_finished(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    directory = run_files(out)
     output = interrupted(config, out)
     assert "the same command goes on from there" in output
     assert "Traceback" not in output
@@ -63,8 +65,9 @@ def test_a_run_is_interrupted_and_taken_for_finished(config: Path, tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
-def test_a_run_goes_on_as_if_it_had_been_killed_an_iteration_earlier(config: Path, tmp_path: Path) -> None:
-    out, directory = tmp_path / "run", run_files(tmp_path / "run")
+def test_a_resumed_run_repeats_the_last_iteration(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    directory = run_files(out)
     interrupted(config, out)
     rows = directory.metrics.rows()
     last = rows[-1]["iteration"]
@@ -88,9 +91,10 @@ def test_a_run_goes_on_as_if_it_had_been_killed_an_iteration_earlier(config: Pat
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
-def test_fsdp_needs_no_megatron_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """One iteration on two ranks; the next one on one rank, from their checkpoints."""
-    blocked, out = tmp_path / "modules", tmp_path / "run"
+def test_fsdp_runs_without_megatron_and_resumes_on_other_ranks(tmp_path: Path) -> None:
+    """The first iteration runs on two ranks; the next one resumes on a single rank."""
+    blocked = tmp_path / "modules"
+    out = tmp_path / "run"
     blocked.mkdir()
     missing = "import sys\nsys.modules.update(dict.fromkeys(['megatron', 'megatron_patches']))\n"
     (blocked / "sitecustomize.py").write_text(missing)
@@ -106,7 +110,7 @@ def test_fsdp_needs_no_megatron_and_goes_on_with_other_ranks(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_bad_configuration_ends_at_once(config: Path, tmp_path: Path) -> None:
+def test_a_bad_configuration_ends_the_run_at_once(config: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(config.read_text())
     values["actor_config"]["tensor_model_parallel_size"] = 3
     values["rl_config"]["iteration"] = 5
@@ -128,11 +132,11 @@ def wait_for_rows(directory: RunFiles, count: int, process: subprocess.Popen[str
 
 
 def check_progress(output: str) -> None:
-    """Where no bar is, lines until the first row."""
+    """Check the lines that replace the progress bar before the first row."""
     lines = output.splitlines()
     assert lines[0] == "starting engines ..."
     warm_up = next(line for line in lines if line.startswith("warm-up"))
-    assert lines.index(warm_up) < next(at for at, line in enumerate(lines) if line.split()[:1] == ["0"])
+    assert lines.index(warm_up) < next(index for index, line in enumerate(lines) if line.split()[:1] == ["0"])
 
 
 def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -> None:
@@ -148,7 +152,7 @@ def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -
         assert row["evaluate_seconds"] > 0
         assert row["update_seconds"] > 0
     for row in rows[1:]:
-        assert row["logprob_diff"] < 1e-4, "vLLM samples from other weights than Megatron scores"
+        assert row["logprob_diff"] < 1e-4, "vLLM and Megatron compute with different weights"
         assert row["generate_seconds"] > 0
         assert row["score_seconds"] > 0
         assert row["weight_version"] == rows[0]["weight_version"] + 2 * row["iteration"]
@@ -156,7 +160,7 @@ def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -
 
 
 def check_terminal(output: str) -> None:
-    """Headings, rows, summary; nothing that a library printed."""
+    """Check that the summary is printed and no messages of libraries are."""
     assert "held-out accuracy now" in output
     assert "Warning" not in output
     assert "INFO" not in output

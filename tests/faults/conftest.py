@@ -1,6 +1,4 @@
-"""These tests run when they are asked for by their marker: `pytest -m faults`. What they saw goes to $FAULTS_JSON,
-one JSON object a line.
-"""
+"""Fixture that appends results to the file $FAULTS_JSON, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -15,11 +13,12 @@ import pytest
 
 @pytest.fixture(scope="session")
 def record() -> Callable[..., None]:
-    """Call with the figures of a case: they become a line of the file."""
+    """Return a function that appends its arguments, the figures of a case, to the file."""
 
     def add(**row: Any) -> None:
-        if path := os.environ.get("FAULTS_JSON"):  # after each case: a run that is ended early leaves what it saw
-            with Path(path).open("a") as file:  # one write of one line: several processes may append
+        # In one write after each case: a run may be aborted, and other processes append too.
+        if path := os.environ.get("FAULTS_JSON"):
+            with Path(path).open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     return add

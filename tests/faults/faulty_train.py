@@ -1,7 +1,8 @@
-"""The example with a fault in it: `-m tests.faults.faulty_train` in place of `-m examples.gpt_rl.train`.
+"""The example with an injected fault: `-m tests.faults.faulty_train` in place of `-m
+examples.gpt_rl.train`.
 
-On the rank that the fault names, the function that it names is wrapped as soon as its module has been imported, before
-anybody else can take the function from there. Product code is as it is.
+The fault names a rank and a function. On that rank the function is wrapped right after the import
+of its module, before other modules can import it from there. Product code is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.faults.job import FAULT_VARIABLE, Fault, FaultError
 
 
 def install(fault: Fault, happened: Path) -> None:
-    """Wrap the function now if its module is there, else when it comes."""
+    """Wrap the function now if its module is imported, otherwise at the import."""
     if fault.module in sys.modules:
         _wrap(sys.modules[fault.module], fault, happened)
     else:
@@ -32,7 +33,7 @@ def install(fault: Fault, happened: Path) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, by means of the other finders, and wraps its function when it was executed."""
+    """Finder of one module, through the other finders, that wraps its function after execution."""
 
     def __init__(self, fault: Fault, happened: Path) -> None:
         self._fault = fault
@@ -45,8 +46,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        assert spec is not None, f"there is no module {name}"
-        assert spec.loader is not None, f"there is no module {name}"
+        assert spec is not None, f"no module named {name}"
+        assert spec.loader is not None, f"no module named {name}"
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -66,13 +67,13 @@ def _wrap(module: ModuleType, fault: Fault, happened: Path) -> None:
     @functools.wraps(function)
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == fault.call:
-            _happen(fault, happened)
+            _inject(fault, happened)
         return function(*args, **kwargs)
 
     setattr(owner, name, faulty)
 
 
-def _happen(fault: Fault, happened: Path) -> None:
+def _inject(fault: Fault, happened: Path) -> None:
     happened.with_suffix(".new").write_text(str(time.monotonic()))
     happened.with_suffix(".new").rename(happened)
     if fault.kind == "raise":

@@ -1,9 +1,9 @@
-"""The example as a job under torchrun, with a fault in one function of one rank, and what came of it.
+"""The example as a job under torchrun, with a fault in a function of one rank, and its outcome.
 
 job = Job(directory)                                      # its configuration and OUT
 outcome = job.run(Fault("kill", "hybrid_engine.rl.loop:Loop._update", rank=1))
 assert outcome.seconds < 30 and "rank 1" in outcome.terminal and outcome.leftovers == []
-assert job.run().status == 0                              # taken up and finished
+assert job.run().status == 0                              # resumed and finished
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 
 class FaultError(Exception):
-    """What a fault of kind "raise" raises."""
+    """Exception of a fault of kind "raise"."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong where.
+    """A fault at the entry of a function on one rank.
 
     Attributes:
-        kind: "raise" a FaultError, "kill" the process itself by SIGKILL, or "stop" it by SIGSTOP.
-        where: module:function, e.g. "hybrid_engine.rl.loop:Loop._update"; it happens as the function is entered.
-        rank: on which it happens.
-        call: at which call, counted from 1.
+        kind: "raise" a FaultError, "kill" the process by SIGKILL, or "stop" it by SIGSTOP.
+        where: module:function, such as "hybrid_engine.rl.loop:Loop._update".
+        rank: rank of the fault.
+        call: number of the call, from 1.
     """
 
     kind: str
@@ -60,9 +60,9 @@ class Job:
     """A small run of the example on two ranks, with both engines.
 
     Args:
-        directory: gets config.yaml and what is written to the terminal.
+        directory: receives config.yaml and the output.
         out: the run's directory; default: `run` in `directory`.
-        generate: keys of `generate_config` that are not the committed configuration's.
+        generate: changed keys of `generate_config`.
         prefix: see `Running`.
     """
 
@@ -77,9 +77,9 @@ class Job:
         self.directory = directory
         self.out = out or directory / "run"
         self.prefix = prefix
-        few = {"iterations": 100, "warm_up": {"max_steps": 5, "batch_size": 32}}
+        rl = {"iterations": 100, "warm_up": {"max_steps": 5, "batch_size": 32}}
         generate = {"timeout_seconds": 60, **(generate or {})}
-        self.config = short_config("tp2_to_dp2.yaml", directory, generate=generate, rl=few)
+        self.config = short_config("tp2_to_dp2.yaml", directory, generate=generate, rl=rl)
         self._happened = directory / "fault-happened"
 
     def run(
@@ -89,13 +89,13 @@ class Job:
         timeout: float = 240,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Start the job, wait until its last process has ended, look at what is left.
+        """Start the job, wait until its last process has ended, and inspect leftovers.
 
         Args:
-            fault: put into it.
-            options: of the example, e.g. "rl_config.iterations=3".
-            timeout: seconds until all is ended by force.
-            environment: added to this process's own.
+            fault: fault to inject.
+            options: options of the example, such as "rl_config.iterations=3".
+            timeout: seconds until all processes are killed.
+            environment: additional variables.
         """
         with self.started(fault, *options, environment=environment) as running:
             running.wait(timeout)
@@ -114,12 +114,12 @@ class Job:
 
     @property
     def fault_time(self) -> float | None:
-        """On the monotonic clock, when the fault happened."""
+        """Time of the fault on the monotonic clock, in seconds; None if it has not happened."""
         return float(self._happened.read_text()) if self._happened.exists() else None
 
     @property
     def iteration(self) -> int:
-        """The last that is complete, with its checkpoint; -1 before the warm-up is."""
+        """Last iteration with a checkpoint; -1 before the end of the warm-up."""
         progress = run_files(self.out).progress()
         return -1 if progress is None else progress.step
 

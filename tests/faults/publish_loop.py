@@ -1,4 +1,4 @@
-"""A rank of a job that trains and publishes to a vLLM server in turn; for torchrun."""
+"""A rank, started by torchrun, of a job that alternately trains and publishes to a vLLM server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hybrid_engine.serving.test_servers import train_step
 
 
 def main(model: str, url: str, rows: str, num_steps: str) -> None:
-    """Append a row with the version and completions to the file `rows` for each step, which rank 0 does."""
+    """Train and publish; rank 0 appends the version and completions of each step to `rows`."""
     with ActorHybridWorker(config_of(model, url)) as worker:
         for step in range(int(num_steps)):
             train_step(worker, step)
@@ -21,7 +21,7 @@ def main(model: str, url: str, rows: str, num_steps: str) -> None:
             answers = draw(worker)
             worker.sharding.enter(State.TRAIN)
             if worker.rank == 0:
-                row = {"version": worker.train.version, "tokens": [list(each[0].token_ids) for each in answers]}
+                row = {"version": worker.train.version, "tokens": [list(answer[0].token_ids) for answer in answers]}
                 with Path(rows).open("a") as file:
                     file.write(json.dumps(row) + "\n")
 

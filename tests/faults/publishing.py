@@ -1,11 +1,11 @@
-"""Trainers that publish to a server and outlive what is done to either: told what to do one command after the other.
+"""Trainers that publish to a server on command, and survive faults of either side.
 
     with Trainers(directory, model, url) as trainers:
-        trainers.do("publish")                                          # by rank: a `Result`
-        trainers.do("publish", Fault("within", "kill", rank=1))         # None of a rank that died
+        trainers.do("publish")                                          # a `Result` by rank
+        trainers.do("publish", Fault("within", "kill", rank=1))         # None for a rank that died
 
-Both ranks are forked as those of tests/harness/launch.py are; no failure of one takes the others down. Commands and
-results are files of a directory.
+Both ranks are forked as in tests/harness/launch.py, but the failure of a rank does not end the
+other. Commands and results are files in a directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.switch.states import State
 from hybrid_engine.tools.launching import Ended, run_started
-from tests.harness.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT, end_with_launcher
 from tests.hybrid_engine.serving.test_deltas import do_at
 from tests.hybrid_engine.serving.test_servers import train_step
 
@@ -46,13 +46,14 @@ _FORKING = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in one switch.
+    """A fault in one switch.
 
     Attributes:
-        moment: "before" the servers are called, "within" the switch, or "after": before they are told that it ended.
+        moment: "before" the servers are called, "within" the switch, or "after" it, before they are
+            notified.
         how: "raise" a MemoryError, "kill" by SIGKILL, or "stop" by SIGSTOP.
-        rank: which does it.
-        pids: to whom; empty: the rank itself.
+        rank: rank that executes the fault.
+        pids: processes to kill or stop; empty: the rank itself.
     """
 
     moment: str
@@ -61,23 +62,23 @@ class Fault:
     pids: Sequence[int] = ()
 
     @property
-    def is_own_end(self) -> bool:
-        """Whether it ends or stops a trainer."""
+    def ends_trainer(self) -> bool:
+        """True if the fault kills or stops a trainer."""
         return not self.pids and self.how != "raise"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank says of a command.
+    """Result of a command on one rank.
 
     Attributes:
-        error: name of the exception's class; "" where there was none.
-        text: of it.
-        seconds: from the fault, or else from the beginning of the command, to its end.
-        state: of the switch.
-        is_same: it is TRAIN, and training state is bitwise what it was.
-        version: of the trainer's weights.
-        tokens: completions, after a publish that went well.
+        error: class name of the exception; "" if there was none.
+        text: message of the exception.
+        seconds: time from the fault, or else from the start of the command, to its end.
+        state: state of the switch.
+        is_same: whether the state is TRAIN and the training state is bitwise unchanged.
+        version: version of the trainer's weights.
+        tokens: completions after a successful publish.
     """
 
     error: str
@@ -90,11 +91,12 @@ class Result:
 
 
 class Trainers:
-    """Two ranks. A context manager: at the end of the block none of their processes is left."""
+    """Two ranks. As a context manager it ends all of their processes at the end of the block."""
 
     def __init__(self, directory: Path, model: str, url: str) -> None:
         directory.mkdir()
-        self._directory, self._numbers = directory, itertools.count()
+        self._directory = directory
+        self._numbers = itertools.count()
         self._arguments = (str(directory), model, url)
         self._ranks: list[_Rank] = []
         self._ends = threading.Event()
@@ -124,34 +126,35 @@ class Trainers:
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
 
-    def do(self, what: str, fault: Fault | None = None, *, seconds: float = 200) -> list[Result | None]:
-        """Have all ranks do it, and wait until each has or has ended; None of a rank that says nothing.
+    def do(self, action: str, fault: Fault | None = None, *, seconds: float = 200) -> list[Result | None]:
+        """Run a command on all ranks and return the results by rank; None for a rank without a
+        result.
 
-        Those that are stopped are not waited for once the others have answered.
+        Waits until every rank has finished or ended, except a rank that `fault` stops.
         """
         number = next(self._numbers)
         command = self._directory / f"command{number}.json"
-        command.with_suffix(".new").write_text(json.dumps([what, None if fault is None else asdict(fault)]))
+        command.with_suffix(".new").write_text(json.dumps([action, None if fault is None else asdict(fault)]))
         command.with_suffix(".new").rename(command)
-        places = [self._directory / f"result{number}-{rank}.json" for rank in range(NUM_RANKS)]
-        self._has_lost |= fault is not None and fault.is_own_end
-        stopped = fault.rank if fault is not None and fault.is_own_end and fault.how == "stop" else None
+        paths = [self._directory / f"result{number}-{rank}.json" for rank in range(NUM_RANKS)]
+        self._has_lost |= fault is not None and fault.ends_trainer
+        stopped = fault.rank if fault is not None and fault.ends_trainer and fault.how == "stop" else None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             waiting = [
                 rank
-                for rank, place in enumerate(places)
-                if not place.exists() and self._is_alive(rank) and rank != stopped
+                for rank, path in enumerate(paths)
+                if not path.exists() and self._is_alive(rank) and rank != stopped
             ]
             if not waiting:
                 break
             time.sleep(0.02)
         else:
-            raise AssertionError(f"ranks {waiting} did not {what} within {seconds} s")
-        return [Result(**json.loads(place.read_text())) if place.exists() else None for place in places]
+            raise AssertionError(f"ranks {waiting} did not {action} within {seconds} s")
+        return [Result(**json.loads(path.read_text())) if path.exists() else None for path in paths]
 
     def seconds_to_end(self, rank: int, seconds: float) -> float | None:
-        """Wait for the end of a rank; None where it does not come."""
+        """Return the time until a rank has ended; None if it does not end within `seconds`."""
         started = time.monotonic()
         while time.monotonic() < started + seconds:
             if not self._is_alive(rank):
@@ -170,7 +173,7 @@ class Trainers:
 
 
 class _Rank:
-    """A forked rank, of which nobody hears that it has ended until all are to end."""
+    """A forked rank, whose end is hidden from the launcher until all ranks are to end."""
 
     def __init__(
         self, environment: Mapping[str, str], output: int, arguments: tuple[str, ...], ends: threading.Event
@@ -198,64 +201,58 @@ class _Rank:
 
 def _run_rank(environment: Mapping[str, str], output: Connection, arguments: tuple[str, ...]) -> None:
     os.setsid()
-    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     output.close()
     os.environ.update(environment)
     os.chdir(REPO_ROOT)
     try:
-        obey(*arguments)
+        run_commands(*arguments)
     except BaseException:
         traceback.print_exc()
         raise
 
 
-def _end_with_the_launcher() -> None:
-    """The server of forks lives as long as a rank does, so nothing else ends one when pytest is killed."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    os.killpg(0, signal.SIGKILL)
-
-
 def config_of(model: str, url: str) -> HybridConfig:
-    """Of two ranks that publish to the server at this URL."""
+    """Return the configuration of two ranks that publish to the server at `url`."""
     generate = {"servers": [url], "verify": "full", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
     actor = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, "tensor_model_parallel_size": 2}
     return load_config({"model": model, "actor_config": actor, "generate_config": generate})
 
 
 def draw(worker: ActorHybridWorker) -> list[list[Completion]]:
-    """The likeliest completions of some prompts."""
+    """Return the most likely completions of two prompts."""
     return worker.generate_sequences(PROMPTS, Sampling(max_tokens=8, temperature=0.0))
 
 
-def obey(directory: str, model: str, url: str) -> None:
-    """A rank: what the commands say, until "end". What a switch raised where a trainer was lost ends it."""
+def run_commands(directory: str, model: str, url: str) -> None:
+    """Run commands on a rank until "end", or until a switch fails because a trainer was lost."""
     with ActorHybridWorker(config_of(model, url)) as worker:
         trained = ""
         for number in itertools.count():
             command = Path(directory, f"command{number}.json")
             while not command.exists():
                 time.sleep(0.02)
-            what, told = json.loads(command.read_text())
-            fault = None if told is None else Fault(**told)
+            action, fields = json.loads(command.read_text())
+            fault = None if fields is None else Fault(**fields)
             trained = trained or digest(worker)
-            result, error = _do(worker, what, fault, trained)
-            trained = digest(worker) if what == "train" else trained
-            place = command.with_name(f"result{number}-{worker.rank}.json")
-            place.with_suffix(".new").write_text(json.dumps(asdict(result)))
-            place.with_suffix(".new").rename(place)
-            if what == "end":
+            result, error = _do(worker, action, fault, trained)
+            trained = digest(worker) if action == "train" else trained
+            path = command.with_name(f"result{number}-{worker.rank}.json")
+            path.with_suffix(".new").write_text(json.dumps(asdict(result)))
+            path.with_suffix(".new").rename(path)
+            if action == "end":
                 return
-            if error is not None and fault is not None and fault.is_own_end:
+            if error is not None and fault is not None and fault.ends_trainer:
                 raise error
 
 
-def _do(worker: ActorHybridWorker, what: str, fault: Fault | None, trained: str) -> tuple[Result, Exception | None]:
-    """Do it; `trained`: digest of the training state before."""
-    error, tokens, times = None, "", [time.monotonic()]
+def _do(worker: ActorHybridWorker, action: str, fault: Fault | None, trained: str) -> tuple[Result, Exception | None]:
+    """Run a command; `trained` is the digest of the training state before it."""
+    error = None
+    tokens = ""
+    times = [time.monotonic()]
 
     def act() -> None:
         assert fault is not None
@@ -265,16 +262,17 @@ def _do(worker: ActorHybridWorker, what: str, fault: Fault | None, trained: str)
     try:
         if fault is not None:
             do_at(worker.sharding, fault.moment, act)
-        if what == "publish":
+        if action == "publish":
             worker.sharding.enter(State.INFER)
-            tokens = str([(each[0].token_ids, each[0].logprobs) for each in draw(worker)])
-        elif what == "withdraw":
+            tokens = str([(answer[0].token_ids, answer[0].logprobs) for answer in draw(worker)])
+        elif action == "withdraw":
             worker.sharding.enter(State.TRAIN)
-        elif what == "train":
+        elif action == "train":
             train_step(worker, worker.train.version)
     except Exception as caught:
         error = caught
-    seconds, state = round(time.monotonic() - times[-1], 1), worker.sharding.state
+    seconds = round(time.monotonic() - times[-1], 1)
+    state = worker.sharding.state
     is_same = state is State.TRAIN and digest(worker) == trained
     name, text = ("", "") if error is None else (type(error).__name__, str(error))
     return Result(name, text, seconds, str(state), is_same, worker.train.version, tokens), error
@@ -290,7 +288,7 @@ def _act(fault: Fault, rank: int) -> None:
 
 
 def digest(worker: ActorHybridWorker) -> str:
-    """Of the bytes of parameters and optimizer state, which are on the device."""
+    """Return a digest of parameters and optimizer state, which must be on the device."""
     summed = hashlib.sha256()
     for item in worker.train.offload_items():
         if item.action == "copy":

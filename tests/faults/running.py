@@ -1,12 +1,12 @@
-"""A command with all the processes that it starts: found wherever they are, and ended at the end.
+"""A command with all processes that it starts, which are found anywhere and killed at the end.
 
     with Running(["-m", "package.module"], directory) as running:
         running.wait(timeout=100)
     assert running.outcome().leftovers == []
 
-Every process carries a token in its environment and is found by it, in whatever session and below whatever parent it
-is. (Ports end with the processes that listen on them.) Where the kernel lets us, the command has a /dev/shm of its own,
-so that only its own leftovers are there.
+A token in the environment identifies the processes, whatever their session and parent. (Ports end
+with the processes that listen on them.) If the kernel permits, the command has a private /dev/shm,
+which then holds its leftovers only.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from tests.conftest import SHARED_MEMORY, is_mapped
 from tests.harness.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
-_SECONDS_BETWEEN_LOOKS = 0.1
-_BY_A_RANK = re.compile(r"^rank \d", re.MULTILINE)
-_OF_TORCHRUN = re.compile(r"[WE]\d{4} ")
-_SECONDS_FOR_TRACKERS = 5.0  # multiprocessing's resource trackers clean up after the process that they belong to
+_POLL_SECONDS = 0.1
+_RANK_MESSAGE = re.compile(r"^rank \d", re.MULTILINE)
+_TORCHRUN_MESSAGE = re.compile(r"[WE]\d{4} ")
+# Resource trackers of multiprocessing clean up after their process has ended.
+_SECONDS_FOR_TRACKERS = 5.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
+    """Outcome of a command.
 
     Attributes:
-        status: of the command itself, negative for a signal; None when the time was over and it was ended.
-        seconds: from the fault to the end of the last process; None when no fault happened.
-        seconds_to_message: from the fault to the first line of a rank about it.
-        total_seconds: of all.
-        terminal: what was written to the terminal.
-        survivors: command lines of processes that were alive some time after the command had ended.
+        status: exit status, negative for a signal; None if the command exceeded its time and was
+            killed.
+        seconds: time from the fault to the end of the last process; None without a fault.
+        seconds_to_message: time from the fault to the first line of a rank about it.
+        total_seconds: time from the start to the end of the last process.
+        terminal: output of all processes.
+        survivors: command lines of processes that survived the command for some time.
         shared_memory: names left in /dev/shm.
     """
 
@@ -62,13 +64,13 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """What ranks say of a failure before torchrun reports it; else the first line of torchrun's report."""
+        """Messages of ranks before torchrun's report, or else the report's first line."""
         lines = self.terminal.splitlines()
-        reports = [number for number, line in enumerate(lines) if _OF_TORCHRUN.match(line)]
-        said = lines[: reports[0]] if reports else lines
-        starts = [number for number, line in enumerate(said) if line.startswith("rank ")]
+        reports = [number for number, line in enumerate(lines) if _TORCHRUN_MESSAGE.match(line)]
+        before = lines[: reports[0]] if reports else lines
+        starts = [number for number, line in enumerate(before) if line.startswith("rank ")]
         if starts:
-            return "\n".join(said[starts[0] :])
+            return "\n".join(before[starts[0] :])
         return next((lines[number] for number in reports if "failed (exitcode" in lines[number]), "")
 
     def row(self) -> dict[str, Any]:
@@ -82,14 +84,14 @@ class Outcome:
 
 
 class Running:
-    """`python arguments`, running. A context manager: at the end of the block every process is ended.
+    """A running command `python arguments`; as a context manager it kills all processes at the end.
 
     Args:
-        arguments: of the interpreter.
-        directory: for what is written to the terminal, and for the command's /dev/shm.
-        environment: added to this process's own.
-        prefix: shell commands that come first, in a mount namespace of the command's own, e.g. a mount of a small
-            /dev/shm. Needs `can_mount()`.
+        arguments: arguments of the interpreter.
+        directory: receives the output and the command's /dev/shm.
+        environment: additional variables.
+        prefix: shell commands to run before, in the command's mount namespace, such as a mount of a
+            small /dev/shm. Requires `can_mount()`.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Running:
         self._terminal = directory / f"terminal-{self._token}.txt"
         self.started = time.monotonic()
         self._ended: float | None = None
-        self._said: float | None = None
+        self._reported: float | None = None
         self._survivors: list[str] = []
         self._was_ended_by_force = False
         with self._terminal.open("wb") as terminal:
@@ -140,52 +142,55 @@ class Running:
         return self._terminal.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
-        """Those that are alive: pid -> command line."""
-        found = {}
+        """Return the command lines of live processes, by pid."""
+        command_lines = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (process / "environ").read_bytes()
                 if f"{_TOKEN_VARIABLE}={self._token}".encode() in environment.split(b"\0"):
                     words = (process / "cmdline").read_bytes().split(b"\0")
-                    found[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
-            except OSError:  # it has ended, or is another user's
+                    command_lines[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
+            except OSError:  # The process has ended or belongs to another user.
                 continue
-        return found
+        return command_lines
 
     def wait_for(self, condition: Callable[[], bool], timeout: float = 200) -> None:
-        """Until something is so. Fails when the command ends before, or the time is over."""
+        """Wait for `condition`. Fail if the command ends before, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.launcher.poll() is None, self.terminal
             assert time.monotonic() < deadline, self.terminal
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
 
     def wait(self, timeout: float, *, seconds_to_follow: float = 10.0) -> None:
-        """Until the command and all that it started have ended, or the time is over.
+        """Wait until the command and all of its processes have ended, for at most `timeout`
+        seconds.
 
-        What outlives the command by `seconds_to_follow` is a survivor.
+        A process that is alive `seconds_to_follow` after the end of the command is a survivor.
         """
-        deadline, has_ended = time.monotonic() + timeout, False
+        deadline = time.monotonic() + timeout
+        has_ended = False
         while time.monotonic() < deadline:
             if not has_ended and self.launcher.poll() is not None:
-                has_ended, deadline = True, time.monotonic() + seconds_to_follow
+                has_ended = True
+                deadline = time.monotonic() + seconds_to_follow
             alive = self.processes()
-            if self._said is None and _BY_A_RANK.search(self.terminal):
-                self._said = time.monotonic()
+            if self._reported is None and _RANK_MESSAGE.search(self.terminal):
+                self._reported = time.monotonic()
             if has_ended and not alive:
                 break
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
         self._ended = time.monotonic()
         if has_ended:
             self._survivors = list(alive.values())
 
     def outcome(self, fault_time: float | None = None) -> Outcome:
-        """After the block. `fault_time`: on the monotonic clock."""
+        """Return the outcome, after the block. `fault_time` is on the monotonic clock."""
         ended = self._ended or time.monotonic()
         return Outcome(
             status=None if self._was_ended_by_force else self.launcher.returncode,
             seconds=None if fault_time is None else ended - fault_time,
-            seconds_to_message=None if fault_time is None or self._said is None else self._said - fault_time,
+            seconds_to_message=None if fault_time is None or self._reported is None else self._reported - fault_time,
             total_seconds=ended - self.started,
             terminal=self.terminal,
             survivors=self._survivors,
@@ -196,13 +201,13 @@ class Running:
         return {path.name for path in self._shared_memory.iterdir()}
 
     def _left_in_shared_memory(self) -> set[str]:
-        """New names. In a /dev/shm that others use too, only those that no live process has mapped."""
+        """Return new names in /dev/shm, without files that a live process of others has mapped."""
         deadline = time.monotonic() + _SECONDS_FOR_TRACKERS
         while True:
             left = {name for name in self._names() - self._names_before if not is_mapped(SHARED_MEMORY / name)}
             if not left or time.monotonic() > deadline:
                 return left
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -211,7 +216,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 @functools.cache
 def can_mount() -> bool:
-    """Whether this user may mount in a mount namespace of its own."""
+    """Return whether this user may mount in a new mount namespace."""
     try:
         return (
             subprocess.run([*unshare(), "mount", "--bind", "/dev/shm", "/dev/shm"], capture_output=True).returncode == 0
@@ -221,5 +226,5 @@ def can_mount() -> bool:
 
 
 def unshare() -> list[str]:
-    """A command that starts another in a mount namespace of its own."""
+    """Return the prefix that starts a command in a new mount namespace."""
     return ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]

@@ -1,4 +1,4 @@
-"""An error at any line of a switch, on one of two ranks: both hear of it at once, and their next switches are right."""
+"""An error at any line of a switch reaches both ranks at once; the next switches are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 
 FOLDER = str(Path(switch.__file__).parent)
 STEP = 5
-"""Lines from one error to the next."""
+"""Number of lines from one error to the next."""
 SETTINGS = {
     "mapped memory": {"elastic": True, "incremental": "auto", "incremental_mb": 2, "prefetch": "auto"},
     "messages": {"transport": "collective", "incremental": "delta"},
@@ -31,17 +31,18 @@ SETTINGS = {
 
 
 class FailingLine:
-    """Raises MemoryError at the n-th line that runs in hybrid_engine/switch while it is active.
+    """Context that raises MemoryError at line number `at` that runs in hybrid_engine/switch.
 
-    From the end of `WeightContainer.begin` to the first line of `fill` a rank could not tell the others: these few
-    lines allocate nothing, and are not tested.
+    It skips the lines from the end of `WeightContainer.begin` to the first line of `fill`, where a
+    rank could not notify the others: they allocate nothing.
 
     Attributes:
-        where: it has raised, or nothing.
+        where: the failed line; empty if none failed.
     """
 
     def __init__(self, at: int, container: WeightContainer) -> None:
-        self._left, self._container = at, container
+        self._remaining = at
+        self._container = container
         self.where = ""
 
     def __enter__(self) -> FailingLine:
@@ -56,8 +57,8 @@ class FailingLine:
 
     def _at_line(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
         if event == "line" and not self._container._has_begun:
-            self._left -= 1
-            if self._left < 0:
+            self._remaining -= 1
+            if self._remaining < 0:
                 sys.settrace(None)
                 self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
                 raise MemoryError
@@ -65,10 +66,15 @@ class FailingLine:
 
 
 def fail_everywhere(before: State, after: State, settings: dict[str, Any]) -> list[tuple[str, float]]:
-    """Lines of a switch that failed on rank 0, and the seconds until this rank had heard of each."""
-    rig, found = Rig(verify="full", timeout_seconds=20, **settings), list[tuple[str, float]]()
+    """Return the failed lines of a switch on rank 0, each with the seconds until this rank had
+    noticed.
+
+    The last entry has an empty line: the switch ended before it.
+    """
+    rig = Rig(verify="full", timeout_seconds=20, **settings)
+    failures = list[tuple[str, float]]()
     rig.training.step()
-    while not found or found[-1][0]:
+    while not failures or failures[-1][0]:
         for target in (INFER, TRAIN, INFER, TRAIN):
             rig.manager.enter(target)
             if target is INFER:
@@ -77,29 +83,28 @@ def fail_everywhere(before: State, after: State, settings: dict[str, Any]) -> li
                 rig.training.assert_unchanged()
                 rig.training.step()
         rig.manager.enter(before)
-        at = STEP * len(found) if rig.job.rank == 0 else sys.maxsize
+        at = STEP * len(failures) if rig.job.rank == 0 else sys.maxsize
         began = time.monotonic()
         with suppress(HybridEngineError, MemoryError), FailingLine(at, rig.manager.container) as failing:
             rig.manager.enter(after)
         seconds = time.monotonic() - began
-        while True:  # where a rank failed between two phases they meet in different calls
-            assert rig.job.agreement.lost is None, f"after {failing.where}, {seconds:.1f} s: the ranks have parted"
+        while True:  # After a failure between two phases, ranks meet in different calls.
+            assert rig.job.agreement.lost is None, f"ranks lost each other after {failing.where}, {seconds:.1f} s"
             with suppress(HybridEngineError):
                 (where, _) = rig.job.agreement.gather(failing.where, str)
                 break
-        found.append((where, seconds))
+        failures.append((where, seconds))
         rig.manager.enter(TRAIN)
-    return found
+    return failures
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("before", "after"), [(TRAIN, INFER), (INFER, TRAIN)], ids=str)
-def test_an_error_at_any_line_is_heard_of_at_once_and_the_next_switch_is_right(
+def test_an_error_at_any_line_reaches_all_ranks_at_once(
     ranks: Ranks, before: State, after: State, settings: str, record: Callable[..., None]
 ) -> None:
-    for found in ranks.launch(fail_everywhere, 2, before, after, SETTINGS[settings], timeout=300):
-        *failed, _ = found
+    for *failed, _ in ranks.launch(fail_everywhere, 2, before, after, SETTINGS[settings], timeout=300):
         most = max(seconds for _, seconds in failed)
         record(switch=f"{before}->{after}, {settings}", lines=len(failed), most_seconds=most)
         assert len(failed) > 20

@@ -1,7 +1,8 @@
-"""Ranks of the example that are killed, raise an exception or hang: the job ends soon, leaves nothing, and can go on.
+"""If a rank of the example is killed, raises or hangs, the job ends soon, leaves nothing and can be
+resumed.
 
-The faults of one kind happen to one run, one after the other: each takes up what the one before left. In the end that
-run is finished, after kills with the same results as one that nothing happened to.
+Faults of one kind hit the same run in turn, each after a resume. Finally the run is finished; after
+kills its results equal an undisturbed run.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from tests.faults.running import Outcome
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-STEP = "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step"  # 5 of warm-up, then 2 in each iteration
+STEP = "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step"  # 5 in the warm-up, 2 per iteration
 FILL = "hybrid_engine.switch.weight_container:WeightContainer.fill"
 GENERATE = "hybrid_engine.backends.vllm.engine:InferenceEngine._run"
 DECODE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model"
 WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 TP2 = {"infer_tensor_parallel_size": 2}
-"""While generating, so that ranks wait for each other inside vLLM."""
+"""With tensor parallelism in generation, so that ranks wait for each other inside vLLM."""
 TIMEOUT = 20
 
 
 def check_killed(outcome: Outcome, _: Fault) -> None:
-    """It says who was killed, and does not take torchrun's SIGTERM for the user's."""
+    """The output reports the kill and does not take torchrun's SIGTERM for the user's."""
     assert "Signal 9 (SIGKILL)" in outcome.terminal
     assert "Stopping after this iteration" not in outcome.terminal
 
 
 def check_raised(outcome: Outcome, fault: Fault) -> None:
-    """The exception is said first, and within seconds."""
+    """The exception is the first line of the message, within seconds."""
     assert fault.text in outcome.message.splitlines()[0], outcome.terminal
     assert "pair.cc" not in outcome.terminal
     assert outcome.seconds_to_message is not None
@@ -49,12 +50,12 @@ def check_stopped(outcome: Outcome, _: Fault) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """Faults that happen to one run.
+    """Faults of one run.
 
     Attributes:
-        faults: by where they happen.
-        most_seconds: to the end of the last process.
-        check: what is said on the terminal.
+        faults: faults by place.
+        most_seconds: maximum time from the fault to the end of the last process.
+        check: check of the output.
         generate: keys of `generate_config`.
     """
 
@@ -73,7 +74,7 @@ KINDS = {
             "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
             "generate": Fault("kill", GENERATE, call=4),
         },
-        45,  # below `timeout_seconds`, so nothing waited for its timeout
+        45,  # Less than `timeout_seconds`, so that no rank waited for a timeout.
         check_killed,
     ),
     "raises": Kind(
@@ -86,7 +87,7 @@ KINDS = {
             "vLLM's start, memory": Fault("raise", f"{WORKER}.determine_available_memory"),
             "vLLM's start, warm-up": Fault("raise", f"{WORKER}.compile_or_warm_up_model"),
         },
-        50,  # the same; a rank that waits inside vLLM is given 30 s to come back before it is ended
+        50,  # Likewise; a rank that waits inside vLLM is killed after 30 s.
         check_raised,
         TP2,
     ),
@@ -96,8 +97,9 @@ KINDS = {
             "fill": Fault("stop", FILL, call=2),
             "decoding with TP 2": Fault("stop", DECODE, call=10),
         },
-        # two waits one after the other at most, the time for other ranks to say more, the 30 s that torchrun gives a
-        # rank that does not end by SIGTERM once another has failed (whatever --shutdown-timeout says), and some more
+        # At most two waits in turn, 20 s for messages of other ranks, 30 s until torchrun kills a
+        # rank that ignores SIGTERM after the failure of another (--shutdown-timeout does not
+        # apply), and a margin.
         2 * TIMEOUT + 20 + 30 + 10,
         check_stopped,
         {**TP2, "timeout_seconds": TIMEOUT},
@@ -121,8 +123,10 @@ def check(outcome: Outcome, fault: Fault, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), [(name, where) for name, kind in KINDS.items() for where in kind.faults])
-def test_the_job_ends(jobs: dict[str, Job], name: str, where: str, record: Callable[..., None]) -> None:
-    job, fault, before = jobs[name], KINDS[name].faults[where], jobs[name].iteration
+def test_the_job_ends_after_a_fault(jobs: dict[str, Job], name: str, where: str, record: Callable[..., None]) -> None:
+    job = jobs[name]
+    fault = KINDS[name].faults[where]
+    before = job.iteration
     outcome = job.run(fault)
     record(fault=f"rank 1 {name}: {where}", **outcome.row(), resumed=job.iteration > before)
     check(outcome, fault, KINDS[name])
@@ -130,7 +134,9 @@ def test_the_job_ends(jobs: dict[str, Job], name: str, where: str, record: Calla
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_run_is_finished(jobs: dict[str, Job], tmp_path: Path, name: str, record: Callable[..., None]) -> None:
+def test_the_run_can_be_finished_after_faults(
+    jobs: dict[str, Job], tmp_path: Path, name: str, record: Callable[..., None]
+) -> None:
     last = len(jobs[name].rows()) + 1
     outcome = jobs[name].run(None, f"rl_config.iterations={last}")
     record(fault=f"none, after rank 1 was {name}", **outcome.row(), resumed=outcome.status == 0)
@@ -141,12 +147,12 @@ def test_the_run_is_finished(jobs: dict[str, Job], tmp_path: Path, name: str, re
     if name == "killed":
         undisturbed = Job(tmp_path)
         assert undisturbed.run(None, f"rl_config.iterations={last}").status == 0
-        for seen, expected in zip(rows, undisturbed.rows(), strict=True):
-            assert {key: seen[key] for key in RESULTS} == {key: expected[key] for key in RESULTS}
+        for row, expected in zip(rows, undisturbed.rows(), strict=True):
+            assert {key: row[key] for key in RESULTS} == {key: expected[key] for key in RESULTS}
 
 
-def test_a_rank_killed_while_decoding_with_its_partner(tmp_path: Path, record: Callable[..., None]) -> None:
-    """The other rank waits inside vLLM, for the memory that they share."""
+def test_the_job_ends_if_a_rank_is_killed_while_decoding(tmp_path: Path, record: Callable[..., None]) -> None:
+    """The other rank waits inside vLLM for shared memory."""
     outcome = Job(tmp_path, generate=TP2).run(KILLED_WHILE_DECODING)
     record(fault="rank 1 killed: decoding with TP 2", **outcome.row())
     check(outcome, KILLED_WHILE_DECODING, KINDS["killed"])

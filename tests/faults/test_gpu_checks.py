@@ -1,4 +1,4 @@
-"""The checks of tests/gpu that can run on the CPU: minutes, for stage 2 builds both engines and a vLLM of its own."""
+"""Run of the checks of tests/gpu on the CPU, in minutes: stage 2 builds real engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.harness.launch import REPO_ROOT
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 
-def test_all_pass_on_the_cpu(tmp_path: Path) -> None:
+def test_all_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "records"
     options = ["--device", "cpu", "--budget", "540", "--records", str(path), "--confcutdir", "tests/gpu"]
     command = [sys.executable, "-m", "pytest", "tests/gpu", *options]
-    ended = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=570)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=570)
+    assert result.returncode == 0, result.stdout + result.stderr
     _, *records = map(json.loads, path.read_text().splitlines())
-    assert {each["reason"] for each in records if each["outcome"] != "passed"} == {"needs a GPU"}
-    passed = {each["check"].partition("::")[2] for each in records if each["outcome"] == "passed"}
+    assert {record["reason"] for record in records if record["outcome"] != "passed"} == {"needs a GPU"}
+    passed = {record["check"].partition("::")[2] for record in records if record["outcome"] == "passed"}
     assert {"TestEager::test_built_again", "TestEager::test_the_same_completions"} < passed

@@ -1,6 +1,6 @@
-"""A job that publishes to a server, killed at random moments: the same call publishes again.
+"""A job that publishes to a server and is killed at random moments can be started again.
 
-python -m tests.faults.test_killed_publishing 60 7    # kills, seed; prints a line for each, and what came of them
+python -m tests.faults.test_killed_publishing 60 7    # kills, seed; prints a line per start, and the findings
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOP = "tests.faults.publish_loop"
 
 
 class PublishingJob:
-    """The job, each start of which begins anew; and the one server that it publishes to."""
+    """The job, which does not resume, and the server that all of its starts publish to."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -36,7 +36,7 @@ class PublishingJob:
         self._number = 0
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
-        """Start the job, and kill it; whether it was killed."""
+        """Start the job and kill it; return the outcome and whether it was still running."""
         self._number += 1
         command = [*TORCHRUN, "-m", LOOP, self._model, self.servers.now.url, str(self._file), str(NUM_STEPS)]
         return run_and_kill(command, self.directory, LOOP, lambda: len(self.rows()), kill)
@@ -46,21 +46,23 @@ class PublishingJob:
         return self.directory / f"rows{self._number}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of the last start; a row that is being written does not count."""
+        """Return the complete rows of the last start."""
         text = self._file.read_text() if self._file.is_file() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def kill_publishing(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
-    """Kill as often, and let the job finish now and then, and in the end."""
-    findings, chance = Findings(), random.Random(seed)
+def kill_publishing(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+    """Kill the job `num_kills` times; it finishes now and then, and in the end."""
+    findings = Findings()
+    chance = random.Random(seed)
     random.seed(seed)
     job = PublishingJob(directory)
     try:
         outcome, _ = job.run(NEVER)
-        whole, longest = job.rows(), outcome.total_seconds
+        whole = job.rows()
+        longest = outcome.total_seconds
         assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
-        say(f"a run without kills: {longest:.0f} s")
+        log(f"a run without kills: {longest:.0f} s")
         is_killed = True
         while is_killed or findings.kills.total() < num_kills:
             is_last = findings.kills.total() >= num_kills
@@ -69,7 +71,7 @@ def kill_publishing(directory: Path, num_kills: int, seed: int, say: Callable[[s
             findings.whole += not is_killed
             wrong = _faults(job, outcome, whole, is_killed=is_killed)
             ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
-            say(f"{ended}; {len(job.rows())} rows; {wrong or 'well'}")
+            log(f"{ended}; {len(job.rows())} rows; {wrong or 'well'}")
             if wrong and not is_killed:
                 break
     finally:
@@ -78,17 +80,18 @@ def kill_publishing(directory: Path, num_kills: int, seed: int, say: Callable[[s
 
 
 def _faults(job: PublishingJob, outcome: Outcome, whole: list[dict[str, Any]], *, is_killed: bool) -> list[str]:
-    """What is not as it should be after one start."""
-    found, rows = [], job.rows()
+    """Return descriptions of wrong behaviour after a start."""
+    wrong = []
+    rows = job.rows()
     if not is_killed and outcome.status != 0:
-        found.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
+        wrong.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
     if rows != whole[: len(rows)] or (not is_killed and len(rows) < len(whole)):
-        found.append(f"has other rows than a run that was not killed: {rows}")
+        wrong.append(f"has other rows than a run that was not killed: {rows}")
     if outcome.leftovers:
-        found.append(f"left {outcome.leftovers}")
+        wrong.append(f"left {outcome.leftovers}")
     if not job.servers.is_up():
-        found.append("the server is not up")
-    return found
+        wrong.append("the server is not up")
+    return wrong
 
 
 def test_every_killed_job_publishes_again(tmp_path: Path, record: Callable[..., None]) -> None:

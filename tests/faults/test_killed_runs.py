@@ -1,7 +1,7 @@
-"""The quick start's job, killed again and again at random moments: the same call goes on, to the rows of a run that
-was not.
+"""The job of the quick start, killed repeatedly at random moments, resumes and ends with the rows
+of an undisturbed run.
 
-python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line for each, and what came of them
+python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line per start, and the findings
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tests.harness.launch import REPO_ROOT
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 CODE = re.search(r"```python\n(# rl\.py.*?)```", (REPO_ROOT / "docs" / "quick_start.md").read_text(), re.DOTALL)[1]
-STEPS, OUT = "steps=8,", '"runs/even"'
+STEPS = "steps=8,"
+OUT = '"runs/even"'
 NUM_STEPS = 12
 LONGER = f"steps={NUM_STEPS}, save_every=2, kl_coefficient=0.01,"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -41,12 +42,7 @@ REFUSED = re.compile(r"\b(FileError|ConfigError|StateError)\b")
 
 @dataclass(frozen=True)
 class Kill:
-    """What is killed, and when.
-
-    Attributes:
-        victims: "one" rank or "all" processes.
-        num_rows, seconds: so many seconds after the job has so many rows.
-    """
+    """A kill of "one" rank or "all" processes, `seconds` after row number `num_rows`."""
 
     victims: str
     num_rows: int
@@ -54,9 +50,11 @@ class Kill:
 
     @staticmethod
     def at_random(chance: random.Random, longest: float, first_row: int, last_row: int, seconds: float) -> Kill:
-        """Within `longest` seconds of the start, or, most of the time, within `seconds` after one of these rows."""
-        victims, after_start = chance.choice(("one", "all")), chance.uniform(0, longest)
-        if chance.random() < 0.7:  # most of the time it starts; that is not all to be killed
+        """Draw a kill within `seconds` after one of these rows or, less often, at any time."""
+        victims = chance.choice(("one", "all"))
+        after_start = chance.uniform(0, longest)
+        # A job spends most of its time on starting, which would otherwise get most kills.
+        if chance.random() < 0.7:
             return Kill(victims, chance.randint(first_row, last_row), chance.uniform(0, seconds))
         return Kill(victims, 0, after_start)
 
@@ -66,13 +64,13 @@ class Kill:
 
 @dataclass
 class Findings:
-    """What came of all kills.
+    """Findings of all starts of a job.
 
     Attributes:
-        kills: by what was killed, and the last step with a row.
-        starts: of the job.
-        whole: runs that were finished.
-        wrong: what was not as it should be; empty when all is well.
+        kills: numbers of kills, by victims and last step with a row.
+        starts: number of starts.
+        whole: number of finished runs.
+        wrong: descriptions of wrong behaviour; empty if there was none.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -81,7 +79,7 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, kill: Kill, num_rows: int, wrong: list[str], *, is_killed: bool) -> str:
-        """Count a start of the job, which has so many rows now; returns how it ended."""
+        """Count a start of the job, which has `num_rows` rows now; return how it ended."""
         ended = str(kill) if is_killed else "finished"
         self.starts += 1
         self.kills[f"{kill.victims} at step {num_rows}"] += is_killed
@@ -89,14 +87,17 @@ class Findings:
         return ended
 
 
-NEVER = Kill("all", 0, SECONDS_TO_END * 5)
-"""No job takes so long."""
+NEVER = Kill("all", 0, SECONDS_TO_END * 5)  # Longer than any job.
 
 
 def run_and_kill(
     command: list[str], directory: Path, mark: str, num_rows: Callable[[], int], kill: Kill
 ) -> tuple[Outcome, bool]:
-    """Run a job of torchrun; whether it was killed before its end. `mark`: what is in the command line of a rank."""
+    """Run a job under torchrun and kill it; return the outcome and whether it was killed before its
+    end.
+
+    `mark` occurs in the command lines of the ranks.
+    """
     with Running(command, directory, {"OMP_NUM_THREADS": "1"}) as running:
         while num_rows() < kill.num_rows and running.launcher.poll() is None:
             time.sleep(0.05)
@@ -107,14 +108,14 @@ def run_and_kill(
         alive = running.processes() if is_killed else {}
         ranks = [pid for pid, line in alive.items() if mark in line and TORCHRUN[1] not in line]
         for pid in [random.choice(ranks)] if kill.victims == "one" and ranks else list(alive):
-            with suppress(ProcessLookupError):  # it has ended with another
+            with suppress(ProcessLookupError):  # It ended together with another.
                 os.kill(pid, signal.SIGKILL)
         running.wait(SECONDS_TO_END)
     return running.outcome(), is_killed
 
 
 class KilledJob:
-    """The quick start's job in one directory, started and killed."""
+    """The job of the quick start in one directory."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory = directory
@@ -124,12 +125,12 @@ class KilledJob:
         self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
-        """Start the job, and kill it; whether it was killed."""
+        """Start the job and kill it; return the outcome and whether it was still running."""
         script = str(self._script)
         return run_and_kill([*TORCHRUN, script], self.directory, script, lambda: len(self.files.metrics.rows()), kill)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Without what the clock and the memory say."""
+        """Return the rows without measurements of time and memory."""
         rows = self.files.metrics.rows()
         return [{key: value for key, value in row.items() if not key.endswith(MEASURED)} for row in rows]
 
@@ -138,13 +139,15 @@ class KilledJob:
         return 0 if progress is None else progress.step
 
 
-def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
-    findings, chance = Findings(), random.Random(seed)
+def kill_runs(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+    findings = Findings()
+    chance = random.Random(seed)
     job = KilledJob(directory, 0)
     outcome, _ = job.run(NEVER)
-    whole, longest = job.rows(), outcome.total_seconds
+    whole = job.rows()
+    longest = outcome.total_seconds
     assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
-    say(f"a run without kills: {longest:.0f} s")
+    log(f"a run without kills: {longest:.0f} s")
     random.seed(seed)
     while findings.kills.total() < num_kills:
         job = KilledJob(directory, findings.whole + 1)
@@ -156,37 +159,37 @@ def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], N
             outcome, is_killed = job.run(kill)
             wrong = _faults(job, outcome, before, is_killed=is_killed)
             ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
-            say(f"{ended}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
+            log(f"{ended}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
             if wrong and not is_killed:
                 break
         findings.whole += 1
         if job.rows() != whole:
-            findings.wrong.append(f"run {findings.whole} has other rows than one that was not killed")
+            findings.wrong.append(f"rows of run {findings.whole} differ from those of an undisturbed run")
     return findings
 
 
 def _faults(job: KilledJob, outcome: Outcome, before: int, *, is_killed: bool) -> list[str]:
-    """What is not as it should be after one start."""
-    found = []
+    """Return descriptions of wrong behaviour after a start."""
+    wrong = []
     if not is_killed and outcome.status != 0:
-        found.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
+        wrong.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
     if refused := REFUSED.search(outcome.terminal):
-        found.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
+        wrong.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
     if outcome.leftovers:
-        found.append(f"left {outcome.leftovers}")
+        wrong.append(f"left {outcome.leftovers}")
     if incomplete := [path.name for path in job.out.rglob("*.incomplete")] if not is_killed else []:
-        found.append(f"left {incomplete}")
+        wrong.append(f"left {incomplete}")
     if job.newest() < before:
-        found.append(f"its checkpoint is of step {job.newest()}, it was {before}")
+        wrong.append(f"its checkpoint is of step {job.newest()}, it was {before}")
     if [row["step"] for row in job.rows()] != list(range(1, len(job.rows()) + 1)):
-        found.append(f"rows of steps {[row['step'] for row in job.rows()]}")
+        wrong.append(f"rows of steps {[row['step'] for row in job.rows()]}")
     if job.out.exists() and not _is_unlocked(job):
-        found.append("left its lock")
-    return found
+        wrong.append("left its lock")
+    return wrong
 
 
 def _is_unlocked(job: KilledJob, patience: float = 20) -> bool:
-    """Whether the run's lock is free, soon: a killed process closes its files some time after its memory is gone."""
+    """Return whether the run's lock becomes free: a killed process closes its files late."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -202,7 +205,7 @@ def _is_unlocked(job: KilledJob, patience: float = 20) -> bool:
 NUM_KILLS = 4
 
 
-def test_every_killed_run_goes_on(tmp_path: Path, record: Callable[..., None]) -> None:
+def test_every_killed_run_resumes(tmp_path: Path, record: Callable[..., None]) -> None:
     findings = kill_runs(tmp_path, NUM_KILLS, 1, print)
     fault = f"{findings.kills.total()} kills of the quick start's job"
     record(fault=fault, message=str(findings), resumed=not findings.wrong)

@@ -1,6 +1,7 @@
-"""Random failures at random points of a switch, on a random rank; the caller goes on. Thirty cycles.
+"""Random failures at random points of a switch on a random rank, in thirty cycles; the caller
+continues.
 
-python -m tests.faults.test_random_faults 200          # cycles, each with a fault; prints what came of them
+python -m tests.faults.test_random_faults 200          # number of cycles with a fault each; prints the findings
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"infer_tensor_parallel_size": 2},
     ),
 }
-TARGETS = (State.INFER, State.INFER, State.FORWARD, State.IDLE)  # the first is the longest way
-CALLS = (1, 1, 1, 2, 3)  # most functions are called once or twice in a switch; a fault at a later call never happens
+TARGETS = (State.INFER, State.INFER, State.FORWARD, State.IDLE)  # INFER twice: its switch has most steps.
+CALLS = (1, 1, 1, 2, 3)  # Most functions are called once or twice in a switch; later faults do not happen.
 
 
 @dataclass
 class Findings:
-    """What came of all cycles, on one rank.
+    """Findings of all cycles on one rank.
 
     Attributes:
-        cycles: how many there were, each with a fault that was to happen.
-        failed: switches that raised, by where the fault was.
-        unrecovered: what was wrong after a failed switch; empty when all is well.
-        worst: largest difference of a log-probability, vLLM against Megatron.
-        grown: bytes, descriptors, threads: after the last cycle less after the first tenth.
+        cycles: number of cycles with a planned fault each.
+        failed: numbers of switches that raised, by place of the fault.
+        unrecovered: disagreements of ranks after a switch; empty if there were none.
+        worst: largest difference of a log-probability between vLLM and Megatron.
+        grown: growth of bytes, descriptors and threads from the first tenth of the cycles to the
+            last cycle.
     """
 
     cycles: int = 0
@@ -65,32 +67,37 @@ def break_switches(directory: str, layout: str, num_cycles: int, seed: int) -> F
     model = workers.write_model(Path(directory) / f"model{os.environ['RANK']}", "qwen3")
     actor, generate = LAYOUTS[layout]
     worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
-    chance, findings, held = random.Random(seed), Findings(), []
+    chance = random.Random(seed)
+    findings = Findings()
+    usage = []
     points = _points(worker)
     if actor.get("overlap_param_gather"):
-        del points["training.prepare"]  # Megatron's gather: a rank that fails before a collective ends the job
+        # Contains a gather of Megatron: a rank that fails before a collective ends the job.
+        del points["training.prepare"]
     for cycle in range(num_cycles):
         with worker.train_context():
             worker.update(workers.batch(seed=cycle), workers.cross_entropy)
             expected = worker.compute_log_probs(workers.batch(seed=0))
-        where, target = chance.choice(sorted(points)), chance.choice(TARGETS)
-        rank, call = chance.randrange(dist.get_world_size()), chance.choice(CALLS)
-        with _fault(*points[where], call) if rank == worker.rank else _none():
+        where = chance.choice(sorted(points))
+        target = chance.choice(TARGETS)
+        rank = chance.randrange(dist.get_world_size())
+        call = chance.choice(CALLS)
+        with _fault(*points[where], call) if rank == worker.rank else nullcontext():
             error = _attempt(worker, target)
         findings.cycles += 1
         findings.unrecovered += _disagreements(worker, f"cycle {cycle}, {where} on the way to {target.value}", error)
         if error is not None:
             findings.failed[f"{where}, {target.value}"] += 1
         findings.worst = max(findings.worst, _difference(worker, expected))
-        held.append(_held())
-    first = held[num_cycles // 10]
-    findings.grown = {name: value - first[name] for name, value in held[-1].items()}
+        usage.append(_usage())
+    first = usage[num_cycles // 10]
+    findings.grown = {name: value - first[name] for name, value in usage[-1].items()}
     worker.shutdown()
     return findings
 
 
 def _points(worker: ActorHybridWorker) -> dict[str, tuple[Any, str]]:
-    """Name -> object and method: what a switch calls that may fail on one rank alone."""
+    """Return the methods of a switch that can fail on one rank alone: name -> (object, method)."""
     sharding = worker.sharding
     objects = {
         "training": (sharding.training, ("prepare", "check_values", "buffers")),
@@ -104,7 +111,8 @@ def _points(worker: ActorHybridWorker) -> dict[str, tuple[Any, str]]:
 
 @contextmanager
 def _fault(owner: Any, method: str, call: int) -> Iterator[None]:
-    function, calls = getattr(owner, method), 0
+    function = getattr(owner, method)
+    calls = 0
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -120,11 +128,6 @@ def _fault(owner: Any, method: str, call: int) -> Iterator[None]:
         delattr(owner, method)
 
 
-@contextmanager
-def _none() -> Iterator[None]:
-    yield
-
-
 def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
     try:
         worker.sharding.enter(target)
@@ -133,21 +136,22 @@ def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
     return None
 
 
-def _disagreements(worker: ActorHybridWorker, what: str, error: str | None) -> list[str]:
-    """What the ranks do not have in common after a switch: whether it failed, and the state."""
-    seen = worker.job.agreement.gather((error is None, worker.sharding.state.value), tuple[bool, str])
-    return [] if len(set(seen)) == 1 else [f"{what}: {seen}, {error}"]
+def _disagreements(worker: ActorHybridWorker, switch: str, error: str | None) -> list[str]:
+    """Return the success and the state by rank if they differ after a switch."""
+    outcomes = worker.job.agreement.gather((error is None, worker.sharding.state.value), tuple[bool, str])
+    return [] if len(set(outcomes)) == 1 else [f"{switch}: {outcomes}, {error}"]
 
 
 def _difference(worker: ActorHybridWorker, expected: torch.Tensor) -> float:
-    """Switch to vLLM, which must succeed now; largest difference of its log-probabilities from Megatron's."""
+    """Switch to vLLM, which must succeed now; return its largest difference of a
+    log-probability."""
     tokens = workers.batch(seed=0)["tokens"]
     with worker.rollout_context():
         scored = torch.stack(worker.inference.prompt_logprobs(tokens.tolist()))
     return float((scored - expected[:, :-1]).abs().max())
 
 
-def _held() -> dict[str, int]:
+def _usage() -> dict[str, int]:
     process = psutil.Process()
     return {
         "resident bytes": process.memory_info().rss,
@@ -157,7 +161,7 @@ def _held() -> dict[str, int]:
 
 
 NUM_CYCLES = 30
-MOST_GROWN = {"resident bytes": 16 * 2**20, "descriptors": 4, "threads": 4}
+MAX_GROWTH = {"resident bytes": 16 * 2**20, "descriptors": 4, "threads": 4}
 
 
 def test_every_failed_switch_is_recovered(engines: Ranks, tmp_path: Path, record: Callable[..., None]) -> None:
@@ -173,7 +177,7 @@ def test_every_failed_switch_is_recovered(engines: Ranks, tmp_path: Path, record
         assert findings.failed == by_rank[0].failed
         assert findings.failed.total() >= NUM_CYCLES // 6
         assert findings.worst < 1e-5
-        assert all(findings.grown[name] <= most for name, most in MOST_GROWN.items()), findings.grown
+        assert all(findings.grown[name] <= limit for name, limit in MAX_GROWTH.items()), findings.grown
 
 
 def main(num_cycles: str = "200", *layouts: str) -> None:

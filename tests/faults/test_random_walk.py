@@ -1,4 +1,4 @@
-"""Random walks with random seeds, and Ctrl-C at random moments of a loop with saves: ten minutes."""
+"""Random walks with random seeds, and Ctrl-C at random moments of saving loops: 10 minutes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from tests.walk.runs import TRAINERS, launched, plans, report, story, walks
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-SECONDS = 50.0  # for each of the ten walks
-NUM_TRIALS = 50  # for each of the four scripts
+SECONDS = 50.0  # Per walk; there are ten.
+NUM_TRIALS = 50  # Per script; there are four.
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_call(engines: Ranks, trainer: str, record: Callable[..., None]) -> None:
-    found = launched(engines, 1, plans, trainer, timeout=300)
-    record(fault=f"every call once, {trainer}", message=report(found))
-    assert [story(each) for each in found if each.wrong] == []
+def test_every_call_is_right_or_refused(engines: Ranks, trainer: str, record: Callable[..., None]) -> None:
+    walks_done = launched(engines, 1, plans, trainer, timeout=300)
+    record(fault=f"every call once, {trainer}", message=report(walks_done))
+    assert [story(walk) for walk in walks_done if walk.wrong] == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_random_walks(engines: Ranks, trainer: str, num_ranks: int, record: Callable[..., None]) -> None:
-    seed, ends, found = random.randrange(10**6), time.monotonic() + SECONDS, []
-    while (left := ends - time.monotonic()) > 0:  # again where the ranks have lost each other after a fault
-        found += launched(engines, num_ranks, walks, trainer, range(seed, 10**9), 40, 0.3, left, timeout=left + 100)
-        seed = found[-1].seed + 1
-    record(fault=f"random walks, {trainer}, {num_ranks} ranks", message=report(found))
-    assert [story(each) for each in found if each.wrong] == []
+def test_random_walks_are_right(engines: Ranks, trainer: str, num_ranks: int, record: Callable[..., None]) -> None:
+    seed = random.randrange(10**6)
+    deadline = time.monotonic() + SECONDS
+    walks_done = []
+    # A launch ends early when the ranks have lost each other after a fault.
+    while (left := deadline - time.monotonic()) > 0:
+        walks_done += launched(
+            engines, num_ranks, walks, trainer, range(seed, 10**9), 40, 0.3, left, timeout=left + 100
+        )
+        seed = walks_done[-1].seed + 1
+    record(fault=f"random walks, {trainer}, {num_ranks} ranks", message=report(walks_done))
+    assert [story(walk) for walk in walks_done if walk.wrong] == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""What was stopped and goes on does what one does that was not: the example with a critic, the loop of a page."""
+"""Resumed runs equal uninterrupted ones: the example with a critic, and a documented loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
     return run_files(out).metrics.rows()
 
 
-def test_a_critic_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_critic_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     config = short_config("ppo_tp2_to_dp2.yaml", tmp_path)
-    at_once, stopped = rows_of(config, tmp_path / "once", 3), rows_of(config, tmp_path / "stopped", 2, 3)
+    at_once = rows_of(config, tmp_path / "once", 3)
+    stopped = rows_of(config, tmp_path / "stopped", 2, 3)
     assert [row["iteration"] for row in at_once] == [0, 1, 2, 3]
     assert "policy_loss" not in at_once[1], "only the critic learns at first"
     assert at_once[1]["weight_version"] == at_once[0]["weight_version"] < at_once[2]["weight_version"]
@@ -46,12 +47,13 @@ def run(directory: Path, num_steps: int) -> list[str]:
     return lines
 
 
-def test_the_loop_goes_on_from_its_checkpoints(engines: Ranks, tmp_path: Path) -> None:
-    once, stopped = tmp_path / "once", tmp_path / "stopped"
+def test_the_loop_resumes_from_its_checkpoints(engines: Ranks, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    stopped = tmp_path / "stopped"
     calls = {"once": (run, (once, 3)), "stopped": (run, (stopped, 2)), "resumed": (run, (stopped, 3))}
-    found = engines.launch_in_turn(2, calls)
+    lines = engines.launch_in_turn(2, calls)
     assert SETTINGS in CODE
     for rank in range(2):
-        at_once, first, second = (found[name][rank] for name in calls)
+        at_once, first, second = (lines[name][rank] for name in calls)
         assert len(at_once) == 3
         assert at_once == first + second

@@ -1,6 +1,4 @@
-"""What happens to a run's directory while a job writes it: a second job, a killed torchrun, Ctrl-C, a full disk,
-damage; and a /dev/shm that is too small.
-"""
+"""Disturbed runs: a second job, a killed torchrun, Ctrl-C, a full disk, damage, small memory."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 SECONDS_TO_START = 200
 SECONDS_OF_TORCHRUN = 30
-"""torchrun's own patience after Ctrl-C, where it is not told another."""
+"""Time after Ctrl-C until torchrun kills its ranks by default."""
 
 UPDATE = Fault("stop", "hybrid_engine.rl.loop:Loop._update", call=2)
 
@@ -35,7 +33,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp("directory"))
 
 
-def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[..., None]) -> None:
+def test_a_second_job_ends_and_the_first_continues(job: Job, record: Callable[..., None]) -> None:
     run = run_files(job.out)
     with job.started() as first:
         wait_until(lambda: len(run.metrics.rows()) > 1, SECONDS_TO_START)
@@ -74,14 +72,14 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
 
 
 def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]) -> None:
-    """Long for torchrun's default patience: one rank is stopped for that time, in the middle of an iteration."""
+    """A rank is stopped in an iteration for longer than torchrun's default timeout."""
     run = run_files(job.out)
     before = run.progress().step
     with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
         wait_until(lambda: job.fault_time is not None, SECONDS_TO_START)
         running.launcher.send_signal(signal.SIGINT)
         time.sleep(SECONDS_OF_TORCHRUN + 5)
-        os.kill(stopped_one(running.processes()), signal.SIGCONT)
+        os.kill(stopped_process(running.processes()), signal.SIGCONT)
         running.wait(SECONDS_TO_START)
     outcome = running.outcome()
     record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().step == before + 2)
@@ -91,7 +89,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
 
 
 def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Callable[..., None]) -> None:
-    """While a checkpoint is written; then there is room again."""
+    """The disk fills up while a checkpoint is written; later there is space again."""
     job = Job(tmp_path, out=checkpoints_disk / "run")
     run = run_files(job.out)
     outcome = job.run()
@@ -111,12 +109,12 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
 
 @pytest.fixture
 def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
-    """With room for the first checkpoints (10 MB each), not for as many as are kept."""
-    with mounted_disk(tmp_path / "disk", 25) as place:
-        yield place
+    """Mount a disk with space for the first checkpoints (10 MB each), but not for all kept ones."""
+    with mounted_disk(tmp_path / "disk", 25) as path:
+        yield path
 
 
-def stopped_one(processes: dict[int, str]) -> int:
+def stopped_process(processes: dict[int, str]) -> int:
     return next(pid for pid in processes if "State:\tT" in Path(f"/proc/{pid}/status").read_text())
 
 
@@ -126,10 +124,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize("damage", ["latest", "progress.json", "__1_0.distcp"])
-def test_a_damaged_directory_is_refused_and_left_as_it_is(
+def test_a_damaged_directory_is_refused_unchanged(
     trained: Job, tmp_path: Path, damage: str, record: Callable[..., None]
 ) -> None:
-    """The file is named. Each damages a copy of its own."""
+    """The error names the damaged file."""
     if not trained.rows():
         assert trained.run(None, "rl_config.iterations=1").status == 0
     copy = Job(tmp_path)
@@ -147,8 +145,8 @@ def test_a_damaged_directory_is_refused_and_left_as_it_is(
     assert _files(copy.out) == before, "something was changed"
 
 
-def test_too_small_shared_memory_is_said_before_vllm_is_built(tmp_path: Path, record: Callable[..., None]) -> None:
-    """Where vLLM's kernels for this CPU exchange nothing through it, it is not too small."""
+def test_too_small_shared_memory_is_reported_before_vllm_is_built(tmp_path: Path, record: Callable[..., None]) -> None:
+    """If vLLM's kernels for this CPU do not use shared memory, it suffices."""
     if not can_mount():
         pytest.skip("this user may not mount a small /dev/shm")
     small = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
@@ -166,14 +164,14 @@ def test_too_small_shared_memory_is_said_before_vllm_is_built(tmp_path: Path, re
 
 
 def _kernels_share_memory() -> bool:
-    """Whether ranks exchange tensors through /dev/shm by the kernels that vLLM loads here: in a process of its own."""
+    """Return whether vLLM's kernels here exchange tensors through /dev/shm. Uses a new process."""
     program = "import torch, vllm._custom_ops; print(hasattr(torch.ops._C, 'init_shm_manager'))"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return {"True": True, "False": False}[told.stdout.splitlines()[-1]]
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return {"True": True, "False": False}[result.stdout.splitlines()[-1]]
 
 
 def _flip_bytes(path: Path) -> None:
-    """In the middle, where the weights are."""
+    """Damage the middle of the file, which holds weights."""
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
@@ -181,7 +179,7 @@ def _flip_bytes(path: Path) -> None:
 
 
 def _files(directory: Path) -> dict[str, bytes]:
-    """Of a run, but for logs and the lock."""
+    """Return the files of a run without logs and the lock."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))

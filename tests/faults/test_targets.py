@@ -1,4 +1,4 @@
-"""The functions in which faults are put exist: else a case would break where nobody meant it to, once in a while."""
+"""The functions in which faults are injected exist; fault tests themselves run rarely."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.job import Fault
 FAULTS: list[Fault] = [*test_failing_ranks.FAULTS, test_run_directory.UPDATE]
 
 
-@pytest.mark.slow  # imports vLLM
+@pytest.mark.slow  # Imports vLLM.
 @pytest.mark.parametrize("where", sorted({fault.where for fault in FAULTS}))
 def test_the_function_exists(where: str) -> None:
     module, _, function = where.partition(":")

@@ -1,4 +1,4 @@
-"""`verify` that is ended from outside leaves no process and no shared memory, and after SIGTERM no directory."""
+"""A killed `verify` leaves no process and no shared memory, and after SIGTERM no directory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ MOST_SECONDS = 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_verify_that_is_ended_leaves_nothing(
-    number: signal.Signals, tmp_path: Path, record: Callable[..., None]
-) -> None:
-    """While transformers computes in a process that a rank started."""
+def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path, record: Callable[..., None]) -> None:
+    """The signal comes while transformers computes in a process that a rank started."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     command = ["-m", "hybrid_engine", "verify", *job(write_config(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2)]
@@ -49,6 +47,6 @@ def test_a_verify_that_is_ended_leaves_nothing(
         assert outcome.status == -number
 
 
-def test_what_transformers_cannot_do_is_said(tmp_path: Path) -> None:
+def test_a_model_unsupported_by_transformers_is_refused(tmp_path: Path) -> None:
     with Reference() as reference, pytest.raises(ReshardError, match="transformers cannot compute"):
         reference.log_probs(tmp_path, torch.zeros(1, 2, dtype=torch.int64))

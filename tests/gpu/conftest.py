@@ -1,12 +1,15 @@
-"""How the checks run: a process for each class, a line and a JSON record as each ends, one budget of time for all.
+"""Execution of the checks: a process per class, a line and a JSON record per check, a time budget
+for all.
 
-The parent pytest collects, says why a check cannot run, and starts a second pytest for each class (or file without
-one), whose reports it hands on as they come. So a crash, a hang or a broken CUDA context costs one class.
+The parent pytest collects, gives the reasons why checks cannot run, and starts another pytest for
+each class (or file without classes), whose reports it forwards. A crash, a hang or a broken CUDA
+context thus affects only one class.
 
     parent   _Run.reports_of(item) -> lacking(...), or _Process.reports_of(item)
-    child    --inside DIRECTORY: writes what begins and each report to a file there, and all output to another
+    child    --inside DIRECTORY: writes starts and reports of checks to a file there, and all output to another
 
-What fails in a fixture fails the first check that needs it; the others are skipped, and name that one.
+If a fixture fails, the first check that needs it fails; the others are skipped with the name of
+that check.
 """
 
 from __future__ import annotations
@@ -33,36 +36,39 @@ from tests.gpu.needs import lacking
 from tests.gpu.sizes import is_software_gpu, sizes_of
 from tests.harness import marks
 
-SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
-"""Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
+SECONDS_ON_ONE_GPU = 600.0
+SECONDS_ON_SEVERAL = 3000.0
+"""Default budgets: of stages 1 and 2, and in addition of stage 3."""
 MINUTES_ON_THE_CPU = (
     *("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage2d_server.py", "test_stage3_ranks.py"),
 )
-"""Files that `make test` leaves out: tests/faults/test_gpu_checks.py runs them."""
-REPORTS, OUTPUT = "reports", "output"
-"""Files of a child."""
+"""Files that `make test` leaves out; tests/faults/test_gpu_checks.py runs them."""
+# Names of a child's files.
+REPORTS = "reports"
+OUTPUT = "output"
 OUTPUT_TITLE = "Output of the process"
-_MOST_TEXT = 20_000  # characters of what went wrong; the stacks of a crash, with long paths, are 5,000 of them
-_SECONDS_BETWEEN_LOOKS = 0.05
+_MAX_TEXT = 20_000  # Characters of a failure; the stacks of a crash have 5,000.
+_POLL_SECONDS = 0.05
 
 _RUN = pytest.StashKey["_Run"]()
 
 
-class Noted(Protocol):
+class Note(Protocol):
     def __call__(self, figure: str, limit: str = "", **values: float) -> None:
-        """Say what was measured: text for the line, the limit that it is judged by, numbers in bytes and seconds."""
+        """Record a measurement: text for the line, its limit, and values in bytes and seconds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("checks on GPUs")
-    group.addoption("--device", choices=("cuda", "cpu"), help="cpu: what can run without a GPU, to see that it works")
+    group.addoption("--device", choices=("cuda", "cpu"), help="cpu: run the checks that need no GPU")
     group.addoption("--budget", type=float, help="seconds for all checks together; later ones are skipped")
     group.addoption("--records", metavar="FILE", help="write a line of JSON for the machine, and for each check")
     group.addoption("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
     group.addoption("--inside", help=argparse.SUPPRESS)
 
 
-# -- in a child --------------------------------------------------------------------------------------------------------
+# -- in a child
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +78,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _reports() -> Iterator[Any]:
-    """Reports of the software GPU's checker since the first check; None on hardware."""
+    """Return the reports of the software GPU's checker since the first check; None on hardware."""
     if not is_software_gpu():
         yield None
         return
@@ -80,12 +86,12 @@ def _reports() -> Iterator[Any]:
 
     reports = Reports()
     yield reports
-    reports.require_none()  # of what fixtures end
+    reports.require_none()  # Of the teardown of fixtures.
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_reported(_reports: Any) -> Iterator[None]:
-    """Fail a check in which something was touched or released without a wait, also in its fixtures."""
+def _require_no_reports(_reports: Any) -> Iterator[None]:
+    """Fail a check if it, or a fixture, accessed or released memory without a wait."""
     yield
     if _reports is not None:
         _reports.require_none()
@@ -98,28 +104,31 @@ def vllm_arguments(device: str, pytestconfig: pytest.Config) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def shared(pytestconfig: pytest.Config) -> Path:
-    """A directory of all processes of one run."""
+    """Return a directory for all processes of a run."""
     return Path(pytestconfig.getoption("inside")).parent
 
 
 @pytest.fixture
-def noted(record_property: Any) -> Noted:
-    """A function that notes what was measured; see `Noted`."""
+def note(record_property: Any) -> Note:
+    """Return a function that records a measurement; see `Note`."""
 
-    def note(figure: str, limit: str = "", **values: float) -> None:
+    def record(figure: str, limit: str = "", **values: float) -> None:
         record_property("figure", figure + f"; {limit}" * bool(limit))
         record_property("values", values)
 
-    return note
+    return record
 
 
 class _Inside:
     def __init__(self, config: pytest.Config) -> None:
-        self._config, directory = config, Path(config.getoption("inside"))
-        self._file, self._output = (directory / REPORTS).open("a"), (directory / OUTPUT).open("ab")
-        for stream in (1, 2):  # of what is compiled, and of processes started here, too
+        self._config = config
+        directory = Path(config.getoption("inside"))
+        self._file = (directory / REPORTS).open("a")
+        self._output = (directory / OUTPUT).open("ab")
+        for stream in (1, 2):  # Also redirects compiled code and child processes.
             os.dup2(self._output.fileno(), stream)
-        self._failed = dict[int, tuple[BaseException, str]]()  # by id: an error of a setup, and its first check
+        # Errors of setups by id, each with its first check.
+        self._failed = dict[int, tuple[BaseException, str]]()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -134,35 +143,35 @@ class _Inside:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        """Skip what needs a fixture that has failed before: pytest raises its error again."""
+        """Skip a check if its fixture has failed before; pytest raises the same error again."""
         report = yield
         if report.when == "setup" and report.failed and call.excinfo is not None:
             error = call.excinfo.value
             _, first = self._failed.setdefault(id(error), (error, item.name))
             if first != item.name:
-                report.outcome, report.longrepr = "skipped", _skipped_at(item, f"needs what failed in {first}")
+                report.outcome = "skipped"
+                report.longrepr = _skipped_at(item, f"needs what failed in {first}")
         return report
 
 
-# -- in the parent -----------------------------------------------------------------------------------------------------
+# -- in the parent
+# -----------------------------------------------------------------------------------------------------
 
 
 class _Run:
-    """All checks of one pytest.
-
-    Without `--device`, as in `make test`, on the CPU and without a budget.
-    """
+    """Checks of a session; without `--device` on the CPU and without a budget."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config, self._told = config, config.getoption("device", None)
-        self.device = self._told or "cpu"
+        self.config = config
+        requested = config.getoption("device", None)
+        self.device = requested or "cpu"
         vllm_arguments_of(config)
         ends = ExitStack()
         config.add_cleanup(ends.close)
         self.directory = ends.enter_context(scratch_directory("hybrid-engine-gpu-checks-"))
         self.machine = this_machine()
         default = SECONDS_ON_ONE_GPU + SECONDS_ON_SEVERAL * (self.machine.num_gpus > 1)
-        self.seconds = (config.getoption("budget") or default) if self._told else math.inf
+        self.seconds = (config.getoption("budget") or default) if requested else math.inf
         self._ends_at = time.monotonic() + self.seconds
         self._groups: dict[str, tuple[_Process, dict[str, list[str]]]] = {}
         self._records = None
@@ -181,14 +190,14 @@ class _Run:
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
         group = _group(item)
         if group not in self._groups:
-            self._groups[group] = self._begun([each for each in item.session.items if _group(each) == group])
+            self._groups[group] = self._begin([other for other in item.session.items if _group(other) == group])
         process, reasons = self._groups[group]
-        why = reasons[item.nodeid]
-        reports = [_skipped(item, "; ".join(why))] if why else process.reports_of(item)
-        last = next((each for each in reports if not each.passed), reports[-1])
-        properties = {name: value for each in reports for name, value in each.user_properties}
-        seconds = sum(each.duration for each in reports)
-        reason = last.longrepr[2].removeprefix("Skipped: ") if last.skipped else last.longreprtext[-_MOST_TEXT:]
+        missing = reasons[item.nodeid]
+        reports = [_skipped(item, "; ".join(missing))] if missing else process.reports_of(item)
+        last = next((report for report in reports if not report.passed), reports[-1])
+        properties = {name: value for report in reports for name, value in report.user_properties}
+        seconds = sum(report.duration for report in reports)
+        reason = last.longrepr[2].removeprefix("Skipped: ") if last.skipped else last.longreprtext[-_MAX_TEXT:]
         output = dict(last.sections).get(OUTPUT_TITLE, "")
         self._record(
             check=item.nodeid, outcome=last.outcome, seconds=seconds, **properties, reason=reason, output=output
@@ -196,12 +205,16 @@ class _Run:
         return reports
 
     def _lacking(self, item: pytest.Item) -> list[str]:
-        marker, found = item.get_closest_marker("gpu"), re.search(r"stage(\d)", item.path.name)
+        marker = item.get_closest_marker("gpu")
+        stage = re.search(r"stage(\d)", item.path.name)
         num_gpus = 0 if marker is None else next(iter(marker.args), 1)
-        return lacking(int(found[1]) if found else 1, self.device, num_gpus, self.machine)
+        return lacking(int(stage[1]) if stage else 1, self.device, num_gpus, self.machine)
 
-    def _begun(self, items: Sequence[pytest.Item]) -> tuple[_Process, dict[str, list[str]]]:
-        """Begin what can run, and say why the rest cannot, by what is free before."""
+    def _begin(self, items: Sequence[pytest.Item]) -> tuple[_Process, dict[str, list[str]]]:
+        """Start the checks that can run; return their process, and the reasons against each check.
+
+        Reasons depend on the resources that are free before the start.
+        """
         reasons = {item.nodeid: self._lacking(item) for item in items}
         return _Process(self, len(self._groups), [item for item in items if not reasons[item.nodeid]]), reasons
 
@@ -213,7 +226,8 @@ class _Run:
 
 class _Process:
     def __init__(self, run: _Run, number: int, items: Sequence[pytest.Item]) -> None:
-        self._run, self._items = run, items
+        self._run = run
+        self._items = items
         self._directory = run.directory / str(number)
         self._directory.mkdir()
         self._ended: Ended | None = None
@@ -227,51 +241,52 @@ class _Process:
         arguments += ["--device", self._run.device]
         arguments += [f"--confcutdir={Path(__file__).parent}", f"--rootdir={config.rootpath}"]
         arguments += [f"--inside={self._directory}", f"--basetemp={self._directory / 'tmp'}"]
-        arguments += [f"--vllm={each}" for each in config.getoption("vllm", [])]
+        arguments += [f"--vllm={argument}" for argument in config.getoption("vllm", [])]
         if seconds := config.getoption("timeout", None):
             arguments.append(f"--timeout={seconds}")
         arguments += [item.nodeid for item in self._items]
         if self._items and self._run.left > 0:
-            own = {"PYTEST_ADDOPTS": ""}
-            self._ended = run_ranks(arguments, 1, self._run.left, environment=own, directory=config.rootpath)
+            environment = {"PYTEST_ADDOPTS": ""}
+            self._ended = run_ranks(arguments, 1, self._run.left, environment=environment, directory=config.rootpath)
 
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
         is_last = item is self._items[-1]
         while True:
-            has_ended = not self._thread.is_alive()  # asked first: what it wrote before its end is read then
+            # Before the read, so that it includes everything written before the end.
+            has_ended = not self._thread.is_alive()
             lines = list(self._lines())
-            own = [line for line in lines if line.get("nodeid") == item.nodeid]
-            is_over = any(line["when"] == "teardown" for line in own)
+            reported = [line for line in lines if line.get("nodeid") == item.nodeid]
+            is_over = any(line["when"] == "teardown" for line in reported)
             if has_ended or (is_over and not is_last):
                 break
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        hook, config = self._run.config.hook, self._run.config
-        found = [hook.pytest_report_from_serializable(config=config, data=line) for line in own]
+            time.sleep(_POLL_SECONDS)
+        config = self._run.config
+        reports = [config.hook.pytest_report_from_serializable(config=config, data=line) for line in reported]
         starts = {line["begun"]: line["output_starts"] for line in lines if "begun" in line}
         if not is_over:
-            found.append(self._unfinished(item, starts.keys()))
-        elif is_last and self._ended is not None and self._ended.status not in (0, 1, None):  # pytest's own: 0 and 1
-            found.append(_report(item, "failed", f"{self._how}, after its checks", "teardown"))
-        for report in found:
+            reports.append(self._unfinished(item, starts.keys()))
+        elif is_last and self._ended is not None and self._ended.status not in (0, 1, None):  # 0 and 1 are pytest's.
+            reports.append(_report(item, "failed", f"{self._how}, after its checks", "teardown"))
+        for report in reports:
             if report.skipped:
-                report.longrepr = tuple(report.longrepr)  # JSON made a list of it
+                report.longrepr = tuple(report.longrepr)  # A list in JSON.
             if report.failed:
                 report.sections.append((OUTPUT_TITLE, self._output(starts.get(item.nodeid, 0))))
-        return found
+        return reports
 
     def _output(self, start: int) -> str:
         path = self._directory / OUTPUT
         text = path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
-        return text[-_MOST_TEXT:] + (self._ended.output[-_MOST_TEXT:] if self._ended else "")
+        return text[-_MAX_TEXT:] + (self._ended.output[-_MAX_TEXT:] if self._ended else "")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines: the process may be writing one, or have died in the middle of it."""
+        """Yield complete lines; the process may be writing one, or have died while writing."""
         path = self._directory / REPORTS
         text = path.read_text() if path.is_file() else ""
         yield from map(json.loads, text[: text.rfind("\n") + 1].splitlines())
 
     def _unfinished(self, item: pytest.Item, begun: Collection[str]) -> pytest.TestReport:
-        """Report a check of a process that has ended: its time was over, it crashed, or it never got there."""
+        """Report a check whose process ended too early: by the budget, a crash, or before."""
         if self._ended is None or self._ended.status is None:
             return _skipped(item, self._run.over)
         if item.nodeid in begun or (not begun and item is self._items[0]):
@@ -294,8 +309,8 @@ def _skipped_at(item: pytest.Item, reason: str) -> tuple[str, int, str]:
     return str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}"
 
 
-def _report(item: pytest.Item, outcome: Any, why: Any, when: Any = "call") -> pytest.TestReport:
-    return pytest.TestReport(item.nodeid, item.location, {item.name: 1}, outcome, why, when)
+def _report(item: pytest.Item, outcome: Any, reason: Any, when: Any = "call") -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, {item.name: 1}, outcome, reason, when)
 
 
 def _group(item: pytest.Item) -> str:
@@ -323,7 +338,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if not item.config.getoption("inside", None):
-        item.add_marker(pytest.mark.timeout(0), append=False)  # the child's own limit counts
+        item.add_marker(pytest.mark.timeout(0), append=False)  # The child has a limit.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -339,7 +354,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show the figure in a check's line."""
+    """Show the figure in the line of a check."""
     figure = dict(report.user_properties).get("figure") if hasattr(report, "user_properties") else None
     if report.when != "call" or report.skipped or figure is None:
         return None
@@ -347,10 +362,11 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Have a run on GPUs in which nothing could run end as one without tests."""
-    told = session.config.getoption("device", None) == "cuda"
+    """End a run on GPUs in which no check could run with the status of a run without tests."""
+    option = session.config.getoption
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
-    if told and session.exitstatus == 0 and not session.config.getoption("inside") and not reporter.stats.get("passed"):
+    is_gpu_run = option("device", None) == "cuda" and not option("inside")
+    if is_gpu_run and session.exitstatus == 0 and not reporter.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
@@ -361,7 +377,7 @@ def _run_of(config: pytest.Config) -> _Run:
 
 
 def vllm_arguments_of(config: pytest.Config) -> dict[str, Any]:
-    """What `--vllm` says. Raises UsageError for what is no name=value."""
+    """Return the engine arguments of `--vllm`. Raises UsageError unless each is name=value."""
     try:
         return engine_arguments(config.getoption("vllm", []))
     except ValueError as error:

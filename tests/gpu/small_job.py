@@ -1,4 +1,4 @@
-"""The job of stage 2: a Qwen3 model, its configuration, and what is asked of vLLM; the same in every process."""
+"""The job of stage 2, the same in every process: a Qwen3 model, its configuration, and prompts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PROMPT_LENGTHS = (5, 17, 8, 30)
 
 @dataclass(frozen=True)
 class SmallJob:
-    """The job of one process; making it writes the model's config.json.
+    """The job of a process. The constructor writes the model's config.json.
 
     Attributes:
-        directory: of all processes, with the model's config.json below `model`.
+        directory: directory of all processes; holds the model's config.json below `model`.
         device: "cuda" or "cpu".
         eager: without CUDA graphs, and without compilation on either side.
         vllm: further engine arguments of vLLM.
@@ -40,9 +40,9 @@ class SmallJob:
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        others = {"bos_token_id": 0, "eos_token_id": 1}
+        tokens = {"bos_token_id": 0, "eos_token_id": 1}
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        write_config(self.directory / "model", {**QWEN3_8B, **self.sizes.model, **others})
+        write_config(self.directory / "model", {**QWEN3_8B, **self.sizes.model, **tokens})
 
     @property
     def sizes(self) -> Sizes:
@@ -54,11 +54,11 @@ class SmallJob:
 
     @property
     def answers(self) -> Path:
-        """Where they leave their completions of these weights, as JSON: of each prompt tokens and log-probabilities."""
+        """JSON file of both engines' completions: tokens and log-probabilities per prompt."""
         return self.checkpoint.with_name("completions.json")
 
     def read_answers(self) -> list[Answer]:
-        """Skips the check where they left none."""
+        """Return the completions of both engines; skip the check if there are none."""
         if not self.answers.is_file():
             pytest.skip("both engines left no completions: see test_stage2b_together.py")
         return [Answer(*pair) for pair in json.loads(self.answers.read_text())]
@@ -90,41 +90,46 @@ class SmallJob:
         )
 
     def prompts(self) -> list[list[int]]:
-        return [[(7 * start + 3 * at) % 500 for at in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)]
+        return [
+            [(7 * start + 3 * index) % 500 for index in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)
+        ]
 
 
 class Answer(NamedTuple):
-    """A completion: its tokens, and the log-probability of each."""
+    """Tokens of a completion and their log-probabilities."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
-MOST_APART = 0.1
-"""Nats between two engines that compute the same in batches of other sizes, for which bfloat16 has other kernels."""
+MAX_NATS = 0.1
+"""Largest difference between log-probabilities of other bfloat16 kernels."""
 
 
-def differences_of_answers(found: Sequence[Answer], expected: Sequence[Answer]) -> str:
-    """Say where completions of engines that batch otherwise differ first; "" where they do not, but for ties.
+def differences_of_answers(actual: Sequence[Answer], expected: Sequence[Answer]) -> str:
+    """Return the first difference between completions of engines with other batches; "" if they
+    differ by ties only.
 
-    Up to the first token that differs the contexts are the same, and both tokens are the most probable there: engines
-    that compute the same find them about as probable. From there on the contexts differ.
+    Up to the first other token the contexts are equal, and there both tokens are the most probable:
+    engines that compute the same have about the same log-probability for both. Later contexts
+    differ and are not compared.
     """
-    for prompt, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for at, pair in enumerate(zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)):
-            (token, logprob), (expected_token, expected_logprob) = pair
-            if abs(logprob - expected_logprob) > MOST_APART:
-                there = f"token {expected_token} with {expected_logprob:.3f} nats"
-                return f"prompt {prompt}, position {at}: token {token} with {logprob:.3f} nats, not {there}"
+    for prompt, (answer, reference) in enumerate(zip(actual, expected, strict=True)):
+        columns = zip(*answer, *reference, strict=True)
+        for index, (token, logprob, expected_token, expected_logprob) in enumerate(columns):
+            if abs(logprob - expected_logprob) > MAX_NATS:
+                instead = f"token {expected_token} with {expected_logprob:.3f} nats"
+                return f"prompt {prompt}, position {index}: token {token} with {logprob:.3f} nats, not {instead}"
             if token != expected_token:
                 break
     return ""
 
 
-def differences(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> str:
-    """Say where completions differ first; "" where they do not."""
-    for prompt, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if list(one) != list(other):
-            at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), "the end")
-            return f"prompt {prompt} differs from token {at} on: {list(one)}, not {list(other)}"
+def differences(actual: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> str:
+    """Return the first difference between completions; "" if there is none."""
+    for prompt, (tokens, reference) in enumerate(zip(actual, expected, strict=True)):
+        if list(tokens) != list(reference):
+            pairs = enumerate(zip(tokens, reference, strict=False))
+            start = next((index for index, pair in pairs if pair[0] != pair[1]), "the end")
+            return f"prompt {prompt} differs from token {start} on: {list(tokens)}, not {list(reference)}"
     return ""

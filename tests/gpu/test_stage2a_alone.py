@@ -1,6 +1,7 @@
-"""Stage 2, its parts before they come together: vLLM's libraries, Megatron alone, vLLM alone. Each takes seconds.
+"""Stage 2, the engines one by one: vLLM's libraries, Megatron alone, vLLM alone. Each takes
+seconds.
 
-Where both engines together do not even start, these say which of them is the reason.
+If both engines together do not start, these checks show which of them is the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
-from tests.gpu.conftest import Noted
+from tests.gpu.conftest import Note
 from tests.gpu.small_job import GREEDY, SmallJob, differences
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ LIBRARIES = {
     "cuda": ("vllm", "vllm._C_stable_libtorch", "vllm._custom_ops", "vllm.cumem_allocator"),
     "cpu": ("vllm", "vllm._custom_ops"),
 }
-"""vLLM itself only logs that the second cannot be imported, and fails much later."""
+"""If the second cannot be imported, vLLM only logs that and fails much later."""
 NUM_STEPS = 3
-SCALE = 0.02  # of random weights
+SCALE = 0.02  # Standard deviation of random weights.
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ def job(device: str, shared: Path, vllm_arguments: dict[str, Any]) -> SmallJob:
 
 
 class TestLibraries:
-    def test_what_was_compiled_for_another_torch_can_be_imported(self, device: str, noted: Noted) -> None:
+    def test_compiled_libraries_can_be_imported(self, device: str, note: Note) -> None:
         started = time.perf_counter()
         for name in LIBRARIES[device]:
             importlib.import_module(name)
         platform = importlib.import_module("vllm.platforms").current_platform
-        noted(f"{type(platform).__name__}, {time.perf_counter() - started:.1f} s")
+        note(f"{type(platform).__name__}, {time.perf_counter() - started:.1f} s")
         assert platform.device_type == device
 
 
@@ -76,12 +77,12 @@ class TestMegatron:
 
     @pytest.mark.gpu
     def test_steps_with_fused_kernels(self, job: SmallJob, state: list[int]) -> None:
-        """By torch.compile, which needs Triton and a C compiler; the eager mode has none."""
+        """torch.compile fuses them, by Triton and a C compiler; the eager mode does not."""
         assert state_after_steps(replace(job, eager=False), nullcontext(), is_offloaded=False)
 
 
 def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_offloaded: bool) -> list[int]:
-    """Digests of the parameters after the steps; each but the first step counts on what the optimizer keeps."""
+    """Return digests of the parameters after steps that depend on the optimizer's state."""
     from hybrid_engine.trainer.megatron.actor import build_actor
 
     apply_patches()
@@ -105,12 +106,12 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
 
 @dataclass(frozen=True)
 class Served:
-    """A vLLM with random weights, and what it drew.
+    """A vLLM with random weights and its completions.
 
     Attributes:
-        taken_nbytes: on the device while it is awake.
-        traced: what its position was traced to hold, before there was an engine.
-        traced_nbytes: taken on the device by that.
+        taken_nbytes: device memory while it is awake.
+        traced: layout of its position, traced before the engine was built.
+        traced_nbytes: device memory taken by the trace.
     """
 
     engine: InferenceEngine
@@ -143,17 +144,17 @@ class TestVllm:
     def test_build(self, first: Served) -> None:
         assert first.completions
 
-    def test_its_position_was_traced_without_memory(self, first: Served, noted: Noted) -> None:
-        noted(f"{first.traced_nbytes / GIB:.2f} GiB of the GPU taken", "less than weights", nbytes=first.traced_nbytes)
+    def test_its_position_was_traced_without_memory(self, first: Served, note: Note) -> None:
+        note(f"{first.traced_nbytes / GIB:.2f} GiB of the GPU taken", "less than weights", nbytes=first.traced_nbytes)
         held = first.engine.adaptor.layout()
         assert (first.traced.buffers, {*first.traced.shards}) == (held.buffers, {*held.shards})
         assert first.traced_nbytes < first.engine.adaptor.nbytes
 
-    def test_release(self, device: str, first: Served, freed_nbytes: int, noted: Noted) -> None:
-        least = first.engine.adaptor.nbytes
+    def test_release(self, device: str, first: Served, freed_nbytes: int, note: Note) -> None:
+        weights = first.engine.adaptor.nbytes
         figure = f"{freed_nbytes / GIB:.2f} GiB of the GPU are back"
-        noted(figure, f"at least {least / GIB:.2f}, the weights", nbytes=freed_nbytes)
-        assert device == "cpu" or freed_nbytes >= least
+        note(figure, f"at least {weights / GIB:.2f}, the weights", nbytes=freed_nbytes)
+        assert device == "cpu" or freed_nbytes >= weights
 
     def test_released_and_filled_again(self, first: Served, drawn_again: list[list[int]]) -> None:
         assert not differences(drawn_again, first.completions)
@@ -181,7 +182,7 @@ def served(job: SmallJob, ranks: Job) -> Served:
 
 
 def fill(engine: InferenceEngine) -> None:
-    """Fill each group by itself, with values that depend on its place only."""
+    """Fill each group separately, with values that depend on its position only."""
     groups = sorted({buffer.group for buffer in engine.adaptor.layout().buffers.values()})
     for seed, group in enumerate(groups):
         generator = torch.Generator(engine.job.device).manual_seed(seed)

@@ -1,6 +1,7 @@
-"""Stage 2, both engines in one process: build, switches, failed wake-ups, and a second engine after the first.
+"""Stage 2, both engines in one process: build, switches, failed wake-ups, and a second engine after
+the first.
 
-Leaves a checkpoint and completions drawn with the same weights, for test_stage2c_fresh.py.
+Writes a checkpoint and completions of the same weights, for test_stage2c_fresh.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hybrid_engine.switch.states import State
 from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from tests.gpu.conftest import Noted
+from tests.gpu.conftest import Note
 from tests.gpu.process_state import FROZEN, ProcessState
 from tests.gpu.sizes import NUM_SWITCHES, SLACK, is_software_gpu, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-LEAST_SHARE = 0.05
-MOST_LEFT = 0.75 * GIB
-"""Device memory that libraries may have taken between the build and the end: half of vLLM's weights."""
+MIN_SHARE = 0.05
+MAX_LEFT = 0.75 * GIB
+"""Device memory that libraries may keep after the end: half of vLLM's weights."""
 _MIB = 2**20
-_AT_ONCE = 2**36  # bytes of device memory: no smaller than is worth a try
+_FIRST_SIZE = 2**36  # Bytes of the first attempt to take device memory.
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A switch to vLLM in which one call finds no memory.
+    """A switch to vLLM in which a call runs out of memory.
 
     Attributes:
-        owner, method: what is called.
-        number: of the call, from 0.
-        left: bytes that are there all the same.
+        owner, method: the method that is called.
+        number: number of the call, from 0.
+        left: bytes that are still free.
     """
 
     owner: object
@@ -69,37 +70,40 @@ class Shortage:
 
 
 class Engines:
-    """Both engines, what the device and the process were like at several moments, and what is asked of them."""
+    """Both engines, with states of the device and the process at several times."""
 
     def __init__(self, job: SmallJob) -> None:
-        self.job, self.on_gpu = job, job.device == "cuda"
+        self.job = job
+        self.on_gpu = job.device == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(0)
         self.device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
         self.config: HybridConfig = job.config()
-        self.taken = {"before": self.observe()}  # makes the context, which changes the process
-        self.copied_nbytes = 0  # of the training state, to the host and back
+        self.taken = {"before": self.observe()}  # Creates the context, which changes the process.
+        self.copied_nbytes = 0  # Of training state, to the host and back.
         self.before_vllm = self.at_first = ProcessState.now()
         self.peak = PeakOfDevice(self.device)
-        # of the last switch to each state, over the software GPU: its calls, and its timeline
+        # Calls and timeline of the last switch to each state, on the software GPU.
         self.calls: dict[State, tuple[Counter[str], Timeline]] = {}
-        self.calls_of_switches = self.calls  # of the last of `switches`
+        self.calls_of_switches = self.calls  # Of the last of `switches`.
         started = time.perf_counter()
-        with mock.patch("hybrid_engine.assembly.build_inference_engine", self._noting(build_inference_engine)):
+        with mock.patch(
+            "hybrid_engine.assembly.build_inference_engine", self._with_state_noted(build_inference_engine)
+        ):
             self.worker = ActorHybridWorker(self.config)
         self.build_seconds = time.perf_counter() - started
 
-    def _noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """`build`, which finds the process as training has it: Megatron sets variables too."""
+    def _with_state_noted(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `build`, preceded by a snapshot: Megatron changes variables before."""
 
-        def noted(*arguments: Any) -> Any:
+        def build_and_note(*arguments: Any) -> Any:
             self.before_vllm = ProcessState.now()
             return build(*arguments)
 
-        return noted
+        return build_and_note
 
     def observe(self) -> int:
-        """Bytes taken on the device by everybody, without what torch keeps for later."""
+        """Return the device memory of all processes, without unused memory of torch."""
         if not self.on_gpu:
             return 0
         torch.cuda.synchronize()
@@ -107,7 +111,7 @@ class Engines:
         return taken_nbytes(self.device)
 
     def changed_settings(self, *but: str) -> list[str]:
-        """Settings of the process that differ from those before vLLM was built."""
+        """Return the settings of the process that have changed since before vLLM was built."""
         return ProcessState.now().changes(self.before_vllm, but=("$PYTEST_CURRENT_TEST", *but))
 
     def train(self, seed: int) -> None:
@@ -121,7 +125,7 @@ class Engines:
 
     @contextmanager
     def _counted(self, state: State) -> Iterator[None]:
-        """Keeps what the switch asks of the driver, where the driver counts."""
+        """Keep the switch's calls of the driver, on the software GPU."""
         if not is_software_gpu():
             yield
             return
@@ -135,10 +139,10 @@ class Engines:
         return [answer.tokens for answer in self.draw_answers()]
 
     def draw_answers(self) -> list[Answer]:
-        """Without what is cached of an earlier call, whose kernels would be others."""
+        # A prefix cached by an earlier call would be computed by other kernels.
         self.worker.inference.reset_caches()
         completions = self.worker.generate_sequences(self.job.prompts(), GREEDY)
-        return [Answer(list(one[0].token_ids), list(one[0].logprobs)) for one in completions]
+        return [Answer(list(group[0].token_ids), list(group[0].logprobs)) for group in completions]
 
     def drawn_after_a_switch(self) -> list[list[int]]:
         self.enter(State.INFER)
@@ -151,16 +155,16 @@ class Engines:
         return [box_digest(item.tensor) for item in items]
 
     def shortages(self) -> Mapping[str, Shortage]:
-        """When vLLM itself wakes up, at weights that wake later, and when the KV cache wakes."""
-        inference, buckets = self.worker.inference, self.worker.sharding.plan.buckets
-        num_calls = sum(bool(bucket.groups) for bucket in buckets)
+        """Return shortages when vLLM wakes up, at later weights, and at the KV cache."""
+        inference = self.worker.inference
+        num_calls = sum(bool(bucket.groups) for bucket in self.worker.sharding.plan.buckets)
         half_of_cache = (self.config.generate_config.kv_cache_mb or 0) * _MIB // 2
-        found = (
+        shortages = (
             Shortage(inference.adaptor, "allocate"),
             Shortage(inference.adaptor, "allocate", num_calls // 2),
             Shortage(inference, "wake_kv_cache", left=half_of_cache),
         )
-        return dict(zip(SHORTAGES, found, strict=True))
+        return dict(zip(SHORTAGES, shortages, strict=True))
 
     def error_of(self, shortage: Shortage) -> Exception | None:
         replacement = self.starved(getattr(shortage.owner, shortage.method), shortage)
@@ -172,7 +176,7 @@ class Engines:
         return None
 
     def starved(self, call: Callable[..., Any], shortage: Shortage) -> Callable[..., Any]:
-        """The call, without memory on the device; where there is no device, an error in its place."""
+        """Return the call without free memory on the device; on the CPU, with an error instead."""
         numbers = itertools.count()
 
         def starved(*arguments: Any) -> Any:
@@ -181,31 +185,31 @@ class Engines:
             if not self.on_gpu:
                 raise RuntimeError("CUDA Error: out of memory (put in by this check)")
             driver = driver_of(self.device.index)
-            assert driver is not None, "asked before"
+            assert driver is not None
             with device_without_memory(driver, shortage.left):
                 return call(*arguments)
 
         return starved
 
     def shut_down(self) -> list[str]:
-        """End the worker, which sleeps as it does in training; say what is left, but for device memory."""
+        """Shut the worker down while vLLM sleeps; return leftovers, except device memory."""
         models: dict[str, weakref.ref[object]] = {
             "vLLM's model": weakref.ref(self.worker.inference.adaptor.model),
             "the trainer": weakref.ref(self.worker.train),
         }
         self.worker.shutdown()
         del self.worker
-        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # of a check that failed before
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # Of a check that failed before.
             setattr(sys, name, None)
         gc.collect()
         left = ProcessState.now().left_behind(self.at_first)
-        if not self.on_gpu:  # there the driver counts
+        if not self.on_gpu:  # On a GPU another check measures device memory.
             left += [f"{name} is still referred to" for name, model in models.items() if model() is not None]
         return left
 
 
 Switches = tuple[list[ReshardReport], list[ReshardReport]]
-"""Reports of switches to vLLM, each after a training step, and of those back."""
+"""Reports of switches to vLLM, each after a training step, and of switches back."""
 SHORTAGES = ("weights", "weights half-way", "KV cache")
 
 
@@ -220,24 +224,25 @@ class Together:
 
     @pytest.fixture(scope="class")
     def switches(self, engines: Engines) -> Switches:
-        there, back = switches = ([], [])
+        to_vllm, to_training = switches = ([], [])
         for number in range(NUM_SWITCHES):
             engines.train(number)
             engines.taken["train"] = engines.observe()
             engines.copied_nbytes = copied_nbytes(engines.worker.train.offload_items())
-            with engines.peak.watched():  # the driver is asked: most memory is outside of torch's allocator
-                there.append(engines.enter(State.INFER))
+            with engines.peak.watched():  # By the driver: most memory is outside of torch's allocator.
+                to_vllm.append(engines.enter(State.INFER))
             engines.taken["infer"] = engines.observe()
-            back.append(engines.enter(State.TRAIN))
+            to_training.append(engines.enter(State.TRAIN))
         engines.calls_of_switches = dict(engines.calls)
         return switches
 
     @pytest.fixture(scope="class")
     def drawn(self, engines: Engines, switches: Switches) -> list[list[list[int]]]:
-        """Completions, drawn twice after one switch, of weights that are saved."""
+        """Save the weights, switch, and draw completions twice."""
         engines.worker.save_hf_checkpoint(engines.job.checkpoint)
         engines.enter(State.INFER)
-        answers, again = engines.draw_answers(), engines.draw()
+        answers = engines.draw_answers()
+        again = engines.draw()
         engines.enter(State.TRAIN)
         engines.job.answers.write_text(json.dumps(answers))
         return [[answer.tokens for answer in answers], again]
@@ -250,41 +255,42 @@ class Together:
     def left(self, engines: Engines, completions: list[list[int]]) -> list[str]:
         return engines.shut_down()
 
-    def test_build(self, engines: Engines, noted: Noted) -> None:
-        noted(f"{engines.build_seconds:.1f} s", seconds=engines.build_seconds)
+    def test_build(self, engines: Engines, note: Note) -> None:
+        note(f"{engines.build_seconds:.1f} s", seconds=engines.build_seconds)
 
     def test_settings_after_the_build(self, engines: Engines) -> None:
         assert engines.changed_settings(FROZEN) == []
 
-    def test_all_weights_are_compared_in_the_switch(self, engines: Engines, switches: Switches, noted: Noted) -> None:
-        table, compared = engines.worker.table, [each.tensors_verified for each in switches[0]]
+    def test_all_weights_are_compared_in_the_switch(self, engines: Engines, switches: Switches, note: Note) -> None:
+        table = engines.worker.table
+        compared = [report.tensors_verified for report in switches[0]]
         served = sum(map(table.is_served, table.shapes))
-        noted(f"{compared[0]} tensors, {switches[0][0].bytes_verified / GIB:.3f} GiB, {NUM_SWITCHES} times")
+        note(f"{compared[0]} tensors, {switches[0][0].bytes_verified / GIB:.3f} GiB, {NUM_SWITCHES} times")
         assert compared == [served] * NUM_SWITCHES, f"of {served} that vLLM reads"
 
-    def test_seconds_to_vllm(self, engines: Engines, switches: Switches, noted: Noted) -> None:
-        """The first is not judged: it takes page-locked host memory, which stage 1 measures."""
+    def test_seconds_to_vllm(self, engines: Engines, switches: Switches, note: Note) -> None:
+        """The first switch is not judged: it page-locks host memory, which stage 1 measures."""
         first, *later = switches[0]
-        judge_seconds(engines, later, noted, first=first.seconds)
+        judge_seconds(engines, later, note, first=first.seconds)
 
-    def test_seconds_to_training(self, engines: Engines, switches: Switches, noted: Noted) -> None:
-        judge_seconds(engines, switches[1][1:], noted)
+    def test_seconds_to_training(self, engines: Engines, switches: Switches, note: Note) -> None:
+        judge_seconds(engines, switches[1][1:], note)
 
     @pytest.mark.gpu
-    def test_most_device_memory_in_a_switch(self, engines: Engines, switches: Switches, noted: Noted) -> None:
-        judge_peak(engines, noted)
+    def test_most_device_memory_in_a_switch(self, engines: Engines, switches: Switches, note: Note) -> None:
+        judge_peak(engines, note)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("state", [State.INFER, State.TRAIN])
-    def test_calls_of_a_switch(self, state: State, engines: Engines, switches: Switches, noted: Noted) -> None:
-        """Launches, copies, waits: no more than recorded."""
+    def test_calls_of_a_switch(self, state: State, engines: Engines, switches: Switches, note: Note) -> None:
+        """A switch makes no more launches, copies and waits than recorded."""
         if not is_software_gpu():
-            pytest.skip("the driver of hardware does not count")
+            pytest.skip("only the software GPU counts calls")
         from tests.software_gpu.switch_calls import RECORDED, by_kind
 
         counts, timeline = engines.calls_of_switches[state]
         calls = by_kind(counts)
-        noted(f"{', '.join(f'{number} {kind}' for kind, number in calls.items())}; {timeline}", **calls)
+        note(f"{', '.join(f'{number} {kind}' for kind, number in calls.items())}; {timeline}", **calls)
         recorded = RECORDED[state.name.lower()]
         assert {kind: number for kind, number in calls.items() if number > recorded.get(kind, 0)} == {}
 
@@ -296,7 +302,7 @@ class Together:
 
     @pytest.mark.parametrize("name", SHORTAGES)
     def test_failed_wake_up(self, name: str, engines: Engines, completions: list[list[int]]) -> None:
-        """No memory is left when something of vLLM's wakes: all is as before, and the next switch goes well."""
+        """A wake-up without memory changes nothing, and the next switch succeeds."""
         if engines.on_gpu and driver_of(engines.device.index) is None:
             pytest.skip(f"its memory cannot be taken without cuda-bindings: {INSTALL_HINT}")
         before = engines.digests()
@@ -317,8 +323,8 @@ class Together:
         assert engines.changed_settings() == []
 
     @pytest.mark.gpu
-    def test_shut_down_asleep_gives_memory_back(self, engines: Engines, left: list[str], noted: Noted) -> None:
-        judge_memory_back(engines.observe() - engines.taken["before"], noted)
+    def test_shut_down_asleep_gives_memory_back(self, engines: Engines, left: list[str], note: Note) -> None:
+        judge_memory_back(engines.observe() - engines.taken["before"], note)
 
 
 class TestEager(Together):
@@ -339,61 +345,65 @@ class TestGraphs(Together):
     eager = False
 
 
-def judge_seconds(engines: Engines, reports: list[ReshardReport], noted: Noted, **more: float) -> None:
-    """Compare with one plain copy of all that is copied; the comparison of all weights does not count."""
-    verified = [each.seconds_by_phase.get("verify", 0.0) for each in reports]
-    seconds = statistics.median(each.seconds - more for each, more in zip(reports, verified, strict=True))
+def judge_seconds(engines: Engines, reports: list[ReshardReport], note: Note, **more: float) -> None:
+    """Compare with a plain copy of the same bytes; the verification of weights does not count."""
+    verified = [report.seconds_by_phase.get("verify", 0.0) for report in reports]
+    seconds = statistics.median(report.seconds - more for report, more in zip(reports, verified, strict=True))
     direction = "offload" if reports[-1].bytes_offloaded else "onload"
-    assert min(each.bytes_offloaded + each.bytes_onloaded for each in reports) >= engines.copied_nbytes, "all moved"
+    moved = min(report.bytes_offloaded + report.bytes_onloaded for report in reports)
+    assert moved >= engines.copied_nbytes, "a switch did not move all training state"
     floor = seconds_of_plain_copy(engines.device, direction, engines.copied_nbytes)
     is_judged = engines.job.sizes.are_times_judged
-    limit = f"at least {LEAST_SHARE:.0%}" if is_judged else "not judged"
+    limit = f"at least {MIN_SHARE:.0%}" if is_judged else "not judged"
     beside = f"{floor / seconds:.0%} of the rate of plain page-locked copies, {floor:.3f} s; {limit}"
     figure = f"{seconds:.3f} s, and {statistics.median(verified):.3f} to compare"
     figure += "".join(f"; the {name} {value:.3f} s" for name, value in more.items())
-    noted(figure, beside, seconds=seconds, floor_seconds=floor, **more)
-    assert not is_judged or floor / seconds >= LEAST_SHARE
+    note(figure, beside, seconds=seconds, floor_seconds=floor, **more)
+    assert not is_judged or floor / seconds >= MIN_SHARE
 
 
 def seconds_of_plain_copy(device: torch.device, name: str, nbytes: int) -> float:
-    """From those of a part: host memory for all of it may not be there."""
+    """Return the time of a plain copy, extrapolated from a part to save host memory."""
     part = min(nbytes, GIB)
     return plain_host_copies(device, part, 1)[name] * nbytes / part
 
 
-def judge_peak(engines: Engines, noted: Noted) -> None:
-    """Of all switches to vLLM: at most what is there on either side of them, and two buckets."""
-    taken, peak = engines.taken, engines.peak.nbytes
+def judge_peak(engines: Engines, note: Note) -> None:
+    """Check the peak of all switches to vLLM: at most the larger side, and two buckets."""
+    taken = engines.taken
+    peak = engines.peak.nbytes
     most = most_in_switches(taken["train"], taken["infer"], engines.config.generate_config.bucket_mb)
     figure = f"{peak / GIB:.2f} GiB (training {taken['train'] / GIB:.2f}, vLLM {taken['infer'] / GIB:.2f})"
     limit = f"at most {SLACK:g} times the larger and two buckets, {most / GIB:.2f} GiB"
-    noted(figure, limit, nbytes=peak, training_nbytes=taken["train"], infer_nbytes=taken["infer"])
+    note(figure, limit, nbytes=peak, training_nbytes=taken["train"], infer_nbytes=taken["infer"])
     assert peak <= SLACK * most
 
 
-def judge_memory_back(nbytes: int, noted: Noted) -> None:
+def judge_memory_back(nbytes: int, note: Note) -> None:
     figure = f"{nbytes / GIB:.2f} GiB more are taken than before the build"
-    noted(figure, f"at most {MOST_LEFT / GIB:g} GiB", nbytes=nbytes)
-    assert nbytes <= MOST_LEFT
+    note(figure, f"at most {MAX_LEFT / GIB:g} GiB", nbytes=nbytes)
+    assert nbytes <= MAX_LEFT
 
 
 @contextmanager
 def device_without_memory(driver: CudaDriver, left: int = 0) -> Iterator[None]:
-    """Within the block nobody gets memory of the device, but for `left` bytes, rounded up to the driver's unit.
+    """Take all device memory for the block, except `left` bytes, rounded up to the driver's unit.
 
-    torch's unused memory is taken, too: it is given back to the device before a call fails.
+    This includes unused memory of torch's allocator, which returns it to the device before a call
+    fails.
     """
     with ExitStack() as taken:
-        with ExitStack() as spared:
-            _take(driver, left, spared)
+        with ExitStack() as reserved:
+            _take(driver, left, reserved)
             _take(driver, sys.maxsize, taken)
         yield
 
 
 def _take(driver: CudaDriver, nbytes: int, taken: ExitStack) -> None:
-    """Have physical memory, mapped nowhere, until `taken` ends: so many bytes, or all there are."""
+    """Allocate `nbytes` of unmapped physical memory, or all there is, until `taken` ends."""
     unit = driver.granularity()
-    size, missing = _AT_ONCE, nbytes
+    size = _FIRST_SIZE
+    missing = nbytes
     while missing > 0 and size:
         size = min(size, -(-missing // unit) * unit)
         try:

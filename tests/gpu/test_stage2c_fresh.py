@@ -1,4 +1,4 @@
-"""Stage 2: a vLLM of its own, which loads the checkpoint that both engines saved, says what they said."""
+"""Stage 2: a separate vLLM that loads the checkpoint of both engines has the same completions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _OURS = ("distributed_executor_backend", "worker_cls", "hf_overrides", "load_for
 def fresh_completions(
     settings: InferenceSettings, checkpoint: str, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[list[int]]:
-    """The first completion of each prompt, from a vLLM that is built here and loads `checkpoint` as it always does.
+    """Build a vLLM that loads `checkpoint` by its own loader; return the first completion of each
+    prompt.
 
-    Not beside another vLLM in this process. Of `settings` everything counts that a server of this model would be given
-    too; one rank.
+    There must be no other vLLM in this process. Uses the `settings` that also a server of this
+    model would get, and one rank.
     """
     require_vllm(allow_version=settings.generate.allow_version)
     set_environment(settings, 0)
@@ -45,10 +46,10 @@ def fresh_completions(
 
 
 def differences_of(job: SmallJob) -> str:
-    """Where a fresh vLLM says something else than both engines did; the kernels are the same, so is every token."""
+    """Return the first difference from both engines' completions; the kernels are the same."""
     expected = [answer.tokens for answer in job.read_answers()]
-    found = fresh_completions(inference_settings(job.config(), 1), str(job.checkpoint), job.prompts(), GREEDY)
-    return differences(found, expected)
+    completions = fresh_completions(inference_settings(job.config(), 1), str(job.checkpoint), job.prompts(), GREEDY)
+    return differences(completions, expected)
 
 
 class TestEager:

@@ -1,7 +1,8 @@
-"""Stage 2, a server: vLLM in processes of its own on the GPU of the trainer, which fills and empties it.
+"""Stage 2, a server: vLLM in separate processes on the GPU of the trainer, which publishes and
+withdraws weights.
 
-It says what both engines said that saved the checkpoint, has no memory of weights and cache while the trainer trains,
-and keeps its captured graphs over switches.
+Its completions equal those of both engines. While the trainer trains, it holds no memory of weights
+and cache. It keeps captured graphs over switches.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from tests.gpu.conftest import Noted
+from tests.gpu.conftest import Note
 from tests.gpu.sizes import MEMORY_SHARE, NUM_SWITCHES, SLACK, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences_of_answers
 from tests.harness.vllm_server import FILLED, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-PASSED_ON = ("VLLM_USE_FLASHINFER_SAMPLER",)
-"""What the caller says of the installation; a server has no other variable of vLLM's that this process has."""
-MOST_KEPT = 0.25 * GIB
-"""Device memory of a server that sleeps, beside what it had before its weights: allocators' own."""
+INHERITED = ("VLLM_USE_FLASHINFER_SAMPLER",)
+"""The only variables of vLLM that a server inherits; they describe the installation."""
+MAX_KEPT = 0.25 * GIB
+"""Device memory that a sleeping server's allocators may keep."""
 
 
 def server_arguments(job: SmallJob) -> list[str]:
-    """What a user would type, for the engine of the other checks."""
+    """Return the arguments of a server like the engine of the other checks."""
     on_gpu = job.device == "cuda"
     arguments = [*FILLED, "--skip-tokenizer-init", "--max-num-seqs", "16", "--max-model-len", "64"]
     arguments += ["--dtype", job.sizes.params_dtype, *(["--enforce-eager"] if job.eager else [])]
     nbytes = job.sizes.kv_cache_mb << 20
     arguments += ["--kv-cache-memory-bytes", str(nbytes), "--gpu-memory-utilization", str(MEMORY_SHARE)]
-    given = [part for name, value in job.vllm.items() for part in _flag(name, value)]
-    return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *given]
+    flags = [part for name, value in job.vllm.items() for part in _flag(name, value)]
+    return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *flags]
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An engine argument as `vllm serve` takes it."""
+    """Return an engine argument in the form of `vllm serve`."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
@@ -61,25 +62,29 @@ def config_of(job: SmallJob, url: str) -> HybridConfig:
     return load_config(values, world_size=1)
 
 
-def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
-    """Publish and withdraw again and again; what the first and the last answer unlike both engines is an error."""
-    expected, training, inferring = job.read_answers(), list[int](), list[int]()
+def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
+    """Publish and withdraw repeatedly; compare the first and last completions."""
+    expected = job.read_answers()
+    training: list[int] = []
+    inferring: list[int] = []
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     with ExitStack() as ends:
-        own = {name: value for name, value in os.environ.items() if name in PASSED_ON}
-        server = ends.enter_context(serving(str(job.checkpoint), directory, *server_arguments(job), environment=own))
-        before = taken_nbytes(device)  # with the server asleep, and no trainer
+        inherited = {name: value for name, value in os.environ.items() if name in INHERITED}
+        arguments = server_arguments(job)
+        server = ends.enter_context(serving(str(job.checkpoint), directory, *arguments, environment=inherited))
+        before = taken_nbytes(device)  # The server sleeps, and there is no trainer.
         worker = ends.enter_context(ActorHybridWorker(config_of(job, server.url)))
         at_first = taken_nbytes(device)
-        reports, peak = [], PeakOfDevice(device)
+        reports = []
+        peak = PeakOfDevice(device)
         for number in range(NUM_SWITCHES):
-            with peak.watched():  # of trainer and server together
+            with peak.watched():  # Of trainer and server together.
                 with worker.rollout_context():
                     reports.append(worker.sharding.last_report)
                     if number in (0, NUM_SWITCHES - 1):
                         answers = worker.generate_sequences(job.prompts(), GREEDY)
-                        found = [Answer(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
-                        assert differences_of_answers(found, expected) == ""
+                        actual = [Answer(list(group[0].token_ids), list(group[0].logprobs)) for group in answers]
+                        assert differences_of_answers(actual, expected) == ""
                     inferring.append(taken_nbytes(device))
                 with worker.train_context():
                     training.append(taken_nbytes(device))
@@ -87,11 +92,11 @@ def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
     kept = max(training) - at_first
     most = most_in_switches(max(training), max(inferring), bucket_mb)
     last = reports[-1]
-    noted(
+    note(
         f"a publish {last.seconds:.2f} s, {last.bytes_own / GIB:.2f} GiB on the device, {last.bytes_received} bytes "
         f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than before the first one; at most "
         f"{peak.nbytes / GIB:.3f} GiB taken (training {max(training) / GIB:.3f}, vLLM {max(inferring) / GIB:.3f})",
-        f"at most {MOST_KEPT / GIB:.2f} GiB more, and {SLACK:g} times {most / GIB:.3f} GiB",
+        f"at most {MAX_KEPT / GIB:.2f} GiB more, and {SLACK:g} times {most / GIB:.3f} GiB",
         seconds=last.seconds,
         bytes_own=last.bytes_own,
         kept=kept,
@@ -103,16 +108,16 @@ def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
     assert last.bytes_received == last.bytes_least
     if job.device == "cuda":
         assert last.bytes_received == 0 < last.bytes_own
-        assert kept <= MOST_KEPT
+        assert kept <= MAX_KEPT
         assert peak.nbytes <= SLACK * most
 
 
 class TestEager:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], noted: Noted) -> None:
-        fill_and_empty(SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", noted)
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], note: Note) -> None:
+        fill_and_empty(SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", note)
 
 
 @pytest.mark.gpu
 class TestGraphs:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], noted: Noted) -> None:
-        fill_and_empty(SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", noted)
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], note: Note) -> None:
+        fill_and_empty(SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", note)

@@ -1,7 +1,7 @@
 """Stage 3, two or more GPUs: layouts, experts, NCCL, the order of ranks, and reads from GPU to GPU.
 
-Each layout is a case of `verify` on ranks of its own: every vLLM parameter bitwise what vLLM's own loader gives, and
-both engines compute what transformers computes.
+Each layout is a case of `verify` on new ranks: every vLLM parameter equals bitwise that of vLLM's
+loader, and both engines compute the same as transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.targets import target_named
 from benchmarks.timings import Timing
 from hybrid_engine.tools.verify.cases import Case, case_of
 from hybrid_engine.tools.verify.verify import run_cases
-from tests.gpu.conftest import Noted
+from tests.gpu.conftest import Note
 from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 from tests.gpu.test_stage1_memory import REPEAT, judge, pulled
 from tests.zoo.families import write_config
@@ -28,12 +28,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAYERS = 2
 SECONDS = 840.0
-"""Longest time of a layout; shorter than the limit of its check, so that the ranks say what they were doing."""
+"""Maximum time of a layout, less than its check's timeout, so that ranks report their state."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Keys of `actor_config` and `generate_config`, and the model whose form the small one has."""
+    """Keys of `actor_config` and `generate_config`, and the model to derive a small one from."""
 
     actor: Mapping[str, Any]
     generate: Mapping[str, Any]
@@ -48,7 +48,8 @@ class Layouts:
         return case_of("", model, directory / "small", self.num_ranks, actor, generate, LAYERS)
 
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 INFER_TP2 = {"infer_tensor_parallel_size": 2}
 GRAPHS = {"enforce_eager": False}
@@ -65,15 +66,15 @@ LAYOUTS = {
 }
 
 
-def verify(layouts: Layouts, vllm: Mapping[str, Any], directory: Path, noted: Noted) -> None:
+def verify(layouts: Layouts, vllm: Mapping[str, Any], directory: Path, note: Note) -> None:
     (verdict,) = run_cases([layouts.case(vllm, directory)], layouts.num_ranks, SECONDS)
-    noted(f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s", seconds=verdict.seconds)
+    note(f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s", seconds=verdict.seconds)
     assert not verdict.faults
 
 
 @pytest.mark.gpu(2)
 class TestReading:
-    """Where the other GPU's memory may not be read, ranks send messages, and the layout cannot be asked for."""
+    """Reads of another GPU's memory; skipped if impossible, as ranks then send messages."""
 
     @pytest.fixture(scope="class")
     def figures(self) -> dict[str, Timing]:
@@ -81,20 +82,20 @@ class TestReading:
         return pulled(pulls.PullTask(("cuda:0", "cuda:1"), sizes.layers_read, sizes.flat_bucket_nbytes, REPEAT))
 
     @pytest.mark.parametrize("name", [pulls.COPIES, pulls.WITH_MAPPING])
-    def test_rate(self, name: str, figures: dict[str, Timing], noted: Noted) -> None:
+    def test_rate(self, name: str, figures: dict[str, Timing], note: Note) -> None:
         with target_named("cuda:0") as target:
-            judge(figures[name], target, noted)
+            judge(figures[name], target, note)
 
     def test_layout(
-        self, figures: dict[str, Timing], vllm_arguments: dict[str, Any], tmp_path: Path, noted: Noted
+        self, figures: dict[str, Timing], vllm_arguments: dict[str, Any], tmp_path: Path, note: Note
     ) -> None:
-        verify(BY_READING, vllm_arguments, tmp_path, noted)
+        verify(BY_READING, vllm_arguments, tmp_path, note)
 
 
 class TestLayouts:
     @pytest.mark.parametrize(
         "layouts",
-        [pytest.param(each, id=name, marks=pytest.mark.gpu(each.num_ranks)) for name, each in LAYOUTS.items()],
+        [pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_ranks)) for name, case in LAYOUTS.items()],
     )
-    def test_layout(self, layouts: Layouts, vllm_arguments: dict[str, Any], tmp_path: Path, noted: Noted) -> None:
-        verify(layouts, vllm_arguments, tmp_path, noted)
+    def test_layout(self, layouts: Layouts, vllm_arguments: dict[str, Any], tmp_path: Path, note: Note) -> None:
+        verify(layouts, vllm_arguments, tmp_path, note)

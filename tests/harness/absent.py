@@ -1,4 +1,4 @@
-"""Packages that are not there."""
+"""Simulation of packages that are not installed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def left_out(package: str) -> Iterator[None]:
-    """Let every import of `package`, and of what is in it, fail in the block."""
-    inside = {name: sys.modules.pop(name) for name in [*sys.modules] if f"{name}.".startswith(f"{package}.")}
-    sys.modules[package] = None  # type: ignore[assignment]  # what Python's own import takes for "not there"
+    """Make every import of `package` and of its submodules fail in the block."""
+    modules = {name: sys.modules.pop(name) for name in [*sys.modules] if f"{name}.".startswith(f"{package}.")}
+    # Python's import system raises ModuleNotFoundError for a module that is None.
+    sys.modules[package] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules[package]
-        sys.modules.update(inside)
+        sys.modules.update(modules)

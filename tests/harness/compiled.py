@@ -1,4 +1,4 @@
-"""Libraries that tests compile themselves."""
+"""Compilation of the C libraries of tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest import SkipTest
 
 
 def load_compiled(name: str, source: Path = Path("/dev/null")) -> None:
-    """Compile a C file, by default an empty one, and load it as the library of this name."""
+    """Compile a C file (default: an empty one) and load it as the shared library `name`."""
     if (compiler := shutil.which("cc")) is None:
-        raise SkipTest(f"there is no C compiler (cc) for {source}")
+        raise SkipTest(f"{source} requires a C compiler (cc)")
     with tempfile.TemporaryDirectory() as folder:
         options = ["-shared", "-fPIC", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{name}"]
         command = [compiler, *options, "-o", f"{folder}/{name}", "-x", "c", str(source)]

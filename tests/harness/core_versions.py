@@ -1,4 +1,4 @@
-"""Cases that an older megatron-core cannot run are left out there; the README says what that leaves untested."""
+"""Selection of test cases by version of megatron-core; the README lists the cases left out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ INSTALLED: Final = Version(importlib.metadata.version("megatron-core"))
 
 
 def without(cases: Mapping[str, T], *later: str, since: str) -> dict[str, T]:
-    """`cases` that this megatron-core can run; `later` names those that need one `since` then."""
+    """Return `cases`, without those named `later` if megatron-core is older than `since`."""
     assert cases.keys() >= set(later), f"no such cases: {sorted(set(later) - cases.keys())}"
     return {name: case for name, case in cases.items() if Version(since) <= INSTALLED or name not in later}

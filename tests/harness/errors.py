@@ -31,8 +31,7 @@ def has_code(code: str, *values: str) -> Callable[[BaseException], bool]:
 
 def violations_of(error: BaseException) -> list[tuple[str, str]]:
     """Return (key, code) of each violation that `error` lists, in its order."""
-    findings = getattr(error, "findings", ())
-    return [(violation.key, violation.code) for violation in findings if isinstance(violation, Violation)]
+    return [(item.key, item.code) for item in getattr(error, "findings", ()) if isinstance(item, Violation)]
 
 
 def has_violations(*expected: tuple[str, str], exactly: bool = True) -> Callable[[BaseException], bool]:
@@ -53,7 +52,7 @@ def has_violations(*expected: tuple[str, str], exactly: bool = True) -> Callable
 
 
 def has_violation(key: str, code: str, *values: str) -> Callable[[BaseException], bool]:
-    """Return a check that an error lists this violation and no other, and that its text contains each of `values`."""
+    """Return a check that an error lists only this violation and contains each of `values`."""
 
     def check(error: BaseException) -> bool:
         assert violations_of(error) == [(key, code)], str(error)

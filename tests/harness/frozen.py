@@ -1,5 +1,8 @@
-"""The last that the server of ranks imports: what each rank would do alike before its first engine is done here, and
-what is there by now no rank's garbage collector looks at again."""
+"""Last import of the fork server of ranks: does the set-up that all ranks share, then freezes all
+objects.
+
+Garbage collectors of the ranks skip frozen objects.
+"""
 
 import gc
 import importlib.util
@@ -7,7 +10,7 @@ import importlib.util
 if importlib.util.find_spec("vllm"):
     from vllm.platforms import current_platform
 
-    # vLLM's stand-ins for Triton's kernels: it looks through all modules for their names, once for each engine.
+    # vLLM searches all modules for Triton kernels to replace, once per engine; do so only once.
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""Everything of the product that programs and files of users name, as one recorded document.
+"""Record of all names of the product that programs and files of users refer to.
 
 `tests/recorded/interface.json` is read by tests/test_interface.py, so that a name can disappear or
 change only in a commit that also changes the record:

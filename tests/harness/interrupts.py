@@ -1,4 +1,4 @@
-"""Ctrl-C in a program of its own, at the import of the module that its first argument names."""
+"""Program that is interrupted, as by Ctrl-C, at the import of the module named by argument 1."""
 
 INTERRUPTED_IN = """
 import sys

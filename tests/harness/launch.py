@@ -1,14 +1,14 @@
-"""Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
+"""Run a function on several real ranks, as torchrun would, and return the results of all ranks.
 
     def test_a_sum(ranks: Ranks) -> None:                     # or `engines`, for Megatron and vLLM
-        assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module, which makes its own group
+        assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module; it creates its own group
 
-Ranks are forked from a server that has imported torch, transformers, vLLM and Megatron, for importing them costs more
-than most tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process
-behind.
+Ranks are forked from a server that has already imported torch, transformers, vLLM and Megatron,
+because these imports take longer than most tests. If a rank fails or exceeds the timeout, the
+launcher kills all of its ranks, so that no test leaves a process behind.
 
-Unlike ranks of torchrun these have one hash seed, and vLLM before Megatron; `verify` (test_matrix.py) and the example
-start interpreters.
+Unlike ranks of torchrun these ranks share a hash seed and import vLLM before Megatron. `verify`
+(test_matrix.py) and the example start new interpreters.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
-"""A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
+"""Modules whose import means that a rank built an engine; Megatron and vLLM are preloaded."""
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
-# vLLM's worker for CPUs puts others in the place of torch's streams, which a GPU needs.
-_OF_THE_DEVICE = (
+# vLLM's worker for CPUs replaces torch's streams, which a GPU needs.
+_DEVICE_MODULES = (
     ("vllm.v1.worker.gpu_worker", "vllm.v1.attention.backends.triton_attn")
     if "SOFTWARE_GPU_LIBRARIES" in os.environ
     else ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 )
-# Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
+# The server ignores missing modules: vLLM is absent in tests of other megatron-core versions.
 _SERVER.set_forkserver_preload(
     [
-        *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", *_OF_THE_DEVICE),
+        *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", *_DEVICE_MODULES),
         # vLLM imports these with its first engine.
         *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler"),
         *("vllm.entrypoints.anthropic.protocol", "vllm.entrypoints.launchers.cli_args", "compressed_tensors", "peft"),
@@ -71,24 +71,24 @@ _SERVER.set_forkserver_preload(
 
 
 def start_fork_server() -> None:
-    """Start the server from which ranks are forked, where the first launch is not to: it has this thread's network."""
+    """Start the fork server of ranks now, in this thread's network, not at the first launch."""
     forkserver.ensure_running()
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What several calls came to: `outcomes[name]` is what one returned, by rank.
+    """Outcomes of several calls; `outcomes[name]` holds the results of a call by rank.
 
     Attributes:
-        results: by name of the call, by rank.
-        failures: by name of the call, what its ranks said.
+        results: results by name of the call, then by rank.
+        failures: output of the ranks of each failed call, by its name.
     """
 
     results: dict[str, list[Any]]
     failures: dict[str, str]
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Raises AssertionError with the ranks' output if this call failed."""
+        """Return the results of call `name`; raise AssertionError with its output if it failed."""
         if name in self.failures:
             raise AssertionError(self.failures[name])
         return self.results[name]
@@ -96,11 +96,11 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a test takes to run something on ranks: the fixtures `ranks` and `engines`.
+    """Launcher of ranks, given to tests by the fixtures `ranks` and `engines`.
 
     Attributes:
-        with_engines: whether the ranks may import Megatron or our vLLM backend. One that does without ends in an
-            error, so a test that is not marked `engines` builds none.
+        with_engines: whether ranks may import Megatron or our vLLM backend. Otherwise such a rank
+            ends with an error, so that a test without the mark `engines` cannot build an engine.
     """
 
     with_engines: bool
@@ -108,28 +108,31 @@ class Ranks:
     def launch(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
         """Run `function(*args)` on `num_ranks` processes; return the results by rank.
 
-        `function` is a top-level function of an importable module under tests/; it finds RANK, WORLD_SIZE,
-        LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
-        Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
+        `function` is a top-level function of an importable module under tests/. Its environment
+        holds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and it creates its own
+        process group. Arguments and results are pickled. Raises AssertionError with the ranks'
+        output if a rank fails.
         """
         return self.launch_in_turn(num_ranks, {"": (function, args)}, timeout)[""]
 
     def launch_in_turn(self, num_ranks: int, calls: Mapping[str, Call], timeout: float = 300) -> Outcomes:
-        """Run several functions as `launch` does, one after the other, on the same ranks.
+        """Run several functions in turn on the same ranks.
 
-        A call that fails ends its ranks, and those after it run on new ones; each set has `timeout` seconds.
+        A failed call ends its ranks; later calls run on new ranks. Each set of ranks has `timeout`
+        seconds.
         """
-        outcomes, waiting = Outcomes({}, {}), list(calls)
-        while waiting:
-            finished, failure = _launch([calls[name] for name in waiting], num_ranks, timeout, self.with_engines)
-            outcomes.results.update(zip(waiting, finished, strict=False))
-            waiting = waiting[len(finished) :]
+        outcomes = Outcomes({}, {})
+        pending = list(calls)
+        while pending:
+            finished, failure = _launch([calls[name] for name in pending], num_ranks, timeout, self.with_engines)
+            outcomes.results.update(zip(pending, finished, strict=False))
+            pending = pending[len(finished) :]
             if failure is not None:
-                outcomes.failures[waiting.pop(0)] = failure
+                outcomes.failures[pending.pop(0)] = failure
         return outcomes
 
     def run_alone(self, function: Callable[..., T], *args: Any, timeout: float = 300) -> T:
-        """Run `function(*args)` in one new interpreter, for what must come before Megatron's or vLLM's import."""
+        """Run `function(*args)` in a new interpreter, before any import of Megatron or vLLM."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             return pool.submit(function, *args).result(timeout)
 
@@ -137,7 +140,7 @@ class Ranks:
 def _launch(
     calls: Sequence[Call], num_ranks: int, timeout: float, with_engines: bool
 ) -> tuple[list[list[Any]], str | None]:
-    """Results of the first calls, by rank, and how the call after them failed; None if all are finished."""
+    """Run `calls` in turn; return results of the finished ones by rank, and the failure or None."""
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
         pickled = pickle.dumps((calls, with_engines))
@@ -149,19 +152,20 @@ def _launch(
         ended = run_started(start, num_ranks, timeout)
         for rank in ranks:
             rank.close()
-        places = [[_result_of(Path(directory), call, rank) for rank in range(num_ranks)] for call in range(len(calls))]
+        paths = [[_result_of(Path(directory), call, rank) for rank in range(num_ranks)] for call in range(len(calls))]
         finished = [
-            [pickle.loads(place.read_bytes()) for place in by_rank]
-            for by_rank in itertools.takewhile(lambda by_rank: all(place.exists() for place in by_rank), places)
+            [pickle.loads(path.read_bytes()) for path in by_rank]
+            for by_rank in itertools.takewhile(lambda by_rank: all(path.exists() for path in by_rank), paths)
         ]
         if ended.status == 0 and len(finished) == len(calls):
             return finished, None
-        finished = finished[: len(calls) - 1]  # ranks that fail once everything is done fail with the last call
-        what = f"{calls[len(finished)][0].__qualname__} on {num_ranks} ranks"
+        # A failure after all calls have returned counts as a failure of the last call.
+        finished = finished[: len(calls) - 1]
+        failed = f"{calls[len(finished)][0].__qualname__} on {num_ranks} ranks"
         if ended.status is None:
-            return finished, f"{what} outlived {timeout} s:\n{ended.output}"
+            return finished, f"{failed} exceeded {timeout} s:\n{ended.output}"
         causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
-        return finished, f"{what} failed:\n{ended.output}\n{causes}"
+        return finished, f"{failed} failed:\n{ended.output}\n{causes}"
 
 
 def _result_of(directory: Path, call: int, rank: int) -> Path:
@@ -182,14 +186,14 @@ class _Rank:
         self._process.join()
 
     def close(self) -> None:
-        """Of one that has ended: its descriptors."""
+        """Close the descriptors of a rank that has ended."""
         self._process.close()
 
 
 def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, calls: bytes) -> None:
-    """A rank, from its first line to its end; `calls` are pickled, for they are imported only once all is set up."""
+    """Main function of a rank. `calls` are pickled, so their modules are imported after set-up."""
     os.setsid()
-    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True, write_through=True)
@@ -198,21 +202,22 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
     os.chdir(REPO_ROOT)
     rank = int(os.environ["RANK"])
     try:
-        # When an engine ends it lets go of all that is frozen, and from then on each of vLLM's collections would go
-        # through all modules, which takes half a second. `real_collector` is for tests of what an engine leaves.
+        # An engine unfreezes all objects when it ends. From then on every collection of vLLM would
+        # traverse all modules, which takes half a second. Tests of an engine's leftovers use
+        # `real_collector`.
         gc.freeze = gc.unfreeze = _do_nothing
         refuse_pickles()
         functions, with_engines = pickle.loads(calls)
         for number, (function, args) in enumerate(functions):
             gc.collect()
-            _freeze()  # vLLM collects garbage many times per engine
+            _freeze()  # vLLM collects garbage many times per engine.
             result = pickle.dumps(function(*args))
             built = [name for name in ENGINES if name in sys.modules]
             if built and not with_engines:
                 raise AssertionError(f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`")
-            place = _result_of(directory, number, rank)
-            place.with_suffix(".new").write_bytes(result)
-            place.with_suffix(".new").rename(place)  # whole, also if the rank is killed
+            path = _result_of(directory, number, rank)
+            path.with_suffix(".new").write_bytes(result)
+            path.with_suffix(".new").rename(path)  # A killed rank leaves no partial file.
     except BaseException:
         (directory / f"error{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
@@ -226,7 +231,7 @@ def _do_nothing() -> None:
 
 @contextmanager
 def real_collector() -> Iterator[None]:
-    """The garbage collector of a rank as it is outside of tests, where engines freeze and unfreeze what it looks at."""
+    """Let engines freeze and unfreeze objects in this rank, as they do outside tests."""
     gc.freeze, gc.unfreeze = _freeze, _unfreeze
     try:
         yield
@@ -234,8 +239,8 @@ def real_collector() -> Iterator[None]:
         gc.freeze = gc.unfreeze = _do_nothing
 
 
-def _end_with_the_launcher() -> None:
-    """The server lives as long as one of its ranks, so nothing else ends a rank that hangs when pytest is killed."""
+def end_with_launcher() -> None:
+    """Kill this rank when pytest ends. The fork server itself stays as long as any rank does."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

@@ -1,10 +1,13 @@
-"""Marks that tell the truth: a test has them by what it takes, and what starts ranks in a test without them ends it.
+"""Automatic marks: a test is marked by the fixtures that it takes, and fails if it starts ranks
+without the mark.
 
-A test that takes the fixture `ranks` or `engines` is marked so. One that starts programs (torchrun, `run_ranks`) says
-it itself: `@pytest.mark.ranks`. `engines` implies `ranks`, so `-m "not ranks"` starts none at all.
+A test that takes the fixture `ranks` or `engines` gets the mark of that name. A test that starts
+programs (torchrun, `run_ranks`) carries `@pytest.mark.ranks` itself. `engines` implies `ranks`, so
+that `-m "not ranks"` starts no ranks at all.
 
-A file is not even imported where `-m` leaves out all of its tests: imports of Megatron, vLLM and transformers take
-longer than the tests without them. So what imports one of these at its top is `slow`.
+If `-m` deselects every test of a file, the file is not even imported: imports of Megatron, vLLM and
+transformers take longer than the fast tests. Modules that import one of these at the top are
+therefore marked `slow`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _SLOW = (
     "hybrid_engine/test_sent_tensors.py",
     "hybrid_engine/trainer/test_checkpoint_directory.py",
     "megatron_patches",
-    # and what starts programs, draws, plans whole jobs, or goes through hostile files or a switch line by line
+    # These start programs, plot, plan whole jobs, or step through hostile files or a switch.
     "examples/test_report.py",
     "examples/test_start.py",
     "examples/test_stopping.py",
@@ -45,8 +48,7 @@ _SLOW = (
     "offline",
     "test_gpu_checks.py",
 )
-"""Files and folders below tests/ whose tests are: they import Megatron, transformers or torch's checkpoints, or take
-seconds."""
+"""Files and folders below tests/ marked `slow`: heavy imports at the top, or slow tests."""
 
 _TESTS = Path(__file__).resolve().parents[1]
 
@@ -54,7 +56,7 @@ _test_without_ranks: str | None = None
 
 
 def _implied(names: Iterable[str]) -> set[str]:
-    return {implied for given in set(names) & set(_IMPLIED) for implied in _IMPLIED[given]}
+    return {implied for name in set(names) & set(_IMPLIED) for implied in _IMPLIED[name]}
 
 
 def add_implied(item: pytest.Item) -> None:
@@ -70,7 +72,7 @@ def _of_place(path: Path) -> frozenset[str]:
 
 
 def leaves_out(expression: str, path: Path) -> bool:
-    """Whether no test of a file can be chosen by `-m expression`, as far as its source tells."""
+    """Return whether `-m expression` deselects every test of a file, judged by its source."""
     if not (path.name.startswith("test_") and path.suffix == ".py" and expression):
         return False
     place = _of_place(path)
@@ -81,45 +83,48 @@ def leaves_out(expression: str, path: Path) -> bool:
 
 @functools.cache
 def _is_never_chosen(expression: str, marks: frozenset[str]) -> bool:
-    """Not with these marks, whichever others a test has besides."""
+    """Return whether `expression` deselects every test that has at least `marks`."""
     others = [name for name in _NAMES if name not in marks]
-    sets = (marks.union(more) for count in range(len(others) + 1) for more in itertools.combinations(others, count))
     compiled = Expression.compile(expression)
-    return not any(compiled.evaluate(lambda name, each=each, **_: name in each) for each in sets)
+    for count in range(len(others) + 1):
+        for more in itertools.combinations(others, count):
+            all_marks = marks.union(more)
+            if compiled.evaluate(lambda name, all_marks=all_marks, **_: name in all_marks):
+                return False
+    return True
 
 
 def _marks_in(tree: ast.Module) -> Iterator[frozenset[str]]:
-    """Of each test of a file: those of the file, of its class, its own, and what its fixtures imply."""
-    of_file = frozenset[str]()
-    taken: dict[str, set[str]] = {}  # by the file's fixtures
+    """Yield the marks of each test of a file: by itself, its class, its file and its fixtures."""
+    file_marks = frozenset[str]()
+    taken: dict[str, set[str]] = {}  # Fixtures that each fixture of the file takes, also indirectly.
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(each, ast.Name) and each.id == "pytestmark" for each in node.targets
-        ):
-            of_file = frozenset(_marks_named(node.value))
-        elif isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(each) for each in node.decorator_list):
-            own = _arguments(node)
-            taken[node.name] = own.union(*(taken.get(name, set()) for name in own))
+        if isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets):
+            file_marks = frozenset(_marks_named(node.value))
+        elif isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(deco) for deco in node.decorator_list):
+            arguments = _arguments(node)
+            taken[node.name] = arguments.union(*(taken.get(name, set()) for name in arguments))
     for node in tree.body:
-        parents = [node] if isinstance(node, ast.ClassDef) else []
-        for each in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(each, ast.FunctionDef) and each.name.startswith("test"):
-                marks = {mark for one in [*parents, each] for deco in one.decorator_list for mark in _marks_named(deco)}
-                fixtures = _arguments(each)
+        classes = [node] if isinstance(node, ast.ClassDef) else []
+        for test in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(test, ast.FunctionDef) and test.name.startswith("test"):
+                decorators = [deco for marked in [*classes, test] for deco in marked.decorator_list]
+                marks = {mark for decorator in decorators for mark in _marks_named(decorator)}
+                fixtures = _arguments(test)
                 fixtures = fixtures.union(*(taken.get(name, set()) for name in fixtures))
-                yield of_file | marks | _implied(fixtures | marks | of_file)
+                yield file_marks | marks | _implied(fixtures | marks | file_marks)
 
 
 def _marks_named(node: ast.expr) -> set[str]:
-    """Of `pytest.mark.slow`, or a list of such; those of single cases of a parametrised test do not count."""
+    """Return the marks in `pytest.mark.slow` or a list of such; parametrised cases do not count."""
     if isinstance(node, ast.List | ast.Tuple):
-        return {mark for each in node.elts for mark in _marks_named(each)}
+        return {mark for element in node.elts for mark in _marks_named(element)}
     name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
     return {name.removeprefix("pytest.mark.")} & set(_NAMES)
 
 
 def _arguments(node: ast.FunctionDef) -> set[str]:
-    return {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+    return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
 
 
 def running(item: pytest.Item) -> None:
@@ -128,7 +133,7 @@ def running(item: pytest.Item) -> None:
 
 
 def install_guard() -> None:
-    """Have every start of a rank as a program fail in a test that is not marked `ranks`."""
+    """Make a test without the mark `ranks` fail when it starts a rank as a program."""
     sys.addaudithook(_refuse_ranks)
 
 
@@ -136,7 +141,7 @@ def _refuse_ranks(event: str, args: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen" and _test_without_ranks is not None:
         _, arguments, _, environment = args
         if _starts_ranks(arguments, environment or {}):
-            raise AssertionError(f"{_test_without_ranks} starts ranks and is not marked `ranks`")
+            raise AssertionError(f"{_test_without_ranks} starts ranks but is not marked `ranks`")
 
 
 def _starts_ranks(arguments: Sequence[Any], environment: Mapping[Any, Any]) -> bool:

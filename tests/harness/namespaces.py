@@ -1,4 +1,4 @@
-"""Namespaces of the kernel, as containers have them."""
+"""Namespaces of the kernel, as used by containers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _CLONE_NEWPID = 0x20000000  # <linux/sched.h>
 
 
 def enter_a_process_namespace() -> None:
-    """Children of this process are in a process namespace of their own from now on. Needs root."""
+    """Start all further children of this process in a new process namespace. Requires root."""
     if libc().unshare(_CLONE_NEWPID) != 0:
         raise_errno("unshare(CLONE_NEWPID)")

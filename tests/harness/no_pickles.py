@@ -1,7 +1,8 @@
-"""Ranks of tests refuse to read a pickle, or exchange one, for a module of ours. Libraries do as they like.
+"""Guard for ranks of tests: modules of this project must not read or exchange pickles. Libraries
+may.
 
-One module reads checkpoints, and the plans of torch's own checkpoint writer, which come as pickles: with classes that
-are listed there.
+The exception is a module that reads checkpoints and the pickled plans of torch's checkpoint writer;
+it has a list of permitted classes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ READS_CHECKPOINTS = "hybrid_engine.trainer.checkpoint_directory"
 
 
 def refuse_pickles() -> None:
-    """From here on, in this process."""
-    import torch.distributed as dist  # whoever starts ranks needs no torch
+    """Install the guard in this process."""
+    import torch.distributed as dist  # Imported here because the launcher of ranks needs no torch.
 
     for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
         setattr(dist, name, _refused(getattr(dist, name)))

@@ -1,4 +1,4 @@
-"""Looks up the private names of libraries that a module `internals` lists."""
+"""Lookup of the private names of libraries that a module `internals` lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybrid_engine.ranks.torch_internals import PrivateName
 
 
 def exists(private: PrivateName) -> bool:
-    """Whether the installed library has the name, as an attribute or set by its class's constructor."""
+    """Return whether the library has the name, as an attribute or set by its constructor."""
     module, _, path = private.target.partition(":")
     *owners, name = path.split(".")
     try:

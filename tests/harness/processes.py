@@ -1,4 +1,4 @@
-"""Looks at other processes, and waits for what they do."""
+"""Inspection of other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there; one that has ended and that nobody has asked how is not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -23,32 +23,32 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Fail where it does not become so in that time."""
+    """Fail if `condition` does not become true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds:g} s"
+        assert time.monotonic() < deadline, f"condition still false after {seconds:g} s"
         time.sleep(0.05)
 
 
 def listening_addresses(pid: int) -> dict[int, set[Address]]:
-    """By process, of this one and all below it: the addresses at which it listens by TCP."""
+    """Return addresses of listening TCP sockets of a process and its descendants, by process."""
     pids = [pid]
-    for each in pids:
-        pids += children_of(each)
+    for parent in pids:
+        pids += children_of(parent)
     addresses = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == _LISTENS:
                 addresses[f"socket:[{words[9]}]"] = _address(words[1].partition(":")[0])
-    return {each: {addresses[name] for name in _descriptors(each) if name in addresses} for each in pids}
+    return {pid: {addresses[name] for name in _descriptors(pid) if name in addresses} for pid in pids}
 
 
 _LISTENS = "0A"
 
 
 def _address(words: str) -> Address:
-    """Of /proc/net/tcp: 32-bit words in the order of this host's bytes."""
+    """Return an address of /proc/net/tcp, written as 32-bit words in host byte order."""
     packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return ipaddress.ip_address(packed)
 

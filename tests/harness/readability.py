@@ -1,7 +1,7 @@
 """Size and readability of each package, read from its sources and compared with recorded figures.
 
 `tests/recorded/readability.json` holds the budget of each package. A figure may fall, and may rise
-only in a commit that says why:
+only in a commit that gives the reason:
 
     python -m tests.harness.readability            # prints the figures
     python -m tests.harness.readability --record   # writes them
@@ -10,7 +10,7 @@ Figures, all counts:
     lines       lines of the files
     nodes       expression nodes: how much there is to read, however it is broken into lines
     wide        lines beyond 100 columns
-    pronouns    assigned names that say nothing of the value, such as `found` or `told`
+    pronouns    assigned names that do not describe the value, such as `found` or `told`
     tuples      assignments of several unlike values, `a, b = x, y`
     openings    docstrings that begin with a word such as What, Whether, One or Of
 """

@@ -1,4 +1,4 @@
-"""A signal whose handler raises, as Ctrl-C does, at any line of the engine."""
+"""Interruption of the engine at any line, by a signal whose handler raises, as for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.compiled import load_compiled
 
 
 class Stop(BaseException):
-    """Not an Exception, like KeyboardInterrupt and SystemExit."""
+    """An interruption; like KeyboardInterrupt it is not an Exception."""
 
 
 @functools.cache
@@ -23,15 +23,17 @@ def _counter() -> ctypes.PyDLL:
 
 
 class Interrupter:
-    """Raises `Stop` at the n-th line that runs in the engine while it is active; without a number it counts them.
+    """Context that raises `Stop` at line number `at` that runs in the engine; -1 only counts the
+    lines.
 
     Attributes:
-        num_lines: that ran.
-        is_done: it has raised.
+        num_lines: lines that ran.
+        is_done: whether it has raised.
     """
 
     def __init__(self, at: int = -1) -> None:
-        self._at, self.num_lines = at, 0
+        self._at = at
+        self.num_lines = 0
         self.is_done = False
 
     def __enter__(self) -> Self:

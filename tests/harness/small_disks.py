@@ -1,4 +1,4 @@
-"""Places where writing soon fails: small file systems, and a limit on the size of files."""
+"""Limits that make writes fail: small file systems, and a maximum size of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def file_size_limit(nbytes: int) -> Iterator[None]:
-    """What `ulimit -f` does; Python ignores its signal, so writes fail."""
+    """Limit the size of files, as `ulimit -f` does. Python ignores SIGXFSZ, so that writes fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -23,17 +23,17 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def mounted_disk(place: Path, mebibytes: int) -> Iterator[Path]:
-    """A file system of that size at `place`; skips the test where mounting is refused."""
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(place)]
+def mounted_disk(path: Path, mebibytes: int) -> Iterator[Path]:
+    """Mount a file system of `mebibytes` MiB at `path`; skip the test if that is not permitted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(path)]
     try:
         result = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.skip("there is no mount command")
+        pytest.skip("requires the command mount")
     if result.returncode != 0:
-        pytest.skip(f"mounting is refused here: {result.stderr.strip()}")
+        pytest.skip(f"cannot mount: {result.stderr.strip()}")
     try:
-        yield place
+        yield path
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)  # a rank that hangs has files there
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # A hanging rank holds files open.

@@ -1,4 +1,4 @@
-"""Ranks of tests: what they say comes back, and a call that fails is its own failure only."""
+"""The launcher of ranks returns their output, and a failed call affects no other call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.harness.launch import Ranks
 
 
-def speak_and_die() -> None:
-    print("the last words of rank", os.environ["RANK"])
+def print_and_die() -> None:
+    print("last output of rank", os.environ["RANK"])
     time.sleep(0.5 * int(os.environ["RANK"]))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -29,47 +29,50 @@ def test_a_rank_without_engines_builds_none(ranks: Ranks) -> None:
 
 
 def read_pickles() -> list[str]:
-    said = []
+    refusals = []
     for module in ("hybrid_engine.switch.probe", "hybrid_engine.trainer.checkpoint_directory", "torch.probe"):
         for call in ("__import__('pickle').loads(b'N.')", "dist.all_gather_object([None], 1)"):
             try:
                 exec(call, {"__name__": module, "dist": dist})
             except Exception as error:
-                said.append(f"{module.rpartition('.')[2]}: {error}")
-    return said
+                refusals.append(f"{module.rpartition('.')[2]}: {error}")
+    return refusals
 
 
 def test_our_modules_read_no_pickles_in_a_rank(ranks: Ranks) -> None:
-    (said,) = ranks.launch(read_pickles, 1, timeout=60)
-    assert said[:2] == [f"probe: hybrid_engine.switch.probe calls {name}" for name in ("loads", "all_gather_object")]
-    assert all("Default process group" in each for each in said[2:])
+    (refusals,) = ranks.launch(read_pickles, 1, timeout=60)
+    assert refusals[:2] == [
+        f"probe: hybrid_engine.switch.probe calls {name}" for name in ("loads", "all_gather_object")
+    ]
+    # The module that may read pickles and torch itself pass the guard and fail for lack of a group.
+    assert all("Default process group" in message for message in refusals[2:])
 
 
-def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
+def test_the_output_of_a_killed_rank_is_reported(ranks: Ranks) -> None:
     with pytest.raises(AssertionError) as failure:
-        ranks.launch(speak_and_die, 2, timeout=60)
-    assert all(f"the last words of rank {rank}\n" in str(failure.value) for rank in range(2))
+        ranks.launch(print_and_die, 2, timeout=60)
+    assert all(f"last output of rank {rank}\n" in str(failure.value) for rank in range(2))
 
 
-def own_rank() -> int:
+def get_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def fail_on_the_last() -> None:
-    assert own_rank() == 0, "broken on purpose"
+def fail_on_the_last_rank() -> None:
+    assert get_rank() == 0, "broken on purpose"
 
 
-def leave_without_a_word() -> None:
+def exit_silently() -> None:
     os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
-    [(fail_on_the_last, "broken on purpose"), (leave_without_a_word, "leave_without_a_word on 2")],
+    ("function", "message"),
+    [(fail_on_the_last_rank, "broken on purpose"), (exit_silently, "exit_silently on 2")],
 )
-def test_a_call_that_fails_leaves_those_around_it(ranks: Ranks, function: Callable[[], None], words: str) -> None:
-    calls = {"before": (own_rank, ()), "broken": (function, ()), "after": (own_rank, ())}
+def test_a_failed_call_does_not_affect_other_calls(ranks: Ranks, function: Callable[[], None], message: str) -> None:
+    calls = {"before": (get_rank, ()), "broken": (function, ()), "after": (get_rank, ())}
     outcomes = ranks.launch_in_turn(2, calls, timeout=60)
     assert outcomes["before"] == outcomes["after"] == [0, 1]
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=message):
         outcomes["broken"]

@@ -1,4 +1,4 @@
-"""What is left out is not imported, and nothing else is left out."""
+"""Files are left unimported exactly if `-m` deselects all of their tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestTwo:
         ("rig", FAST, True),
         ("tmp_path", FAST, False),
         ("rig", "not engines", False),
-        ("tmp_path", "engines", False),  # a case of a parametrised test may have the mark
+        ("tmp_path", "engines", False),  # A case of a parametrised test may have the mark.
         ("tmp_path", "", False),
     ],
 )
@@ -43,7 +43,7 @@ def test_files_without_a_chosen_test_are_left_out(
 
 @pytest.mark.slow
 def test_collecting_the_fast_tests_imports_no_engine() -> None:
-    """Or it takes longer than the tests do."""
+    """These imports take longer than the fast tests."""
     code = (
         f"import pytest, sys; pytest.main(['--co', '-qq', '-n', '0', '-m', {FAST!r}, 'tests']); "
         "print('imported:', {'megatron', 'vllm', 'transformers', 'peft'} & set(sys.modules))"

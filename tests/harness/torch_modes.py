@@ -1,4 +1,4 @@
-"""What a training script may have set of torch around any call."""
+"""Modes of torch that a training script may have set around any call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def other_torch_modes() -> Iterator[None]:
-    """Everything that changes what is computed, or what a tensor made here can be used for."""
+    """Set every mode that changes computations, or the permitted uses of new tensors."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

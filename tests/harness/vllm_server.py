@@ -1,11 +1,13 @@
-"""A vLLM server for tests: `vllm serve`, on a CPU in processes that are forked from one import.
+"""A vLLM server for tests: `vllm serve`, whose processes on a CPU are forks of a process with all
+imports done.
 
     with serving(directory, "--load-format", "hybrid_engine", ...) as server:
         server.url, server.processes(), server.log
 
-vLLM spawns its engine core and workers, each of which imports all of it for a quarter of a minute of CPU. Here they are
-forked, without a GPU, unless VLLM_WORKER_MULTIPROC_METHOD says spawn; what else they do is vLLM's own. The CPU build
-has another distribution's name than `vllm serve` asks for, so the server is started by the module behind it.
+vLLM spawns its engine core and workers, and each process spends 15 s of CPU time on importing vLLM.
+Without a GPU they are forked here instead, unless VLLM_WORKER_MULTIPROC_METHOD is "spawn"; nothing
+else of vLLM is changed. `vllm serve` looks up a distribution name that the CPU build does not have,
+so the server is started by its module.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"},
 }
-_OF_OTHERS = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+_NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass
 class Server:
-    """A server that is up.
+    """A running server.
 
     Attributes:
-        url: of it.
-        pid: of the process that answers HTTP; it leads a session of its own.
-        log: what all its processes say.
+        url: its base URL.
+        pid: process that answers HTTP; it leads a session of its own.
+        log: output of all its processes.
     """
 
     url: str
@@ -55,23 +57,23 @@ class Server:
     log: Path
 
     def processes(self) -> dict[str, list[int]]:
-        """Ids of its processes, by what vLLM calls them: APIServer, EngineCore, Worker."""
-        found: dict[str, list[int]] = {}
+        """Return ids of its processes by vLLM's names for them: APIServer, EngineCore, Worker."""
+        pids: dict[str, list[int]] = {}
         for pid in _session(self.pid):
             name = Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("VLLM::").partition("_")[0]
-            found.setdefault(name, []).append(pid)
-        return found
+            pids.setdefault(name, []).append(pid)
+        return pids
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session."""
-    found = []
+    """Return the ids of all processes of a session."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = entry.read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] != "Z":
-                found.append(int(entry.parent.name))
-    return sorted(found)
+                pids.append(int(entry.parent.name))
+    return sorted(pids)
 
 
 @contextlib.contextmanager
@@ -83,26 +85,28 @@ def serving(
     port: int | None = None,
     host: Host | None = None,
 ) -> Iterator[Server]:
-    """A server of the model, on a port of the loopback (default: a free one); afterwards none of its processes is left.
+    """Run a server of a model; end all of its processes afterwards.
 
     Args:
-        model: its directory.
-        directory: for its log.
-        host: it runs there, at the address of the link; default: here. `model` is then a path there, and `directory`
-            one here.
+        model: directory of the model; a path on `host`, if given.
+        directory: receives the log; a path on this host.
+        port: port to listen at; default: a free one.
+        host: simulated host that runs the server at its address on the link; default: this host,
+            loopback.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    log, port_file = directory / "server.log", directory / "port"
+    log = directory / "server.log"
+    port_file = directory / "port"
     port_file.unlink(missing_ok=True)
     address = host.address if host else "127.0.0.1"
     command = [sys.executable, "-m", __name__, str(port_file), address, str(port or 0), str(model), *arguments]
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # what an engine in this process has set there, or a launcher, is not meant for a server
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
+    # A server must not inherit variables set by an engine in this process or by a launcher.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     settings = {**inherited, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
-    place = host.command() if host else []  # which become the server
+    prefix = host.command() if host else []
     with log.open("w") as out:
-        process = subprocess.Popen([*place, *command], stdout=out, stderr=out, env=settings, start_new_session=True)
+        process = subprocess.Popen([*prefix, *command], stdout=out, stderr=out, env=settings, start_new_session=True)
     try:
         with host.network() if host else contextlib.nullcontext():
             server = _once_up(process, port_file, address, log)
@@ -125,11 +129,11 @@ def _once_up(
                 if requests.get(f"http://{address}:{port}/health", timeout=5).ok:
                     return Server(f"http://{address}:{port}", process.pid, log)
         time.sleep(0.1)
-    raise AssertionError(f"the server is not up:\n{log.read_text()[-5000:]}")
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-5000:]}")
 
 
 def has_route(server: HttpServer, route: str) -> bool:
-    """Whether this vLLM has it."""
+    """Return whether this version of vLLM has the HTTP route."""
     return f"/{route}" in server.get("openapi.json")["paths"]
 
 
@@ -156,10 +160,11 @@ def main() -> None:
 
     port_file, address, wanted, model, *arguments = sys.argv[1:]
     is_spawning = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
-    if not (is_spawning or torch.cuda.is_available()):  # of which a fork has nothing
+    if not (is_spawning or torch.cuda.is_available()):  # CUDA does not survive a fork.
         fork_processes()
-        torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
-    register_model_class(model)  # else vLLM starts a process of its own to look at the class
+        # Otherwise vLLM spends a minute on compiling samplers at the first request.
+        torch.compiler.set_stance("force_eager")
+    register_model_class(model)  # Otherwise vLLM starts a process to inspect the class.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address, int(wanted)))
@@ -170,7 +175,7 @@ def main() -> None:
 
 
 def fork_processes() -> None:
-    """Have vLLM fork the processes that it starts, with what is imported by now."""
+    """Make vLLM fork its processes from this one, with all imports done."""
     import multiprocessing
 
     import vllm.entrypoints.openai.api_server

@@ -1,4 +1,4 @@
-"""Megatron-LM's own unit tests, run in a checkout of it, end the same with our hooks as without."""
+"""Megatron-LM's own unit tests have the same outcomes with and without our hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES: Final[dict[str, int]] = {
     "test_optimizer.py": 2,
     "test_optimizer_param_scheduler.py": 2,
 }
-"""Below tests/unit_tests of the checkout -> ranks with which most of its tests run."""
+"""Files below tests/unit_tests of the checkout, with the ranks that most of their tests need."""
 
 _OPTIONS: Final = (
     *("-q", "-p", "megatron_lm_on_cpu", "-p", "no:cacheprovider"),
@@ -41,7 +41,7 @@ _ORDER: Final = ("passed", "skipped", "failed", "unfinished")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended: the worst over its ranks. `reason`: why it did not pass, its first line."""
+    """Worst outcome of a test over its ranks; `reason` is the first line of a failure."""
 
     kind: str
     reason: str = ""
@@ -50,10 +50,11 @@ class Outcome:
 def run(
     source: Path, files: Sequence[str], num_ranks: int, groups: Sequence[str], timeout: float = 290
 ) -> dict[str, Outcome]:
-    """Test -> outcome, of `files` in one launch, with the patches of `groups`. Nothing is written to the checkout.
+    """Run `files` in one launch with the patches of `groups`; return outcomes by test. Does not
+    write to the checkout.
 
-    A test that did not end within `timeout` seconds, or before its rank died, is "unfinished". Raises RuntimeError with
-    the ranks' output when none ended, or when the ranks did not find the same tests.
+    A test that did not end within `timeout` seconds, or before its rank died, is "unfinished".
+    Raises RuntimeError with the ranks' output if no test ended, or if ranks have different tests.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-lm-") as directory:
         ended = run_ranks(
@@ -69,17 +70,17 @@ def run(
             directory=source,
         )
         by_rank = [read_outcomes(Path(directory, f"rank{rank}.jsonl")) for rank in range(num_ranks)]
-    differ = any(found.keys() != by_rank[0].keys() for found in by_rank)
+    differ = any(outcomes.keys() != by_rank[0].keys() for outcomes in by_rank)
     if differ or all(outcome.kind == "unfinished" for outcome in by_rank[0].values()):
         raise RuntimeError(f"{num_ranks} ranks with {groups} ended with {ended.status}:\n{ended.output[-20000:]}")
-    return {test: _worst([found[test] for found in by_rank]) for test in by_rank[0]}
+    return {test: _worst([outcomes[test] for outcomes in by_rank]) for test in by_rank[0]}
 
 
 def by_ranks(files: Iterable[str]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    groups: dict[int, list[str]] = {}
     for file in files:
-        found.setdefault(FILES[file], []).append(file)
-    return found
+        groups.setdefault(FILES[file], []).append(file)
+    return groups
 
 
 def of_file(file: str, outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
@@ -91,15 +92,15 @@ def _python_path() -> list[str]:
 
 
 def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """The worst of each test's phases, of which the first line, "unfinished", is none."""
-    found: dict[str, Outcome] = {}
+    """Return the worst phase of each test; the first line, "unfinished", does not count."""
+    outcomes: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         outcome = Outcome(entry["outcome"], entry["reason"])
         test = entry["test"].removeprefix("tests/unit_tests/")
-        before = found.get(test)
-        found[test] = _worst([before, outcome]) if before and before.kind != "unfinished" else outcome
-    return found
+        before = outcomes.get(test)
+        outcomes[test] = _worst([before, outcome]) if before and before.kind != "unfinished" else outcome
+    return outcomes
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
@@ -113,19 +114,21 @@ def passed(outcomes: Mapping[str, Outcome]) -> set[str]:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="runs them on CPU; with CUDA, run them in Megatron-LM itself"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="for machines without CUDA; with CUDA run them in Megatron-LM"
+    ),
 ]
 
 
 @pytest.fixture
 def source() -> Path:
     if not (path := os.environ.get("MEGATRON_LM_PATH")):
-        pytest.skip("needs a checkout of Megatron-LM, named by MEGATRON_LM_PATH")
+        pytest.skip("requires a checkout of Megatron-LM in MEGATRON_LM_PATH")
     return Path(path).resolve()
 
 
 @pytest.mark.parametrize(("num_ranks", "files"), by_ranks(FILES).items())
-def test_the_same_tests_pass_with_hooks_as_without(source: Path, num_ranks: int, files: list[str]) -> None:
+def test_the_same_tests_pass_with_and_without_hooks(source: Path, num_ranks: int, files: list[str]) -> None:
     without = run(source, files, num_ranks, ["cpu"])
     with_hooks = run(source, files, num_ranks, ["cpu", "hooks"])
     for file in files:

@@ -1,1 +1,1 @@
-"""Tests of megatron_patches; `gpt` builds the small model that other tests reuse."""
+"""Tests of megatron_patches. `gpt` builds a small model, also for other tests."""

@@ -1,4 +1,4 @@
-"""Every test of this folder starts and ends with megatron unpatched."""
+"""Fixture that reverts all patches before and after every test of this folder."""
 
 from __future__ import annotations
 

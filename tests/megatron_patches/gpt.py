@@ -3,7 +3,7 @@
     with running(spec) as gpt:          # process group, parallel state, model, DDP, optimizer
         losses = [gpt.train_step() for _ in range(3)]
 
-Runs on the ranks of `tests.harness.launch.launch`. Weights are drawn from Megatron's own generators.
+Runs on ranks of `tests.harness.launch`. Weights come from Megatron's random generators.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_patches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SEQ_LENGTH, VOCAB_SIZE, NUM_SEQUENCES = 16, 128, 4
+SEQ_LENGTH = 16
+VOCAB_SIZE = 128
+NUM_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
 class GptSpec:
-    """What a test can choose.
+    """Options of a test.
 
-    Layout: `pp`, `vpp` (model chunks per pipeline rank), `ep`; data parallel is what remains of the world size.
-    `ddp_overrides` are further fields of DistributedDataParallelConfig by name.
+    `vpp` is the number of model chunks per pipeline rank. The data parallel size is the world size
+    divided by `pp`. `ddp_overrides` are further fields of DistributedDataParallelConfig by name.
     """
 
     pp: int = 1
@@ -65,10 +67,12 @@ class GptSpec:
 
 
 def transformer_config(spec: GptSpec) -> TransformerConfig:
-    """Megatron's configuration for `spec`, for CPU: fusions off, CPU initialisation.
+    """Return Megatron's configuration for `spec` on CPU, without fusions and with CPU
+    initialisation.
 
-    Interleaved stages use unbatched sends: with two pipeline ranks each is the other's previous and next one, and
-    batched sends would be matched to the wrong receives (on NCCL as well).
+    Interleaved stages use unbatched sends. Of two pipeline ranks each is both the previous and the
+    next rank of the other, so that batched sends would be matched to the wrong receives, on NCCL
+    too.
     """
     sizes = {"num_layers": spec.num_layers, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4}
     attention = {"num_query_groups": 2, "kv_channels": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -103,14 +107,14 @@ def start(spec: GptSpec) -> None:
 
 
 def stop() -> None:
-    """Undo `start`'s parallel state; the process group stays for the next `start` of this process."""
-    for group in filter(None, parallel_state._global_process_group_list or ()):  # Megatron only forgets them
+    """Undo the parallel state of `start`; keep the process group for the next `start`."""
+    for group in filter(None, parallel_state._global_process_group_list or ()):  # Megatron does not destroy them.
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def build_chunks(spec: GptSpec, config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's chunks, one per virtual stage, inside Megatron's DDP, which owns the flat buffers."""
+    """Build this rank's chunks, one per virtual stage, in Megatron's DDP with flat buffers."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=spec.grad_reduce_in_fp32,
         overlap_grad_reduce=spec.overlap_grad_reduce,
@@ -121,14 +125,14 @@ def build_chunks(spec: GptSpec, config: TransformerConfig) -> list[torch.nn.Modu
     )
     chunks = []
     for vp_stage in range(spec.vpp) if spec.vpp else [None]:
-        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         model = GPTModel(
             config,
             get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage),
             vocab_size=VOCAB_SIZE,
             max_sequence_length=SEQ_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="rope",
             vp_stage=vp_stage,
@@ -140,7 +144,7 @@ def build_chunks(spec: GptSpec, config: TransformerConfig) -> list[torch.nn.Modu
 
 @dataclass(frozen=True)
 class Gpt:
-    """A model that trains: what `running` and `build` give."""
+    """A model with its optimizer."""
 
     spec: GptSpec
     config: TransformerConfig
@@ -148,13 +152,14 @@ class Gpt:
     optimizer: MegatronOptimizer
 
     def train_step(self) -> float:
-        """One optimizer step, always on the same batch; the loss before it, equal on all ranks."""
+        """Take a step, always on the same batch; return the loss before it, the same on all
+        ranks."""
         loss = self.forward_backward()
         self.optimizer.step()
         return loss
 
     def forward_backward(self) -> float:
-        """Loss over the whole global batch; gradients are left in the buffers."""
+        """Return the loss over the global batch; leave gradients in the buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -169,7 +174,7 @@ class Gpt:
             micro_batch_size=1,
             forward_only=False,
         )
-        losses = [output["loss"] for output in outputs]  # on the last pipeline stage
+        losses = [output["loss"] for output in outputs]  # Empty before the last pipeline stage.
         total = torch.stack(losses).mean() if losses else torch.zeros(())
         dist.all_reduce(total, op=dist.ReduceOp.AVG, group=parallel_state.get_data_parallel_group())
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -184,7 +189,7 @@ class Gpt:
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """Megatron's forward_step_func: per-token losses and the function that averages them."""
+    """Megatron's forward_step_func: return per-token losses and the function that averages them."""
     rows = next(data_iterator)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
     output = model(rows[:, :-1], torch.arange(SEQ_LENGTH)[None], mask, labels=rows[:, 1:].contiguous())
@@ -197,7 +202,7 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
 
 
 def build(spec: GptSpec) -> Gpt:
-    """Model, DDP and Adam for a parallel state that `start` has built."""
+    """Build model, DDP and Adam for the parallel state of `start`."""
     config = transformer_config(spec)
     chunks = build_chunks(spec, config)
     settings = OptimizerConfig(
@@ -226,13 +231,13 @@ def _one_or_list(values: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def running(spec: GptSpec) -> Iterator[Gpt]:
-    """`start`, `build`, and `stop` at the end. Several may follow one another in one process."""
+    """Call `start` and `build`, and `stop` at the end. May be used repeatedly in a process."""
     start(spec)
     try:
         gpt = build(spec)
         try:
             yield gpt
         finally:
-            gpt.config.grad_scale_func = None  # refers to the optimizer, in a circle that no collector sees
+            gpt.config.grad_scale_func = None  # Breaks a reference cycle that the collector does not find.
     finally:
         stop()

@@ -1,4 +1,4 @@
-"""Buffer records describe the live memory, and the allocator hook decides where it lies."""
+"""Buffer records describe the live memory, and the allocator hook provides it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ALL_SPECS = {
     "replicated": replace(SHARDED, distributed_optimizer=False),
     "experts": replace(SHARDED, dtype="bf16", num_experts=4, ep=2),
     "chunks": replace(SHARDED, num_layers=4, pp=2, vpp=2, tied=True),
-    "some gradients beside": replace(SHARDED, dtype="bf16", grad_reduce_in_fp32=False, ddp_overrides=FLOAT32_GRADS),
+    "some fp32 gradients": replace(SHARDED, dtype="bf16", grad_reduce_in_fp32=False, ddp_overrides=FLOAT32_GRADS),
 }
-SPECS = without(ALL_SPECS, "some gradients beside", since="0.17.0")
+SPECS = without(ALL_SPECS, "some fp32 gradients", since="0.17.0")
 
 
 def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -32,7 +32,7 @@ def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def check_record(record: BufferRecord, gpt: Gpt) -> None:
-    """The record's numbers and views agree with each other and with the model."""
+    """Check that the record's numbers and views agree with each other and with the model."""
     names = dict(gpt.chunks[record.chunk_index].named_parameters())
     assert record.grad_data.dim() == 1
     assert record.grad_data.dtype == (torch.float32 if gpt.spec.grad_reduce_in_fp32 else gpt.spec.params_dtype)
@@ -47,14 +47,14 @@ def check_record(record: BufferRecord, gpt: Gpt) -> None:
         position = slot.end
         assert names[slot.name] is slot.param
         assert slot.end - slot.start == slot.param.numel()
-        listed = [record.grad_data[slot.start : slot.end], *record.extra_grads]
-        assert any(same_memory(slot.param.main_grad, gradient) for gradient in listed)
+        gradients = [record.grad_data[slot.start : slot.end], *record.extra_grads]
+        assert any(same_memory(slot.param.main_grad, gradient) for gradient in gradients)
         if record.param_data is not None:
             assert same_memory(slot.param, record.param_data[slot.start : slot.end])
 
 
 def check_writes_reach_the_model(records: list[BufferRecord]) -> None:
-    """Numbers written at the recorded places are what the parameters then read."""
+    """Check that parameters read the numbers written at their recorded places."""
     for record in records:
         if record.param_data is None:
             continue
@@ -65,7 +65,7 @@ def check_writes_reach_the_model(records: list[BufferRecord]) -> None:
 
 
 def check_records() -> dict[str, list[tuple[int, str]]]:
-    found = {}
+    kinds = {}
     for name, spec in SPECS.items():
         with running(spec) as gpt:
             gpt.train_step()
@@ -75,14 +75,14 @@ def check_records() -> dict[str, list[tuple[int, str]]]:
                 check_record(record, gpt)
             slots = [(record.chunk_index, slot.name) for record in records for slot in record.slots]
             params = [(i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()]
-            assert sorted(slots) == sorted(params), "each parameter lies in exactly one buffer"
+            assert sorted(slots) == sorted(params), "a parameter is in no buffer or in several"
             check_writes_reach_the_model(records)
-            found[name] = [(record.chunk_index, record.kind) for record in records]
-    return found
+            kinds[name] = [(record.chunk_index, record.kind) for record in records]
+    return kinds
 
 
 class RecordingAllocator:
-    """Hands out slices of one big tensor per call and remembers what was asked."""
+    """Allocator of slices of a larger tensor per call, which records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, torch.dtype, str, str]] = []
@@ -108,18 +108,18 @@ def train_with_allocator(spec: GptSpec, allocator: RecordingAllocator | None) ->
 
 
 def check_allocated(records: list[BufferRecord], allocator: RecordingAllocator) -> None:
-    """Megatron's flat tensors are the allocator's, in the order they were asked for."""
+    """Check that Megatron's flat tensors are the allocated ones, in their order."""
     expected = []
     for record in records:
         for flat, kind in ((record.param_data, "param"), (record.grad_data, "grad")):
             if flat is not None:
                 expected.append((flat, (flat.numel(), flat.dtype, "cpu", kind)))
     assert allocator.calls == [call for _, call in expected]
-    assert all(tensor is made for (tensor, _), made in zip(expected, allocator.tensors, strict=True))
+    assert all(tensor is allocated for (tensor, _), allocated in zip(expected, allocator.tensors, strict=True))
 
 
 def check_allocator() -> None:
-    """On every rank: training in allocated memory is bitwise the same, whichever group came first."""
+    """Check that training in allocated memory is bitwise the same, for both orders of groups."""
     for spec in (SPECS["experts"], SPECS["replicated"], SPECS["chunks"]):
         plain = train_with_allocator(spec, None)
         for order in (("hooks", "cpu"), ("cpu", "hooks")):
@@ -146,19 +146,19 @@ def check_bad_allocators() -> None:
 
 
 def run_rank() -> dict[str, list[tuple[int, str]]]:
-    found = check_records()
+    kinds = check_records()
     check_allocator()
-    return found
+    return kinds
 
 
 def test_records_and_allocator_on_two_ranks(engines: Ranks) -> None:
-    for found in engines.launch(run_rank, 2):
-        assert found["sharded"] == found["replicated"] == [(0, "dense")]
-        assert found["experts"] == [(0, "dense"), (0, "expert")]
-        assert found["chunks"] == [(0, "dense"), (1, "dense")]
+    for kinds in engines.launch(run_rank, 2):
+        assert kinds["sharded"] == kinds["replicated"] == [(0, "dense")]
+        assert kinds["experts"] == [(0, "dense"), (0, "expert")]
+        assert kinds["chunks"] == [(0, "dense"), (1, "dense")]
 
 
-def test_an_allocator_is_refused_while_nothing_would_ask_it() -> None:
+def test_an_allocator_is_refused_while_patches_are_not_applied() -> None:
     with (
         pytest.raises(errors.BufferAllocationError, match=r"megatron_patches\.apply\(\)"),
         megatron_patches.buffer_allocator(RecordingAllocator()),
@@ -167,7 +167,7 @@ def test_an_allocator_is_refused_while_nothing_would_ask_it() -> None:
     megatron_patches.set_buffer_allocator(None)
 
 
-def test_a_flat_tensor_of_no_known_kind_is_refused() -> None:
+def test_a_flat_tensor_of_unknown_kind_is_refused() -> None:
     buffer = SimpleNamespace(numel=4, nccl_ub=False, ddp_config=SimpleNamespace(use_distributed_optimizer=True))
     with _Redirected(buffer, RecordingAllocator()) as redirected:
         for _ in ("param", "grad"):

@@ -1,4 +1,4 @@
-"""The CPU stand-ins one by one. That Megatron trains on them as transformers does: hybrid_engine/backends/megatron."""
+"""Unit tests of the CPU substitutes; hybrid_engine/backends/megatron tests training on them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def namespace() -> cuda_names.Namespace:
     return cuda_names.torch_on_cpu(torch)
 
 
-def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None:
-    """Gloo has only the address."""
-
+def test_a_freed_output_keeps_its_memory_while_it_may_be_sent() -> None:
+    """gloo holds only the address of the memory."""
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
     output = torch.arange(4.0)
@@ -38,9 +37,10 @@ def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None
     free(None, deallocate_pipeline_outputs=True)
 
 
-def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
+def test_a_namespace_forwards_reads_and_writes_to_its_base() -> None:
     base = types.ModuleType("base")
-    base.kept, base.hidden = 1, 2
+    base.kept = 1
+    base.hidden = 2
     view = cuda_names.Namespace(base, {"hidden": "override"})
     assert (view.kept, view.hidden) == (1, "override")
     base.kept = 3
@@ -83,7 +83,7 @@ def test_rng_calls_reach_the_cpu_generator(namespace: cuda_names.Namespace) -> N
     torch.set_rng_state(before)
 
 
-def test_cuda_spelling_holds_only_inside() -> None:
+def test_cuda_spelling_is_limited_to_its_context() -> None:
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     module = torch.nn.Linear(2, 2)
     with cuda_names.CudaSpelling():
@@ -103,36 +103,36 @@ def test_graph_safe_rng_is_refused() -> None:
 
 
 def compiled_targets() -> set[str]:
-    """Functions whose code is not megatron's own but that of a wrapper, read without torch's private names."""
-    found = set()
+    """Return the targets whose code is a wrapper's, without torch's private names."""
+    compiled = set()
     for target in core._COMPILED:
         module, _, path = f"megatron.core.{target}".partition(":")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         if f"{os.sep}megatron{os.sep}core{os.sep}" not in function.__code__.co_filename:
-            found.add(target)
-    return found
+            compiled.add(target)
+    return compiled
 
 
-def test_what_megatron_compiles_runs_eagerly() -> None:
+def test_compiled_functions_of_megatron_run_eagerly() -> None:
     assert compiled_targets() == set(core._COMPILED)
     megatron_patches.apply(["cpu"])
     assert compiled_targets() == set()
 
 
 def check_uneven_collectives(dtype: torch.dtype) -> None:
-    """Rank 0 has one row, rank 1 three; the sums and rows arrive where they belong."""
+    """Gather and scatter one row of rank 0 and three rows of rank 1."""
     rank = dist.get_rank()
     sizes = [1, 3]
-    mine = torch.full((sizes[rank], 2), float(rank + 1), dtype=dtype)
+    own_rows = torch.full((sizes[rank], 2), float(rank + 1), dtype=dtype)
     gathered = torch.zeros(4, 2, dtype=dtype)
-    cuda_names.all_gather(list(gathered.split(sizes)), mine)
+    cuda_names.all_gather(list(gathered.split(sizes)), own_rows)
     assert gathered[:, 0].tolist() == [1, 2, 2, 2]
     everything = torch.arange(4, dtype=dtype)[:, None].expand(4, 2) * (rank + 1)
     output = torch.zeros(sizes[rank], 2, dtype=dtype)
     cuda_names.reduce_scatter(output, list(everything.split(sizes)))
     assert output[:, 0].tolist() == [[0], [3, 6, 9]][rank]
     with pytest.raises(errors.CpuUnsupportedError, match="uneven"):
-        cuda_names.all_gather(list(gathered.split(sizes)), mine, async_op=True)
+        cuda_names.all_gather(list(gathered.split(sizes)), own_rows, async_op=True)
 
 
 def check_nccl_options_are_dropped() -> None:

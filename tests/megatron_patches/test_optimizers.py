@@ -1,4 +1,4 @@
-"""What optimizers hold, in bytes, and when a new weight version is announced."""
+"""Tensors of optimizers with their bytes, and the version of the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECS = {
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one rank found: bytes by (kind, key) before and after the first step, and sizes to compare."""
+    """Bytes by (kind, key) of a rank before and after the first step, and parameter counts."""
 
     member_types: list[str]
     before: dict[tuple[str, str], int]
@@ -39,24 +39,24 @@ class Inventory:
 
 def bytes_by_kind(tensors: list[OptimizerTensor]) -> dict[tuple[str, str], int]:
     total: Counter[tuple[str, str]] = Counter()
-    for found in tensors:
-        total[found.kind, found.key] += found.nbytes
+    for entry in tensors:
+        total[entry.kind, entry.key] += entry.nbytes
     return dict(total)
 
 
 def check_listing(gpt: Gpt) -> None:
-    """Paths lead to the parameter; no memory is listed twice, and none is the model's."""
+    """Check the paths; no memory may be listed twice or belong to the model."""
     tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
-    storages = [found.tensor.untyped_storage().data_ptr() for found in tensors]
+    storages = [entry.tensor.untyped_storage().data_ptr() for entry in tensors]
     assert len(storages) == len(set(storages))
     model = {record.grad_data.untyped_storage().data_ptr() for record in megatron_patches.iter_buffers(gpt.chunks)}
     model |= {param.untyped_storage().data_ptr() for chunk in gpt.chunks for param in chunk.parameters()}
     assert model.isdisjoint(storages)
-    for found in tensors:
-        param = eval(f"optimizer.{found.path}", {"optimizer": gpt.optimizer})
-        assert param.shape == found.tensor.shape
-        if found.kind == "main_param":
-            assert found.tensor is param
+    for entry in tensors:
+        param = eval(f"optimizer.{entry.path}", {"optimizer": gpt.optimizer})
+        assert param.shape == entry.tensor.shape
+        if entry.kind == "main_param":
+            assert entry.tensor is param
 
 
 def take_inventory(spec: GptSpec) -> Inventory:
@@ -75,9 +75,10 @@ def take_inventory(spec: GptSpec) -> Inventory:
 
 
 def check_nested_chain() -> None:
-    """A chain within a chain: all tensors are found, with paths through both, and one version per step.
+    """Check a chain in a chain: all tensors are listed, with paths through both, and a step is one
+    version.
 
-    Megatron steps a nested chain only when the inner one has a single member.
+    Megatron can step a nested chain only if the inner chain has a single member.
     """
     from megatron.core.optimizer import ChainedOptimizer
 
@@ -85,8 +86,8 @@ def check_nested_chain() -> None:
         gpt.train_step()
         nested = megatron_patches.optimizer_tensors(ChainedOptimizer([gpt.optimizer]))
         flat = megatron_patches.optimizer_tensors(gpt.optimizer)
-        assert {found.path.partition(".")[0] for found in flat} == {"chained_optimizers[0]", "chained_optimizers[1]"}
-        assert [found.path for found in nested] == [f"chained_optimizers[0].{found.path}" for found in flat]
+        assert {entry.path.partition(".")[0] for entry in flat} == {"chained_optimizers[0]", "chained_optimizers[1]"}
+        assert [entry.path for entry in nested] == [f"chained_optimizers[0].{entry.path}" for entry in flat]
         assert all(a.tensor is b.tensor for a, b in zip(nested, flat, strict=True))
     with running(PLAIN) as gpt:
         outer = ChainedOptimizer([gpt.optimizer])
@@ -96,7 +97,7 @@ def check_nested_chain() -> None:
 
 
 def check_versions(spec: GptSpec) -> None:
-    """One version per successful step, however many members take it."""
+    """Check that each successful step is one version, for any number of members."""
     with running(spec) as gpt:
         assert megatron_patches.weight_version(gpt.optimizer) == 0
         gpt.train_step()
@@ -108,7 +109,7 @@ def check_versions(spec: GptSpec) -> None:
 
 
 def check_skipped_step() -> None:
-    """Infinite gradients under a grad scaler: the step is skipped and makes no version."""
+    """Check that a step skipped because of infinite gradients is no version."""
     with running(replace(PLAIN, dtype="fp16")) as gpt:
         gpt.train_step()
         gpt.forward_backward()
@@ -123,7 +124,7 @@ GATHERED = ("FP32Optimizer", "bf16 gradients", "DistributedOptimizer", "experts"
 
 
 class RecordingAllocator:
-    """Allocates ordinary memory and remembers what for."""
+    """Allocator of ordinary memory that records its tensors."""
 
     def __init__(self) -> None:
         self.flats: list[torch.Tensor] = []
@@ -135,57 +136,59 @@ class RecordingAllocator:
 
 
 def check_gathering(spec: GptSpec) -> None:
-    """Main params and moments lie in one flat tensor per member, as the same objects with the same values."""
+    """Check that main params and moments move to one flat tensor per member and stay the same."""
     allocate = RecordingAllocator()
     with running(spec) as gpt:
         optimizer = gpt.optimizer
-        assert megatron_patches.gather_state(optimizer, allocate).buffers == ()  # there are no moments yet
+        assert megatron_patches.gather_state(optimizer, allocate).buffers == ()  # No moments yet.
         gpt.train_step()
         before = megatron_patches.optimizer_tensors(optimizer)
-        values = [found.tensor.detach().clone() for found in before]
-        state = [found for found in before if found.kind != "main_grad"]
-        old = [found.tensor.untyped_storage() for found in state]
+        values = [entry.tensor.detach().clone() for entry in before]
+        state = [entry for entry in before if entry.kind != "main_grad"]
+        old = [entry.tensor.untyped_storage() for entry in state]
         gathered = megatron_patches.gather_state(optimizer, allocate)
         assert [buffer.tensor for buffer in gathered.buffers] == allocate.flats
         assert len(allocate.flats) == len(optimizer.chained_optimizers)
-        assert {found.kind for found in gathered.outside} <= {"main_grad"}
-        assert all(torch._C._storage_Use_Count(storage._cdata) == 1 for storage in old), "old memory is referred to"
+        assert {entry.kind for entry in gathered.outside} <= {"main_grad"}
+        assert all(torch._C._storage_Use_Count(storage._cdata) == 1 for storage in old), (
+            "old memory is still referenced"
+        )
         check_same_tensors(optimizer, before, values)
         homes = {flat.untyped_storage().data_ptr() for flat in allocate.flats}
-        assert {found.tensor.untyped_storage().data_ptr() for found in state} == homes
+        assert {entry.tensor.untyped_storage().data_ptr() for entry in state} == homes
         gpt.train_step()
         check_replaced_state(gpt, allocate)
 
 
 def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: list[torch.Tensor]) -> None:
     after = megatron_patches.optimizer_tensors(optimizer)
-    for one, other, value in zip(before, after, values, strict=True):
-        assert (one.path, one.key) == (other.path, other.key)
-        assert one.tensor is other.tensor
-        assert torch.equal(other.tensor, value)
+    for old, new, value in zip(before, after, values, strict=True):
+        assert (old.path, old.key) == (new.path, new.key)
+        assert old.tensor is new.tensor
+        assert torch.equal(new.tensor, value)
 
 
 def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
-    """State that a checkpoint replaced goes where the old one was; nothing is allocated."""
-    addresses = [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)]
+    """Check that state replaced by a checkpoint moves to the old memory, without an allocation."""
+    addresses = [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)]
     for member in gpt.optimizer.chained_optimizers:
         for state in member.optimizer.state.values():
             state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
     num_flats = len(allocate.flats)
     megatron_patches.gather_state(gpt.optimizer, allocate)
     tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
-    assert [found.tensor.data_ptr() for found in tensors] == addresses
+    assert [entry.tensor.data_ptr() for entry in tensors] == addresses
     assert len(allocate.flats) == num_flats
-    assert all(bool((found.tensor == 0.5).all()) for found in tensors if found.key == "exp_avg")
+    assert all(bool((entry.tensor == 0.5).all()) for entry in tensors if entry.key == "exp_avg")
 
 
 def check_bad_state_allocators() -> None:
     with running(PLAIN) as gpt:
         gpt.train_step()
-        before = [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)]
+        before = [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)]
         with pytest.raises(errors.BufferAllocationError, match="the state allocator returned"):
             megatron_patches.gather_state(gpt.optimizer, lambda numel, dtype, device, kind: torch.zeros(1))
-        assert [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)] == before
+        assert [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)] == before
 
 
 def run_rank() -> dict[str, Inventory]:
@@ -206,9 +209,11 @@ def inventories(engines: Ranks) -> list[dict[str, Inventory]]:
     return engines.launch(run_rank, 2)
 
 
-MAIN, MAIN_GRAD = ("main_param", "param"), ("main_grad", "grad")
+MAIN = ("main_param", "param")
+MAIN_GRAD = ("main_grad", "grad")
 MOMENTS = {("moment", "exp_avg"), ("moment", "exp_avg_sq")}
-FLOAT16, DISTRIBUTED = "Float16OptimizerWithFloat16Params", "DistributedOptimizer"
+FLOAT16 = "Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "DistributedOptimizer"
 
 
 @pytest.mark.parametrize(
@@ -222,28 +227,29 @@ FLOAT16, DISTRIBUTED = "Float16OptimizerWithFloat16Params", "DistributedOptimize
         ("experts", [DISTRIBUTED] * 2, {MAIN}, {MAIN, *MOMENTS}),
     ],
 )
-def test_an_optimizer_holds_four_bytes_of_each_for_an_element(
+def test_every_state_of_an_optimizer_takes_four_bytes_per_element(
     inventories: list[dict[str, Inventory]], name: str, members: list[str], before: set[Any], after: set[Any]
 ) -> None:
-    """Each rank has all of it; with the distributed optimizer ranks share dense parameters, and have own experts."""
-    found = [rank[name] for rank in inventories]
-    experts = sum(each.num_expert_params for each in found)
+    """The distributed optimizer shards dense parameters; experts differ between ranks."""
+    by_rank = [rank[name] for rank in inventories]
+    experts = sum(inventory.num_expert_params for inventory in by_rank)
     assert bool(experts) == (name == "experts")
-    nbytes = 4 * (found[0].num_params - found[0].num_expert_params + experts)
-    for each in found:
-        assert (each.member_types, set(each.before), set(each.after)) == (members, before, after)
+    nbytes = 4 * (by_rank[0].num_params - by_rank[0].num_expert_params + experts)
+    for inventory in by_rank:
+        assert (inventory.member_types, set(inventory.before), set(inventory.after)) == (members, before, after)
     for key in after:
-        held = [each.after[key] for each in found]
-        assert sum(held) == nbytes if DISTRIBUTED in members else held == [nbytes] * len(found), key
+        held = [inventory.after[key] for inventory in by_rank]
+        assert sum(held) == nbytes if DISTRIBUTED in members else held == [nbytes] * len(by_rank), key
 
 
 def bare(inner: str = "", **config: Any) -> Any:
-    """An object of Megatron's class around an Adam, or an optimizer of another module: a whole one takes more."""
+    """Return an incomplete Megatron optimizer around an optimizer of torch, or Adam alone."""
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
-    optimizer.is_stub_optimizer, optimizer.config = False, SimpleNamespace(**config)
+    optimizer.is_stub_optimizer = False
+    optimizer.config = SimpleNamespace(**config)
     adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     optimizer.optimizer = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer) if inner == "on the host" else adam
     return adam if inner == "alone" else optimizer
@@ -257,14 +263,14 @@ def bare(inner: str = "", **config: Any) -> Any:
         (bare(use_precision_aware_optimizer=True), "the optimizer is precision-aware.*turn use_precision_aware"),
     ],
 )
-def test_optimizers_whose_tensors_are_not_known_are_refused(optimizer: Any, message: str) -> None:
+def test_unsupported_optimizers_are_refused(optimizer: Any, message: str) -> None:
     for list_tensors in (megatron_patches.optimizer_tensors, lambda o: megatron_patches.gather_state(o, torch.zeros)):
         with pytest.raises(errors.UnsupportedOptimizerError, match=message):
             list_tensors(optimizer)
 
 
-def test_steps_of_torchs_optimizers_are_counted_without_any_patch() -> None:
-    """Of all members at once as one; those of before a version was set are in it."""
+def test_steps_of_torchs_optimizers_are_counted_without_patches() -> None:
+    """A step of all members counts once. A version that is set includes earlier steps."""
     from megatron.core.optimizer import ChainedOptimizer
 
     weights = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""Patches made for the purpose and the real ones: what is refused, what changes, and that all of it comes back."""
+"""Artificial and real patches: refusals, effects, and complete reverts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_patch(attr_path: str, build: Callable[[Any], Any] = lambda original: ob
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module inside megatron with one of everything that can be patched."""
+    """Create a module in megatron with a target of every kind."""
     module = types.ModuleType(TOY)
     source = """
 class Parent:
@@ -92,10 +92,11 @@ def test_one_function_under_two_names_is_claimed_twice(toy: types.ModuleType) ->
 @pytest.mark.parametrize(
     ("span", "version"), [({"since": "0.19.0"}, "0.16.1"), ({"until": "0.19.0"}, "0.19.2+0123abc")]
 )
-def test_a_megatron_goes_without_what_it_does_not_have(
+def test_patches_of_other_versions_are_not_applied(
     toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch, span: dict[str, str], version: str
 ) -> None:
-    registry, patches = PatchRegistry(), [make_patch("function"), make_patch("no_such_function", **span)]
+    registry = PatchRegistry()
+    patches = [make_patch("function"), make_patch("no_such_function", **span)]
     monkeypatch.setattr("megatron.core.__version__", version)
     registry.apply(patches)
     registry.apply(patches)
@@ -106,7 +107,7 @@ def test_a_megatron_goes_without_what_it_does_not_have(
         registry.apply(patches)
 
 
-def test_a_package_wide_patch_covers_what_another_target_imports(
+def test_a_package_wide_patch_covers_modules_imported_for_other_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "imported_for_tests.py").write_text("import only_of_this_test\ndef function(): return 'function'\n")
@@ -128,12 +129,12 @@ def test_a_package_wide_patch_covers_what_another_target_imports(
 @pytest.mark.parametrize(
     ("version", "release"), [("0.16.1", "0.16.1"), ("0.19.2+571370c82", "0.19.2"), ("0.19.1+5be962670", "0.19.2")]
 )
-def test_a_checkout_counts_as_the_release_that_it_is(version: str, release: str) -> None:
+def test_a_checkout_counts_as_its_release(version: str, release: str) -> None:
     assert release_of(version) == release
     assert release in CORE_VERSIONS
 
 
-def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:
+def test_a_target_patched_by_another_group_is_refused(toy: types.ModuleType) -> None:
     registry = PatchRegistry()
     registry.apply([make_patch("function")])
     with pytest.raises(errors.PatchSetError, match=r"both toy\.function and toy\.rival"):
@@ -161,7 +162,7 @@ def test_an_attribute_that_did_not_exist_is_deleted_again(toy: types.ModuleType)
     assert not hasattr(toy, "invented")
 
 
-def test_descriptors_survive(toy: types.ModuleType) -> None:
+def test_descriptors_keep_their_kind(toy: types.ModuleType) -> None:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: ("patched", original(*args))
 
@@ -176,11 +177,12 @@ def test_descriptors_survive(toy: types.ModuleType) -> None:
     assert all(vars(toy.Child)[name] is value for name, value in before.items())
 
 
-def test_revert_refuses_when_someone_patched_over_us(toy: types.ModuleType) -> None:
+def test_revert_refuses_if_other_code_replaced_a_patch(toy: types.ModuleType) -> None:
     original = toy.function
     registry = PatchRegistry()
     registry.apply([make_patch("function"), make_patch("value")])
-    ours, foreign = toy.function, object()
+    ours = toy.function
+    foreign = object()
     toy.function = foreign
     with pytest.raises(errors.PatchSetError, match="replaced by other code"):
         registry.revert()
@@ -191,7 +193,7 @@ def test_revert_refuses_when_someone_patched_over_us(toy: types.ModuleType) -> N
     assert toy.function is original
 
 
-def test_names_taken_over_after_apply_are_given_back(toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_imported_after_apply_are_restored(toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     original = toy.function
     registry = PatchRegistry()
     registry.apply([make_patch("function")])
@@ -206,10 +208,10 @@ def test_a_failing_build_changes_nothing(toy: types.ModuleType) -> None:
     def fail(original: Any) -> Any:
         raise RuntimeError("cannot build")
 
-    before = of_megatron()
+    before = snapshot_megatron()
     with pytest.raises(RuntimeError, match="cannot build"):
         PatchRegistry().apply([make_patch("value"), make_patch("function", fail)])
-    assert differences(before, of_megatron()) == set()
+    assert differences(before, snapshot_megatron()) == set()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_failing_build_changes_nothing(toy: types.ModuleType) -> None:
         {"remove_when": ""},
     ],
 )
-def test_a_bad_record_cannot_be_made(wrong: dict[str, Any]) -> None:
+def test_a_bad_patch_record_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"patch 'toy\.function'"):
         make_patch("function", **wrong)
 
@@ -230,22 +232,24 @@ def test_a_bad_record_cannot_be_made(wrong: dict[str, Any]) -> None:
 Snapshot = dict[tuple[str, str], Any]
 
 
-def of_torch() -> Snapshot:
-    """Every attribute of every loaded torch module, and of every class that lives in one."""
-    return _of_package("torch")
+def snapshot_torch() -> Snapshot:
+    """Return every attribute of every loaded torch module and of its classes."""
+    return _snapshot("torch")
 
 
-def of_megatron() -> Snapshot:
-    return _of_package("megatron")
+def snapshot_megatron() -> Snapshot:
+    return _snapshot("megatron")
 
 
-def _of_package(package: str) -> Snapshot:
+def _snapshot(package: str) -> Snapshot:
     result: Snapshot = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package and isinstance(module, ModuleType):
             for attr, value in list(vars(module).items()):
                 result[name, attr] = value
-                if issubclass(type(value), type) and value.__module__ == name:  # isinstance would ask the value
+                if (
+                    issubclass(type(value), type) and value.__module__ == name
+                ):  # isinstance() would run code of the value.
                     _add_class(result, f"{name}.{value.__qualname__}", value)
     return result
 
@@ -263,7 +267,7 @@ def differences(before: Snapshot, after: Snapshot) -> set[tuple[str, str]]:
 
 
 ALL_GROUPS = ("hooks", "without_te", "cpu")
-"""All that need no source tree."""
+"""All groups that need no source tree."""
 
 
 @pytest.fixture(autouse=True)
@@ -272,43 +276,45 @@ def _targets_loaded() -> None:
 
 
 def load_targets() -> None:
-    """Import what apply() would import, so that pictures from before and after show the same modules."""
+    """Import what apply() imports, so that snapshots before and after have the same modules."""
     for patch in needed_patches():
         importlib.import_module(patch.module_name)
 
 
 def needed_patches() -> list[Patch]:
-    """Those that apply() puts on this megatron-core."""
+    """Return the patches that apply() applies to this megatron-core."""
     return [patch for patch in patches_of(ALL_GROUPS) if patch.is_needed_by(megatron.core.__version__)]
 
 
 def first_cycle() -> None:
-    """The first apply() and revert() of a process leave megatron and torch as they were."""
+    """Check that the first apply() and revert() of a process leave megatron and torch unchanged."""
     load_targets()
-    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # called torch, and is not torch
-    megatron, torch_itself = of_megatron(), of_torch()
+    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # A module of Megatron named torch.
+    megatron_before = snapshot_megatron()
+    torch_before = snapshot_torch()
     megatron_patches.apply(ALL_GROUPS)
-    assert len(differences(megatron, of_megatron())) > len(needed_patches())
+    assert len(differences(megatron_before, snapshot_megatron())) > len(needed_patches())
     megatron_patches.revert()
-    assert differences(megatron, of_megatron()) == set()
-    assert differences(torch_itself, of_torch()) == set()
+    assert differences(megatron_before, snapshot_megatron()) == set()
+    assert differences(torch_before, snapshot_torch()) == set()
 
 
-@pytest.mark.slow  # imports Megatron
-def test_the_first_revert_gives_back_every_attribute() -> None:
-    """In a process of its own: here, earlier cycles could have left behind what both pictures then show.
+@pytest.mark.slow  # Imports Megatron.
+def test_the_first_revert_restores_every_attribute() -> None:
+    """Runs in a new process: earlier cycles in this one could have left changes that both snapshots
+    contain.
 
-    It imports all of Megatron, which takes minutes on a busy machine; pytest's limit for a test is the only one.
+    Without a timeout of its own, because importing all of Megatron takes minutes on a busy machine.
     """
     code = f"from {__name__} import first_cycle; first_cycle()"
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-def test_torch_stays_itself_while_patches_are_applied() -> None:
-    before = of_torch()
+def test_torch_is_unchanged_while_patches_are_applied() -> None:
+    before = snapshot_torch()
     megatron_patches.apply(ALL_GROUPS)
-    assert differences(before, of_torch()) == set()
+    assert differences(before, snapshot_torch()) == set()
     assert torch.overrides._get_current_function_mode_stack() == []
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda" if not torch.cuda.is_available() else "cuda:999")
@@ -328,25 +334,25 @@ def test_only_megatron_sees_the_redirected_torch() -> None:
 
 
 def test_apply_and_revert_twice() -> None:
-    before = of_megatron()
+    before = snapshot_megatron()
     megatron_patches.revert()
     megatron_patches.apply(ALL_GROUPS)
-    once = of_megatron()
+    once = snapshot_megatron()
     megatron_patches.apply(ALL_GROUPS)
-    assert differences(once, of_megatron()) == set()
+    assert differences(once, snapshot_megatron()) == set()
     megatron_patches.revert()
     megatron_patches.revert()
-    assert differences(before, of_megatron()) == set()
+    assert differences(before, snapshot_megatron()) == set()
 
 
 @pytest.mark.parametrize("order", [ALL_GROUPS, ALL_GROUPS[::-1]])
 def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> None:
-    before = of_megatron()
+    before = snapshot_megatron()
     for group in order:
         megatron_patches.apply([group])
     assert [patch for patch in patches_of(ALL_GROUPS) if megatron_patches.is_applied(patch)] == needed_patches()
     megatron_patches.revert()
-    assert differences(before, of_megatron()) == set()
+    assert differences(before, snapshot_megatron()) == set()
 
 
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +366,14 @@ def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    before = of_megatron()
+    before = snapshot_megatron()
     with pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
     assert caught.value.violations == (
         f"megatron-core 0.99.0 is imported from {megatron.core.__file__}, but the patches were tested only with "
         f"{', '.join(CORE_VERSIONS)}: install or check out one of these, or allow this version",
     )
-    assert differences(before, of_megatron()) == set()
+    assert differences(before, snapshot_megatron()) == set()
 
 
 def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -379,7 +385,7 @@ def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, cap
     assert ", ".join(CORE_VERSIONS) in caplog.text
 
 
-def test_a_missing_megatron_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_megatron_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(errors.PatchSetError, match="megatron-core is not installed; install it"):
         megatron_patches.apply(ALL_GROUPS)
@@ -396,13 +402,13 @@ def test_hooks_applied_follows_its_group() -> None:
 
 
 def test_an_unknown_group_changes_nothing() -> None:
-    before = of_megatron()
+    before = snapshot_megatron()
     with pytest.raises(errors.UnknownGroupError, match="gpu"):
         megatron_patches.apply(["gpu"])
-    assert differences(before, of_megatron()) == set()
+    assert differences(before, snapshot_megatron()) == set()
 
 
-def test_modules_imported_later_are_patched_and_given_back() -> None:
+def test_modules_imported_later_are_patched_and_restored() -> None:
     name = "megatron.core.energy_monitor"
     sys.modules.pop(name, None)
     megatron_patches.apply(("cpu",))
@@ -414,7 +420,7 @@ def test_modules_imported_later_are_patched_and_given_back() -> None:
     assert not any(type(finder).__module__ == "megatron_patches.patch" for finder in sys.meta_path)
 
 
-def test_functions_taken_over_by_name_are_replaced_there_too() -> None:
+def test_functions_are_also_replaced_where_they_were_imported() -> None:
     from megatron.core.optimizer import clip_grads, optimizer
 
     original = clip_grads.clip_grad_by_total_norm_fp32
@@ -433,8 +439,8 @@ def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> Non
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow  # imports Megatron
-def test_with_a_gpu_the_stand_ins_for_it_are_not_imported() -> None:
+@pytest.mark.slow  # Imports Megatron.
+def test_with_a_gpu_the_cpu_substitutes_are_not_imported() -> None:
     code = (
         "import sys, torch, megatron_patches.script, megatron.core.distributed.param_and_grad_buffer\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -475,14 +481,14 @@ def test_list_without_check_applies_nothing() -> None:
     assert result.output.count("not applied") == len(PATCHES) - len(unneeded_patches())
 
 
-def test_list_says_when_the_patches_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_reports_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.1.0")
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 1
     assert "0.1.0" in result.output
 
 
-def test_a_command_that_is_misspelt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_command_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["megatron_patches", "patch-sorce"])
     with pytest.raises(SystemExit, match="Did you mean patch-source"):
         main()

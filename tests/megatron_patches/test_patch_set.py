@@ -1,4 +1,4 @@
-"""patches/: the files parse, and apply.sh puts all of them on a tree or none."""
+"""The patch sets of patches/: valid files, and apply.sh applies all patches of a set or none."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def patch_files(patch_set: Path) -> list[Path]:
 
 
 def hunks(patch: Path) -> dict[str, list[tuple[int, list[str]]]]:
-    """Target file -> (first line of the original, lines with their sign)."""
-    found: dict[str, list[tuple[int, list[str]]]] = {}
+    """Return the hunks by target file: (first line of the original, lines with their signs)."""
+    by_file: dict[str, list[tuple[int, list[str]]]] = {}
     target = ""
     for line in patch.read_text().partition("\n---\n")[2].splitlines():
         if line.startswith("--- "):
@@ -34,14 +34,14 @@ def hunks(patch: Path) -> dict[str, list[tuple[int, list[str]]]]:
         elif line.startswith("+++ b/"):
             target = line.removeprefix("+++ b/")
         elif line.startswith("@@"):
-            found.setdefault(target, []).append((int(re.match(r"@@ -(\d+)", line)[1]), []))
+            by_file.setdefault(target, []).append((int(re.match(r"@@ -(\d+)", line)[1]), []))
         elif target:
-            found[target][-1][1].append(line)
-    return found
+            by_file[target][-1][1].append(line)
+    return by_file
 
 
 def write_checkout(directory: Path, patch_set: Path, version: str) -> Path:
-    """A git repository that holds the recorded context where the patches look for it, and nothing else."""
+    """Create a git repository with only the context lines of the patches, at their places."""
     for patch in patch_files(patch_set):
         for name, parts in hunks(patch).items():
             lines: list[str] = []
@@ -49,7 +49,7 @@ def write_checkout(directory: Path, patch_set: Path, version: str) -> Path:
                 original = [line[1:] for line in signed if not line.startswith("+")]
                 lines += [f"# line {number}" for number in range(len(lines) + 1, start)] + original
             path = directory / name
-            if not parts[0][0]:  # the patch makes it
+            if not parts[0][0]:  # The patch creates the file.
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(lines) + "\n")
@@ -72,7 +72,7 @@ def apply(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def versions(patch_set: Path) -> list[str]:
-    """What the trees that the set is for call themselves."""
+    """Return the versions of the trees that the set is made for."""
     return re.search(r"^# version: (.+)$", (patch_set / "series").read_text(), re.M)[1].split()
 
 
@@ -81,13 +81,13 @@ def checkout(tmp_path: Path) -> Path:
     return write_checkout(tmp_path / "checkout", SETS[0], versions(SETS[0])[0])
 
 
-def test_every_version_with_whose_scripts_the_patches_were_run_has_a_set() -> None:
+def test_every_tested_version_has_a_set() -> None:
     assert {release_of(version) for patch_set in SETS for version in versions(patch_set)} == set(CORE_VERSIONS)
 
 
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
-def test_the_files_are_what_they_say(patch_set: Path) -> None:
-    """Every patch of the series exists, has its header, only adds lines, and every decorator is on one function.
+def test_every_patch_of_the_series_is_valid(patch_set: Path) -> None:
+    """Every patch has its header and only adds lines; every decorator is applied to one function.
 
     The file that imports the decorators is the same in all sets.
     """
@@ -102,8 +102,8 @@ def test_the_files_are_what_they_say(patch_set: Path) -> None:
         assert {line[:1] for line in signed} <= {"+", " ", ""}
         added += [line[1:] for line in signed if line.startswith("+")]
     decorators = [line.removeprefix("@resharding.") for line in added if line.startswith("@")]
-    of_training = [patch for patch in script.PATCHES if patch.module_name.startswith("megatron.training")]
-    needed = [patch for patch in of_training if patch.is_needed_by(versions(patch_set)[0])]
+    training = [patch for patch in script.PATCHES if patch.module_name.startswith("megatron.training")]
+    needed = [patch for patch in training if patch.is_needed_by(versions(patch_set)[0])]
     assert sorted(decorators) == sorted(patch.build.__name__ for patch in needed)
     targets = {f"+++ b/{patch.module_name.replace('.', '/')}.py" for patch in needed}
     assert targets <= {line for patch in files for line in patch.read_text().splitlines()}
@@ -113,7 +113,7 @@ def test_the_files_are_what_they_say(patch_set: Path) -> None:
 
 
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
-def test_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
+def test_a_set_can_be_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
     checkout = write_checkout(tmp_path / "checkout", patch_set, versions(patch_set)[0])
     assert apply(checkout).stdout == f"applied: {patch_set.name}, {len(patch_files(patch_set))} patches\n"
     assert "+@resharding.with_engine" in git(checkout, "diff")
@@ -123,11 +123,11 @@ def test_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
     assert git(checkout, "status", "--porcelain") == ""
 
 
-def test_the_command_lists_the_sets_and_puts_one_on_a_checkout(checkout: Path) -> None:
+def test_the_command_lists_the_sets_and_applies_one(checkout: Path) -> None:
     lines = CliRunner().invoke(app, ["sets"]).output.splitlines()
     assert lines[0] == str(folder()) == str(PATCHES)
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in SETS]
-    assert [list(each.versions) for each in patch_sets()] == [versions(path) for path in SETS]
+    assert [list(patch_set.versions) for patch_set in patch_sets()] == [versions(path) for path in SETS]
     assert CliRunner().invoke(app, ["patch-source", str(checkout)]).exit_code == 0
     assert "+@resharding.with_engine" in git(checkout, "diff")
     assert CliRunner().invoke(app, ["patch-source", str(checkout), "--reverse"]).exit_code == 0
@@ -135,7 +135,7 @@ def test_the_command_lists_the_sets_and_puts_one_on_a_checkout(checkout: Path) -
     assert CliRunner().invoke(app, ["patch-source", str(checkout / "megatron")]).exit_code == 1
 
 
-def test_one_hunk_that_does_not_fit_leaves_all_files(checkout: Path) -> None:
+def test_a_hunk_that_does_not_fit_leaves_all_files_unchanged(checkout: Path) -> None:
     path = checkout / "megatron" / "training" / "training.py"
     path.write_text(path.read_text().replace("def train(", "def train_otherwise("))
     git(checkout, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qam", "a fork")
@@ -147,8 +147,8 @@ def test_one_hunk_that_does_not_fit_leaves_all_files(checkout: Path) -> None:
     assert git(checkout, "status", "--porcelain") == ""
 
 
-def test_changes_of_ones_own_are_refused_before_and_kept_after(checkout: Path) -> None:
-    """What a fork appends to the version does not count, as at run time."""
+def test_changes_of_the_user_are_refused_before_and_kept_after(checkout: Path) -> None:
+    """A fork's suffix of the version is ignored, as at run time."""
     path, info = (checkout / "megatron" / name for name in ("training/training.py", "core/package_info.py"))
     info.write_text(info.read_text() + "PRE_RELEASE = '+corp1'\n")
     assert "commit or stash" in apply(checkout).stderr
@@ -162,12 +162,13 @@ def test_changes_of_ones_own_are_refused_before_and_kept_after(checkout: Path) -
     assert added == ["--- a/megatron/training/training.py", "+++ b/megatron/training/training.py", "+# mine"]
 
 
-def test_an_applied_tree_that_was_edited_in_a_hunk_is_left_alone(checkout: Path) -> None:
+def test_an_applied_tree_with_an_edited_hunk_is_refused_unchanged(checkout: Path) -> None:
     apply(checkout)
     path = checkout / "megatron" / "training" / "training.py"
     path.write_text(path.read_text().replace("@resharding.with_engine\n", ""))
     before = git(checkout, "diff")
-    again, reverse = apply(checkout), apply(checkout, "--reverse")
+    again = apply(checkout)
+    reverse = apply(checkout, "--reverse")
     assert (again.returncode, reverse.returncode) == (1, 1)
     assert "the tree has changes of its own" in again.stderr
     assert "nothing was changed" in reverse.stderr
@@ -177,8 +178,8 @@ def test_an_applied_tree_that_was_edited_in_a_hunk_is_left_alone(checkout: Path)
 
 
 @pytest.mark.parametrize(("tree", "patch_set"), [(SETS[0], SETS[-1]), (SETS[-1], SETS[0])])
-def test_a_set_does_not_fit_another_versions_tree(tree: Path, patch_set: Path, tmp_path: Path) -> None:
-    """What a tree calls itself chooses the set; where that is wrong, nothing is changed."""
+def test_a_set_is_refused_by_a_tree_of_another_version(tree: Path, patch_set: Path, tmp_path: Path) -> None:
+    """The version of a tree selects the set; if the version is wrong, nothing is changed."""
     checkout = write_checkout(tmp_path / "checkout", tree, versions(patch_set)[0])
     result = apply(checkout)
     assert result.returncode == 1
@@ -188,7 +189,7 @@ def test_a_set_does_not_fit_another_versions_tree(tree: Path, patch_set: Path, t
 
 @pytest.mark.parametrize("place", ["no repository", "another repository", "a checkout with changes"])
 def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None:
-    """Of another version it gets the newest set that fits."""
+    """A tree of another version gets the newest set that fits."""
     tree = write_checkout(tmp_path / "repository" / "vendored", SETS[1], "0.19.0")
     if place == "a checkout with changes":
         info = tree / "megatron" / "core" / "package_info.py"
@@ -209,7 +210,7 @@ def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
-def test_a_forced_tree_that_no_set_fits_is_left_alone(checkout: Path) -> None:
+def test_a_forced_tree_without_a_fitting_set_is_refused_unchanged(checkout: Path) -> None:
     path = checkout / "megatron" / "training" / "training.py"
     path.write_text(path.read_text().replace("def train(", "def train_otherwise("))
     before = git(checkout, "diff")

@@ -30,7 +30,7 @@ OTHER_VALUE = "another value"
 
 
 def refused(transformer: Any = None, ddp: Any = None, optimizer: Any = None) -> list[FieldRefusal]:
-    """Refusals of objects as a live model has them, of Megatron's own classes where none are given."""
+    """Return the refusals for a live model with these objects; defaults are Megatron's own."""
     chunk = torch.nn.Module()
     chunk.config = transformer or TransformerConfig(**SIZES)
     chunk.ddp_config = ddp or DistributedDataParallelConfig()
@@ -43,11 +43,11 @@ def test_megatrons_own_defaults_are_accepted() -> None:
     assert refused(MLATransformerConfig(**SIZES)) == []
 
 
-OF_OTHERS = {
-    # of heterogeneous models, whose class is another
+OTHER_FIELDS = {
+    # of the class for heterogeneous models
     *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # the last is gone since 0.17
-    # since 0.17 to 0.19
+    *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # The last is removed in 0.17.
+    # added in 0.17 to 0.19
     *("use_mup", "mla_down_proj_fusion", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "fp4_param_gather"),
     *("moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight", "moe_mlp_glu_interleave_size"),
     *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
@@ -57,17 +57,17 @@ OF_OTHERS = {
 }
 
 
-def test_the_list_names_fields_of_the_installed_version_but_for_some_of_others() -> None:
+def test_the_list_contains_fields_of_the_installed_version_and_known_others() -> None:
     listed = {(section, field) for section, fields in REFUSED.items() for field in fields}
     listed |= {("TransformerConfig", field) for field in (*FUNCTION_FIELDS, *READ_OFF_THE_MODEL)}
-    of_others = {field for section, field in listed - declared_fields().keys()}
-    assert of_others <= OF_OTHERS
+    undeclared = {field for section, field in listed - declared_fields().keys()}
+    assert undeclared <= OTHER_FIELDS
     assert len(listed) > 100
 
 
 @pytest.mark.parametrize("section", REFUSED)
-def test_everything_that_is_refused_is_said_at_once_with_a_remedy(section: str) -> None:
-    """By live objects, also where the field is one of another version."""
+def test_all_refusals_are_reported_at_once_with_remedies(section: str) -> None:
+    """Covers live objects, and fields of other versions."""
     objects = {
         "TransformerConfig": MLATransformerConfig(**SIZES),
         "DistributedDataParallelConfig": DistributedDataParallelConfig(),
@@ -77,15 +77,15 @@ def test_everything_that_is_refused_is_said_at_once_with_a_remedy(section: str) 
     for field, rule in REFUSED[section].items():
         setattr(objects[section], field, OTHER_VALUE)
         expected[field] = None if refusal(section, field, OTHER_VALUE) is None else f"{OTHER_VALUE}: {rule.reason}"
-    found = {one.field: one for one in refused(*objects.values())}
-    assert {field: one.problem for field, one in found.items()} == {k: v for k, v in expected.items() if v}
-    assert all(str(REFUSED[section][field].accepted[0]) in one.remedy for field, one in found.items())
+    refusals = {item.field: item for item in refused(*objects.values())}
+    assert {field: item.problem for field, item in refusals.items()} == {k: v for k, v in expected.items() if v}
+    assert all(str(REFUSED[section][field].accepted[0]) in item.remedy for field, item in refusals.items())
     for field, rule in REFUSED[section].items():
         for value in rule.accepted:
             assert refusal(section, field, value) is None
 
 
-def test_what_a_later_version_reads_off_the_model_is_refused_before() -> None:
+def test_a_field_that_later_versions_read_from_the_model_is_refused_before() -> None:
     before, since = (
         refusal("TransformerConfig", "moe_single_grouped_weight", True, version) for version in ("0.18.2", "0.19.2")
     )
@@ -95,24 +95,25 @@ def test_what_a_later_version_reads_off_the_model_is_refused_before() -> None:
     assert since is None
 
 
-def test_a_list_of_values_is_accepted_where_each_of_them_is() -> None:
+def test_a_list_of_accepted_values_is_accepted() -> None:
     name = "moe_router_load_balancing_type"
     assert refusal("TransformerConfig", name, ["aux_loss", "seq_aux_loss"]) is None
-    found = refusal("TransformerConfig", name, ["aux_loss", "quantile_balancing"])
-    assert found is not None
-    assert found.remedy == "Use aux_loss or seq_aux_loss or global_aux_loss or none"
+    item = refusal("TransformerConfig", name, ["aux_loss", "quantile_balancing"])
+    assert item is not None
+    assert item.remedy == "Use aux_loss or seq_aux_loss or global_aux_loss or none"
 
 
-def test_a_layer_wise_optimizer_is_refused_whatever_its_configuration_says() -> None:
-    """0.16 overwrites `dist_muon` with the name of a member while it builds it."""
+def test_a_layer_wise_optimizer_is_refused_with_any_configuration() -> None:
+    """Megatron 0.16 overwrites `dist_muon` with a member's name while it builds the optimizer."""
     layer_wise = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
     member = SimpleNamespace(config=OptimizerConfig(optimizer="adam"))
-    optimizer = layer_wise.__new__(layer_wise)  # its constructor takes optimizers of a model
-    optimizer.config, optimizer.chained_optimizers = member.config, [member]
-    for given in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
-        (found,) = live_refusals([], given)
-        assert (found.section, found.field) == ("OptimizerConfig", "optimizer")
-        assert found.problem.startswith("dist_muon: ")
+    optimizer = layer_wise.__new__(layer_wise)  # Its constructor needs optimizers of a model.
+    optimizer.config = member.config
+    optimizer.chained_optimizers = [member]
+    for outer in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
+        (item,) = live_refusals([], outer)
+        assert (item.section, item.field) == ("OptimizerConfig", "optimizer")
+        assert item.problem.startswith("dist_muon: ")
     assert live_refusals([], SimpleNamespace(chained_optimizers=[member])) == []
 
 
@@ -148,21 +149,21 @@ def test_fields_of_a_subclass_of_another_project_are_its_own() -> None:
     assert refusal_of_base.field == "weight_folding"
 
 
-def test_the_default_of_a_class_of_ones_own_does_not_count() -> None:
+def test_defaults_of_subclasses_are_not_accepted_as_defaults() -> None:
     @dataclasses.dataclass
     class Provider(TransformerConfig):
         checkpoint: str = ""
         quant_recipe: Any = "recipe"
 
-    (found,) = refused(Provider(**SIZES, checkpoint="here"))
-    assert found.field == "quant_recipe"
+    (item,) = refused(Provider(**SIZES, checkpoint="here"))
+    assert item.field == "quant_recipe"
 
 
-def test_arguments_of_a_script_are_those_of_ddp_and_optimizer_too() -> None:
+def test_arguments_of_a_script_include_fields_of_ddp_and_optimizer() -> None:
     core = TransformerConfig(**SIZES)
     core.fp8_param = True
-    found = argument_refusals(Namespace(nccl_ub=True, optimizer="adamw", lr=1.0), core)
-    assert [(one.section, one.field) for one in found] == [
+    refusals = argument_refusals(Namespace(nccl_ub=True, optimizer="adamw", lr=1.0), core)
+    assert [(item.section, item.field) for item in refusals] == [
         ("TransformerConfig", "fp8_param"),
         ("DistributedDataParallelConfig", "nccl_ub"),
         ("OptimizerConfig", "optimizer"),

@@ -1,6 +1,8 @@
-"""``python -m megatron_patches SCRIPT`` and the decorators of a patched source tree, on a tree that imitates both.
+"""``python -m megatron_patches SCRIPT`` and the decorators of a patched source tree, on an imitated
+source tree.
 
-That tree's ``megatron.training`` joins the installed ``megatron.core``: megatron is a namespace package.
+Its ``megatron.training`` is importable beside the installed ``megatron.core``: megatron is a
+namespace package.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def initialize_megatron(extra_args_provider=None, allow_no_cuda=False):
     assert allow_no_cuda or torch.cuda.is_available(), "allow_no_cuda"
     args = parse_args(extra_args_provider)
     validate_args(args, {})
-    parse_args()  # since 0.18 also by ft_integration, after validation
+    parse_args()  # Since 0.18 ft_integration also calls it, after validation.
     global_vars.ARGS = args
 
 def _warmup_jit_function():
@@ -147,7 +149,7 @@ if __name__ == "__main__":
     print(json.dumps({"loss": loss, "args": vars(get_args()), "argv": sys.argv, "path": sys.path[0], "file": __file__}))
 """,
     "helper_beside_the_script.py": "",
-    "engine_that_notes.py": """
+    "recording_engine.py": """
 import contextlib, json, os
 from megatron_patches.errors import ScriptError
 
@@ -156,26 +158,26 @@ FAILS = os.environ.get("FAILS")
 class Engine:
     def __init__(self, script):
         has_flags = {"--exit-at", "--exit-after", "--exit"} & script.flags == {"--exit-at", "--exit-after"}
-        self.note("made", script.options.interval, script.args.validated, has_flags)
-    def note(self, *what):
-        with open(os.environ["NOTES"], "a") as file:
-            file.write(json.dumps(what) + "\\n")
-        if what[0] == FAILS:
+        self.record("created", script.options.interval, script.args.validated, has_flags)
+    def record(self, *call):
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(json.dumps(call) + "\\n")
+        if call[0] == FAILS:
             raise OSError(f"{FAILS} and failed")
-        if what[0] == os.environ.get("REFUSES"):
-            raise ScriptError([f"{what[0]} is refused"])
+        if call[0] == os.environ.get("REFUSES"):
+            raise ScriptError([f"{call[0]} is refused"])
     @contextlib.contextmanager
     def building(self):
-        self.note("building")
+        self.record("building")
         yield
     def model_built(self, chunks):
-        self.note("model built", len(chunks))
+        self.record("model built", len(chunks))
     def attach(self, chunks, optimizer, num_steps):
-        self.note("attached", optimizer, num_steps)
+        self.record("attached", optimizer, num_steps)
     def switch(self, iteration):
-        self.note("switched", iteration)
+        self.record("switched", iteration)
     def detach(self):
-        self.note("detached")
+        self.record("detached")
 
 def refuse(script):
     raise ScriptError(["this is wrong", "that is wrong"])
@@ -184,7 +186,7 @@ def refuse(script):
 
 
 def write_tree(directory: Path) -> Path:
-    """Write the tree below `directory`; returns its script."""
+    """Write the tree below `directory`; return its script."""
     for name, content in _FILES.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What the script printed last, as JSON. Fails with the script's errors when it failed."""
+    """Return the last line of the script's output, parsed as JSON. Fails if the script failed."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -214,7 +216,7 @@ INSTALLED = release_of(megatron.core.__version__)
 SINCE_0_19 = Version(INSTALLED) >= Version("0.19")
 Capture = pytest.CaptureFixture[str]
 
-ENGINE = ("--enable-resharding", "--resharding-engine", "engine_that_notes:Engine")
+ENGINE = ("--enable-resharding", "--resharding-engine", "recording_engine:Engine")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
@@ -223,37 +225,38 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The script; what it imports from beside itself is forgotten at the end."""
+    """Write the tree and return its script; unload the tree's modules at the end."""
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(sys, "argv", ["pytest"])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as python -m has it
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # As with python -m.
     monkeypatch.setattr(script, "_run", script._ScriptRun())
     yield write_tree(tmp_path / "checkout")
     for name in set(sys.modules) - before:
-        if name.startswith(("megatron.training", "megatron.legacy", "helper_beside", "engine_that")):
+        if name.startswith(("megatron.training", "megatron.legacy", "helper_beside", "recording_engine")):
             del sys.modules[name]
     megatron_patches.revert()
 
 
 def run(capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True) -> dict[str, Any]:
-    """Run the script in this process, by the launcher or plainly; what it printed last."""
+    """Run the script in this process; return the last line of its output."""
     if launcher:
         run_script(str(tree), flags)
     else:
-        sys.argv, sys.path[0] = [str(tree), *flags], str(tree.parent)
+        sys.argv = [str(tree), *flags]
+        sys.path[0] = str(tree.parent)
         runpy.run_path(str(tree), run_name="__main__")
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def notes(tree: Path) -> list[list[object]]:
-    path = tree.parents[1] / "notes"
+def calls(tree: Path) -> list[list[object]]:
+    path = tree.parents[1] / "calls"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def patch_source(tree: Path) -> None:
-    """What the patch set does, on the imitated tree."""
+    """Change the imitated tree as the patch set would."""
     decorated = {
         "arguments.py": {"parse_args": "with_arguments", "validate_args": "with_validation"},
         "training.py": {"get_model": "with_buffers", "train": "with_engine", "train_step": "with_switch"},
@@ -274,10 +277,10 @@ def patch_source(tree: Path) -> None:
 
 
 @pytest.mark.slow  # imports Megatron
-def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
-    """In a process of its own, from another directory."""
-    found = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))
-    assert found == {
+def test_without_the_flag_the_script_runs_as_by_python(tree: Path) -> None:
+    """Runs in a new process, from another directory."""
+    output = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))
+    assert output == {
         "loss": {"loss": 3.0},
         "args": {"train_iters": 3, "exit_at": None, "skipped": [], "load": [0, 0], "iteration": 0, "validated": True}
         | {"builder": False, "global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
@@ -285,20 +288,20 @@ def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
         "path": str(tree.parent),
         "file": str(tree),
     }
-    assert notes(tree) == []
+    assert calls(tree) == []
 
 
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
 def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Capture, is_patched: bool) -> None:
-    """A skipped step does not count, and Megatron's arguments show nothing of ours."""
+    """Skipped steps do not count, and Megatron's arguments do not contain ours."""
     if is_patched:
         patch_source(tree)
     flags = (*ENGINE, "--resharding-interval", "2", "--train-iters", "5", "--skipped", "2")
-    found = run(capsys, tree, *flags, launcher=not is_patched)
-    assert found["loss"] == {"loss": 4.0}
-    assert not [name for name in found["args"] if "reshard" in name or "infer" in name or "offload" in name]
-    assert notes(tree) == [
-        ["made", 2, True, True],
+    output = run(capsys, tree, *flags, launcher=not is_patched)
+    assert output["loss"] == {"loss": 4.0}
+    assert not [name for name in output["args"] if "reshard" in name or "infer" in name or "offload" in name]
+    assert calls(tree) == [
+        ["created", 2, True, True],
         ["building"],
         ["model built", 1],
         ["attached", "optimizer", 0],
@@ -309,36 +312,45 @@ def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Captur
 
 
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
-def test_a_model_that_a_builder_makes_gets_the_engines_buffers(tree: Path, capsys: Capture, is_patched: bool) -> None:
+def test_a_model_of_a_builder_gets_the_engines_buffers(tree: Path, capsys: Capture, is_patched: bool) -> None:
     if is_patched:
         patch_source(tree)
     elif not SINCE_0_19:
         pytest.skip("megatron.training has no builders that scripts use before 0.19")
     run(capsys, tree, *ENGINE, "--builder", "--train-iters", "1", launcher=not is_patched)
-    assert notes(tree)[1:4] == [["building"], ["model built", 1], ["attached", "optimizer", 0]]
+    assert calls(tree)[1:4] == [["building"], ["model built", 1], ["attached", "optimizer", 0]]
 
 
-def test_a_patched_source_under_the_launcher_calls_once(tree: Path, capsys: Capture) -> None:
+def test_a_patched_source_under_the_launcher_calls_the_engine_once(tree: Path, capsys: Capture) -> None:
     patch_source(tree)
     run(capsys, tree, *ENGINE, "--train-iters", "1")
-    assert [what for what, *_ in notes(tree)] == ["made", "building", "model built", "attached", "switched", "detached"]
+    assert [call for call, *_ in calls(tree)] == [
+        "created",
+        "building",
+        "model built",
+        "attached",
+        "switched",
+        "detached",
+    ]
 
 
 @pytest.mark.parametrize("version", [INSTALLED, "0.99.0"])
-def test_a_patched_source_without_the_flag_is_as_megatron_has_it(
+def test_a_patched_source_without_the_flag_behaves_as_unpatched(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, version: str
 ) -> None:
-    """Whatever its version, also where there is no CUDA, as on the machines that convert checkpoints."""
+    """Holds for any version, and without CUDA, as on machines that convert checkpoints."""
     monkeypatch.setattr(megatron.core, "__version__", version)
     patch_source(tree)
-    with pytest.raises(AssertionError, match="allow_no_cuda"):  # Megatron's own, which the CPU patches would remove
+    with pytest.raises(
+        AssertionError, match="allow_no_cuda"
+    ):  # Megatron's own check, which the CPU patches would disable.
         run(capsys, tree, "--train-iters", "2", launcher=False)
     assert not [patch.name for patch in patches_of() if is_applied(patch)]
-    assert notes(tree) == []
+    assert calls(tree) == []
 
 
 class Absent:
-    """A finder that finds no megatron_patches."""
+    """Finder that makes imports of megatron_patches fail."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "megatron_patches":
@@ -355,25 +367,25 @@ def test_a_patched_source_imports_without_the_package(tree: Path, monkeypatch: p
     assert not hasattr(training.train_step, "__wrapped__")
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(sys, "argv", ["script", "--enable-resharding"])
-    with pytest.raises(SystemExit):  # an unknown argument
+    with pytest.raises(SystemExit):  # The argument is unknown.
         arguments.parse_args()
 
 
-def test_a_resumed_run_counts_the_steps_that_were_taken(tree: Path, capsys: Capture) -> None:
-    """Six iterations are behind it, two of them skipped: so steps 5, 6 and 7 follow."""
+def test_a_resumed_run_counts_successful_steps(tree: Path, capsys: Capture) -> None:
+    """Two of the first six iterations were skipped, so that steps 5, 6 and 7 follow."""
     run(capsys, tree, *ENGINE, "--resharding-interval", "2", "--load", "6", "32", "--train-iters", "9")
-    assert notes(tree)[3:] == [["attached", "optimizer", 4], ["switched", 8], ["detached"]]
+    assert calls(tree)[3:] == [["attached", "optimizer", 4], ["switched", 8], ["detached"]]
 
 
-def test_an_exit_detaches_and_survives_an_engine_that_cannot_be_ended(
+def test_an_exit_detaches_even_if_the_engine_fails_to(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an exit on its way the error is the script's own."""
+    """Without an exit in progress the script ends with the engine's error."""
     monkeypatch.setenv("FAILS", "detached")
     with pytest.raises(SystemExit) as caught:
         run(capsys, tree, *ENGINE, "--exit-at", "2")
     assert caught.value.code == 7
-    assert notes(tree)[-2:] == [["switched", 2], ["detached"]]
+    assert calls(tree)[-2:] == [["switched", 2], ["detached"]]
     assert "could not be detached" in caplog.text
     assert "OSError: detached and failed" in caplog.text
     sys.path[0] = ""
@@ -382,53 +394,55 @@ def test_an_exit_detaches_and_survives_an_engine_that_cannot_be_ended(
 
 
 @pytest.mark.parametrize("call", ["model built", "attached", "switched"])
-def test_an_error_of_the_engine_is_the_scripts_own_and_nothing_is_called_after_it(
+def test_an_error_of_the_engine_ends_the_script_without_further_calls(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setenv("FAILS", call)
     with pytest.raises(OSError, match=f"{call} and failed"):
         run(capsys, tree, *ENGINE)
-    assert notes(tree)[-1][0] == call
+    assert calls(tree)[-1][0] == call
 
 
-def test_helpers_are_compiled_where_a_makefile_is_or_none_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the wheel alone, which has them compiled and no Makefile, `make` would end the script."""
+def test_helpers_are_compiled_if_they_are_missing_or_have_a_makefile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel has compiled helpers but no Makefile: `make` would end the script."""
     called: list[str] = []
-    made = {"__file__": str(tmp_path / "utils.py"), "called": called}
-    exec("def compile_helpers(): called.append('make')", made)
+    namespace = {"__file__": str(tmp_path / "utils.py"), "called": called}
+    exec("def compile_helpers(): called.append('make')", namespace)
     (patch,) = (patch for patch in script.PATCHES if patch.name == "script.compiled_helpers")
-    compile_helpers = patch.build(made["compile_helpers"])
-    found: list[object] = [object()]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0])
+    compile_helpers = patch.build(namespace["compile_helpers"])
+    specs: list[object] = [object()]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[0])
     compile_helpers()
     assert called == []
-    found[0] = None
+    specs[0] = None
     compile_helpers()
     (tmp_path / "Makefile").touch()
-    found[0] = object()
+    specs[0] = object()
     compile_helpers()
     assert called == ["make", "make"]
 
 
 def install(tree: Path, monkeypatch: pytest.MonkeyPatch, *references: str) -> None:
-    """Let these be all engines that are installed, by a distribution beside the script."""
-    info = tree.parent / "noting_engine-1.dist-info"
+    """Install these engines and no others, by a distribution beside the script."""
+    info = tree.parent / "recording_engine-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noting-engine\nVersion: 1\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recording-engine\nVersion: 1\n")
     lines = [f"number{number} = {reference}" for number, reference in enumerate(references)]
     (info / "entry_points.txt").write_text("\n".join([f"[{engines.ENTRY_POINT_GROUP}]", *lines]))
-    found = importlib.metadata.entry_points
+    entry_points = importlib.metadata.entry_points
 
     def only_these(**query: str) -> list[Any]:
-        return [point for point in found(**query) if point.dist.name == "noting-engine"]
+        return [point for point in entry_points(**query) if point.dist.name == "recording-engine"]
 
     monkeypatch.setattr(importlib.metadata, "entry_points", only_these)
 
 
-def test_the_only_installed_engine_is_taken(tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tree, monkeypatch, "engine_that_notes:Engine")
+def test_the_only_installed_engine_is_used(tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tree, monkeypatch, "recording_engine:Engine")
     run(capsys, tree, "--enable-resharding", "--train-iters", "1")
-    assert notes(tree)[0] == ["made", 1, True, True]
+    assert calls(tree)[0] == ["created", 1, True, True]
 
 
 @pytest.mark.parametrize(
@@ -441,38 +455,38 @@ def test_the_only_installed_engine_is_taken(tree: Path, capsys: Capture, monkeyp
         ),
     ],
 )
-def test_none_or_several_engines_are_clear_errors(
+def test_no_engine_or_several_engines_are_refused(
     tree: Path, monkeypatch: pytest.MonkeyPatch, references: list[str], message: str
 ) -> None:
     install(tree, monkeypatch, *references)
     with pytest.raises(SystemExit, match=message):
         run_script(str(tree), ["--enable-resharding"])
-    assert notes(tree) == []
+    assert calls(tree) == []
 
 
 @pytest.mark.slow  # imports Megatron
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
-def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: Path, is_patched: bool) -> None:
-    """What is wrong is all that is printed, with no traceback, which every rank would print."""
+def test_a_refusal_of_the_engine_ends_the_script_before_any_build(tree: Path, is_patched: bool) -> None:
+    """Only the violations are printed, without a traceback, which every rank would print."""
     if is_patched:
         patch_source(tree)
-    way = [] if is_patched else ["-m", "megatron_patches"]
-    flags = ["--enable-resharding", "--resharding-engine", "engine_that_notes:refuse"]
-    ended = python(*way, str(tree), *flags, cwd=tree.parents[1])
-    assert ended.returncode == 1
-    assert "ScriptError: --enable-resharding:\n- this is wrong\n- that is wrong\n" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert notes(tree) == []
+    launcher = [] if is_patched else ["-m", "megatron_patches"]
+    flags = ["--enable-resharding", "--resharding-engine", "recording_engine:refuse"]
+    result = python(*launcher, str(tree), *flags, cwd=tree.parents[1])
+    assert result.returncode == 1
+    assert "ScriptError: --enable-resharding:\n- this is wrong\n- that is wrong\n" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert calls(tree) == []
 
 
 @pytest.mark.parametrize("call", ["building", "model built"])
-def test_a_model_that_the_engine_refuses_ends_the_script_likewise(
+def test_a_model_refused_by_the_engine_ends_the_script(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setenv("REFUSES", call)
     with pytest.raises(SystemExit, match=f"- {call} is refused"):
         run(capsys, tree, *ENGINE)
-    assert notes(tree)[-1][0] == call
+    assert calls(tree)[-1][0] == call
 
 
 @pytest.mark.parametrize(
@@ -488,8 +502,8 @@ def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: st
         run_script(str(tree), flags)
 
 
-def test_what_is_wrong_on_all_ranks_rank_0_says_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher ends the others meanwhile; one that is wrong alone speaks in the end."""
+def test_rank_0_reports_errors_before_the_other_ranks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher then ends the other ranks; a rank that fails alone reports after the wait."""
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     for rank, expected in (("0", []), ("1", [10.0])):
@@ -507,7 +521,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     with pytest.raises(SystemExit, match=message):
         run_script(str(tree), ["--enable-resharding"])
     sys.path[0] = ""
-    with pytest.raises(AssertionError, match="allow_no_cuda"):  # the script's own error: it runs as it is
+    with pytest.raises(AssertionError, match="allow_no_cuda"):  # The script's own error: it runs unpatched.
         run_script(str(tree), [])
     assert "the script runs unpatched" in caplog.text
     sys.path[0] = ""
@@ -523,20 +537,20 @@ def test_scripts_without_megatron_training_are_refused(tree: Path) -> None:
         run_script(str(lonely), [])
 
 
-def test_options_say_what_was_given_and_nothing_else() -> None:
+def test_options_contain_exactly_the_given_flags() -> None:
     parser = argparse.ArgumentParser()
-    given = add_arguments(parser)
+    flags = add_arguments(parser)
     command = "--enable-resharding --no-offload-train-grad --offload-train-param --infer-tensor-parallel-size 2"
     assert vars(parser.parse_args(command.split())) == {}
-    options = ReshardingOptions.of(given)
+    options = ReshardingOptions.of(flags)
     assert options == ReshardingOptions(
         enabled=True, offload_train_grad=False, offload_train_param=True, infer_tensor_parallel_size=2
     )
     assert options.offload_train_optimizer is None
 
 
-def test_an_engine_that_was_not_made_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --yaml-cfg Megatron does not call validate_args."""
+def test_an_engine_that_was_not_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron does not call validate_args with --yaml-cfg."""
     monkeypatch.setattr(script, "_run", script._ScriptRun(options=ReshardingOptions(enabled=True)))
     with pytest.raises(SystemExit, match="--yaml-cfg"):
         script.with_buffers(lambda provider, wrap_with_ddp=True: [])(None)

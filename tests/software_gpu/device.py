@@ -1,4 +1,4 @@
-"""The software GPU as a test sees it: counts of calls, calls that fail, what is there, and what the checker reports."""
+"""Access of tests to the software GPU: counts, injected failures, memory, and reports."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from tests.software_gpu.build import build_driver
 OUT_OF_MEMORY = 2
 NOT_SUPPORTED = 801
 GARBAGE = 0xA5
-"""Each byte of new memory, but for large pieces."""
+"""Value of every byte of new memory, except in large pieces."""
 GRANULE = 65536
-"""The granularity of the driver that `load_driver` loads."""
+"""Granularity of the driver that `load_driver` loads."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libcuda, for calls that torch does not make."""
+    """Return libcuda, for calls that torch does not make."""
     library = ctypes.CDLL("libcuda.so.1")
-    assert hasattr(library, "software_gpu_counts"), "the driver of a GPU was loaded in this process before"
+    assert hasattr(library, "software_gpu_counts"), "this process had loaded the driver of a GPU before"
     library.software_gpu_counts.restype = library.software_gpu_mapped.restype = ctypes.c_size_t
     return library
 
 
 @functools.cache
 def _bindings_over_driver() -> ModuleType:
-    """Raises SkipTest with what is missing."""
+    """Return `cuda.bindings.driver` with the software driver, or raise SkipTest."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         raise SkipTest("cuda-bindings is missing: requirements-cpu.txt has it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:
-        raise SkipTest("there is no C++ compiler (gcc and g++) for the driver in software")
+        raise SkipTest("the software driver requires a C++ compiler (gcc and g++)")
     try:
         path = build_driver()
     except PackageNotFoundError as error:
@@ -57,13 +57,15 @@ def _bindings_over_driver() -> ModuleType:
 
 
 def load_driver() -> ModuleType:
-    """Load the driver alone, where torch has no CUDA, and return `cuda.bindings.driver` over it, initialized.
+    """Load the driver alone, with a torch without CUDA, and return `cuda.bindings.driver` for it,
+    initialized.
 
-    The library has the driver's own name, so whatever asks for libcuda.so.1 afterwards gets this one, vLLM's compiled
-    allocator too. The state is the process's; a limit that a test has set is gone.
+    The library has the driver's name, so that later loads of libcuda.so.1 get this one, also by
+    vLLM's compiled allocator. The driver's state belongs to the process; a limit set by an earlier
+    test is removed.
     """
     api = _bindings_over_driver()
-    gc.collect()  # what tests before left in cycles has memory
+    gc.collect()  # Reference cycles of earlier tests may hold memory.
     limit(None)
     (code,) = api.cuInit(0)
     assert code == api.CUresult.CUDA_SUCCESS
@@ -72,7 +74,7 @@ def load_driver() -> ModuleType:
 
 @dataclass(frozen=True)
 class VirtualMemory:
-    """What this process has: physical memory by handles and mappings, mappings, address ranges, bytes of the memory."""
+    """Numbers of physical allocations, mappings and address ranges, and bytes of the memory."""
 
     num_allocations: int = 0
     num_mappings: int = 0
@@ -87,21 +89,21 @@ def virtual_memory() -> VirtualMemory:
 
 
 def mapped() -> list[tuple[int, int]]:
-    """(address, bytes) of everything that is mapped in this process and may be touched, in order."""
-    found = ((ctypes.c_uint64 * 2) * library().software_gpu_mapped(None, ctypes.c_size_t(0)))()
-    library().software_gpu_mapped(found, ctypes.c_size_t(len(found)))
-    return [(address, nbytes) for address, nbytes in found]
+    """Return (address, bytes) of all mapped and accessible memory of this process, in order."""
+    ranges = ((ctypes.c_uint64 * 2) * library().software_gpu_mapped(None, ctypes.c_size_t(0)))()
+    library().software_gpu_mapped(ranges, ctypes.c_size_t(len(ranges)))
+    return [(address, nbytes) for address, nbytes in ranges]
 
 
 def limit(total_nbytes: int | None) -> None:
-    """Leave the first device so much for this process's physical memory, with what it has; None: all that there is."""
+    """Limit this process's physical memory on the first device; None: no limit."""
     free_nbytes = -1 if total_nbytes is None else max(total_nbytes - virtual_memory().nbytes, 0)
     library().software_gpu_leave(0, ctypes.c_int64(free_nbytes))
 
 
 @contextmanager
 def without_attribute(name: str) -> Iterator[None]:
-    """Let the devices lack an attribute (CU_DEVICE_ATTRIBUTE_ and this name) within the block."""
+    """Remove the devices' attribute CU_DEVICE_ATTRIBUTE_`name` for the block."""
     from cuda.bindings import driver
 
     attribute = int(getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"))
@@ -113,36 +115,38 @@ def without_attribute(name: str) -> Iterator[None]:
 
 
 def counts() -> Counter[str]:
-    """How often this process has called each function, and launched each kernel ("kernel": all of them)."""
-    room = 0
+    """Return the numbers of calls by function, and of launches by kernel; "kernel" is their sum."""
+    size = 0
     while True:
-        text = ctypes.create_string_buffer(room)
-        needed = library().software_gpu_counts(text, ctypes.c_size_t(room))
-        if needed <= room:
+        text = ctypes.create_string_buffer(size)
+        needed = library().software_gpu_counts(text, ctypes.c_size_t(size))
+        if needed <= size:
             break
-        room = 2 * needed
+        size = 2 * needed
     lines = (line.rpartition(" ") for line in text.value.decode().splitlines())
     return Counter({name: int(number) for name, _, number in lines})
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """What is called within the block, in a counter that is filled at its end."""
-    before, within = counts(), Counter[str]()
+    """Count the calls in the block; the counter is filled at its end."""
+    before = counts()
+    calls = Counter[str]()
     try:
-        yield within
+        yield calls
     finally:
-        within.update(counts() - before)
+        calls.update(counts() - before)
 
 
 @dataclass
 class Timeline:
-    """Seconds that a block would take on hardware of given speed, its own computing aside; see timeline.cpp.
+    """Seconds that a block would take on hardware of given speed, without computations; see
+    timeline.cpp.
 
     Attributes:
-        seconds: of the host, with its waits.
-        memory, to_host, from_host, link: for which the device's memory, copies to the host and from it, and copies
-            between devices were busy.
+        seconds: time of the host, including waits.
+        memory, to_host, from_host, link: busy times of the device's memory, of copies to and from
+            the host, and of copies between devices.
     """
 
     seconds: float = 0.0
@@ -159,8 +163,9 @@ class Timeline:
 
 @contextmanager
 def timed() -> Iterator[Timeline]:
-    """The timeline of the block, which is filled at its end."""
-    before, timeline = _clocks(), Timeline()
+    """Measure the timeline of the block; it is filled at the end."""
+    before = _clocks()
+    timeline = Timeline()
     try:
         yield timeline
     finally:
@@ -177,7 +182,7 @@ def _clocks() -> list[float]:
 
 @contextmanager
 def failing(name: str, first: int = 1, num: int = 1, error: int = OUT_OF_MEMORY) -> Iterator[None]:
-    """Let calls of `name` within the block fail: so many, from the one with this number on (1: the next one)."""
+    """Make `num` calls of `name` in the block fail, from number `first` on (1 is the next call)."""
     library().software_gpu_fail(name.encode(), ctypes.c_uint64(first), ctypes.c_uint64(num), error)
     try:
         yield
@@ -186,14 +191,14 @@ def failing(name: str, first: int = 1, num: int = 1, error: int = OUT_OF_MEMORY)
 
 
 class Reports:
-    """What the checker reports of all processes that share the file SOFTWARE_GPU_REPORTS."""
+    """Reports of the checker from all processes that share the file SOFTWARE_GPU_REPORTS."""
 
     def __init__(self) -> None:
         self._path = Path(os.environ["SOFTWARE_GPU_REPORTS"])
         self._read_nbytes = self._nbytes()
 
     def new(self) -> str:
-        """Text since the last call."""
+        """Return the reports since the last call."""
         with self._path.open("rb") if self._path.exists() else open(os.devnull, "rb") as file:
             file.seek(self._read_nbytes)
             text = file.read()
@@ -201,7 +206,7 @@ class Reports:
         return text.decode(errors="replace")
 
     def require_none(self) -> None:
-        """Fail the test if there is any since the last call."""
+        """Fail the test if there are reports since the last call."""
         if text := self.new():
             pytest.fail(f"the checker of the software GPU reports:\n{text}", pytrace=False)
 

@@ -1,8 +1,8 @@
-"""Faults of NCCL, and of ranks that die, while the product switches: two ranks, of which the first has the fault.
+"""Faults of NCCL and deaths of ranks during a switch: two ranks, and the fault on the first.
 
-python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: leaves an `Outcome`, by its number
+python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: writes an `Outcome` by rank
 
-Every fault has a launch of its own, since most end the job.
+Every fault has a separate launch, because most faults end the job.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tests.software_gpu.device import failing, virtual_memory
 from tests.zoo import workers
 
 SECONDS = 90.0
-"""Of a launch, after which it counts as a hang."""
+"""Maximum time of a launch; a longer one counts as a hang."""
 TIMEOUT_SECONDS = 8.0
-LATE_SECONDS = 2.0
 """`generate_config.timeout_seconds` of the jobs."""
+LATE_SECONDS = 2.0
 _SECONDS_TO_END = 10.0
 _FILES_OF_TORCH = ("/memfd:software_gpu.device", "socket:", "pipe:", "anon_inode:")
 _INTERNAL_ERROR, _REMOTE_ERROR = 3, 6  # ncclInternalError, ncclRemoteError
@@ -48,14 +48,14 @@ _INTERNAL_ERROR, _REMOTE_ERROR = 3, 6  # ncclInternalError, ncclRemoteError
 
 @dataclass
 class Outcome:
-    """What became of one rank.
+    """Outcome of a rank.
 
     Attributes:
-        errors: type and text of what each step raised, by the step; "" where it passed.
-        seconds: of each step.
-        state: of the switch after the fault.
-        is_intact: the training weights have the bits that they had.
-        left: what the process has more than before the engine was built, once it is closed.
+        errors: type and text of the exception of each step; "" if it passed.
+        seconds: time of each step.
+        state: state of the switch after the fault.
+        is_intact: whether the training weights are bitwise unchanged.
+        left: leftovers of the process after the engine is closed.
     """
 
     errors: dict[str, str] = field(default_factory=dict)
@@ -65,8 +65,9 @@ class Outcome:
     left: dict[str, int] = field(default_factory=dict)
 
     def step(self, name: str, act: Callable[[], object]) -> bool:
-        """Whether it passed."""
-        started, self.errors[name] = time.monotonic(), ""
+        """Run a step; return whether it passed."""
+        started = time.monotonic()
+        self.errors[name] = ""
         try:
             act()
         except Exception as error:
@@ -80,8 +81,8 @@ class Fault:
     """A fault of the first rank.
 
     Attributes:
-        begin: lets it happen within the block, on the first rank.
-        at_start: it happens while the engine is built, not in its third switch.
+        begin: context in which the fault happens, on the first rank.
+        at_start: whether it happens while the engine is built; otherwise in the third switch.
         generate: keys of `generate_config`.
     """
 
@@ -92,7 +93,7 @@ class Fault:
 
 @contextmanager
 def aborting_its_communicator() -> Iterator[None]:
-    """Before the messages of a bucket begin, for which the other rank waits."""
+    """Abort before the messages of a bucket, for which the other rank waits."""
     launch = CollectiveTransport._launch
 
     def abort_and_launch(self: CollectiveTransport, *arguments: Any) -> Any:
@@ -141,22 +142,23 @@ def dying_in_a_bucket() -> Iterator[None]:
 
 @contextmanager
 def dying_once_its_descriptors_are_fetched() -> Iterator[None]:
-    """The other rank has them, and imports them then (`importing_from_the_dead`)."""
-    place = Path(os.environ["FETCHED"])
-    with mock.patch.object(device_pages.DevicePeer, "_map", side_effect=partial(_die_when, place)):
+    """Die after the other rank has fetched the descriptors and before it imports them."""
+    path = Path(os.environ["FETCHED"])
+    with mock.patch.object(device_pages.DevicePeer, "_map", side_effect=partial(_die_when_exists, path)):
         yield
 
 
-def _die_when(place: Path, *_: object) -> None:
-    while not place.exists():
+def _die_when_exists(path: Path, *_: object) -> None:
+    while not path.exists():
         time.sleep(0.01)
     dying()
 
 
 @contextmanager
 def importing_from_the_dead() -> Iterator[None]:
-    """Descriptors are fetched from a living rank, and imported once it is dead."""
-    fetch, pid = device_pages.fetch, int(Path(os.environ["PID"]).read_text())
+    """Fetch descriptors from a living rank, and import them after it has died."""
+    fetch = device_pages.fetch
+    pid = int(Path(os.environ["PID"]).read_text())
 
     def fetch_and_wait(*arguments: Any) -> list[int]:
         descriptors = fetch(*arguments)
@@ -181,15 +183,15 @@ FAULTS: Mapping[str, Fault] = {
     "a rank dies in a bucket": Fault(dying_in_a_bucket),
     "a rank dies before an import": Fault(dying_once_its_descriptors_are_fetched, generate={}),
 }
-OF_THE_OTHER: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
+SECOND_RANK: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "a rank dies before an import": importing_from_the_dead,
     "a send fails, the other rank is late": late_in_a_bucket,
 }
-"""What the second rank does at the same time."""
+"""Contexts of the second rank at the same time."""
 
 
 def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
-    """Of both ranks, None of one that left none; and all that they printed."""
+    """Return the outcomes of both ranks, None if a rank wrote none, and their output."""
     environment = {
         "SMALL_MODEL": str(small_switch.write_model(directory / "model")),
         "PYTHONWARNINGS": "ignore",
@@ -199,12 +201,12 @@ def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
     arguments = ["-m", "tests.software_gpu.faults_on_ranks", str(directory), name]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)
     assert ended.status is not None, f"a hang:\n{ended.output}"
-    places = [directory / str(rank) for rank in range(2)]
-    return [Outcome(**json.loads(place.read_text())) if place.is_file() else None for place in places], ended.output
+    paths = [directory / str(rank) for rank in range(2)]
+    return [Outcome(**json.loads(path.read_text())) if path.is_file() else None for path in paths], ended.output
 
 
 def left_of(before: Counter[str]) -> Counter[str]:
-    """What there is more than before. Threads of torch that end meanwhile have a few seconds for what they hold."""
+    """Return additional resources of the process, a few seconds after the end of the job."""
     deadline = time.monotonic() + _SECONDS_TO_END
     while (left := held() - before) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -212,7 +214,7 @@ def left_of(before: Counter[str]) -> Counter[str]:
 
 
 def held() -> Counter[str]:
-    """What this process has of the device, and its files but for torch's: memory, and sockets and pipes of groups."""
+    """Count device memory and open files, without those of torch and process groups."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -226,7 +228,7 @@ def contents(engine: HybridEngine[Any]) -> dict[str, torch.Tensor]:
 
 def run(fault: Fault, name: str, outcome: Outcome) -> None:
     is_first = dist.get_rank() == 0
-    at_fault = fault.begin if is_first else OF_THE_OTHER.get(name, nullcontext)
+    at_fault = fault.begin if is_first else SECOND_RANK.get(name, nullcontext)
     settings = {"timeout_seconds": TIMEOUT_SECONDS, **fault.generate}
     engine_of = partial(small_switch.engine_of, Path(os.environ["SMALL_MODEL"]), {}, settings)
     with ExitStack() as ends:
@@ -259,12 +261,13 @@ def main(directory: Path, name: str) -> None:
     dist.all_reduce(ones)
     torch.cuda.synchronize()
     del ones
-    before, outcome = held(), Outcome()
+    before = held()
+    outcome = Outcome()
     outcome.step("end", partial(run, FAULTS[name], name, outcome))
     outcome.left = dict(left_of(before))
     (directory / str(rank)).write_text(json.dumps(asdict(outcome)))
     sys.stdout.flush()
-    os._exit(0)  # the ranks may have parted: nobody waits for the other's end
+    os._exit(0)  # The ranks may have lost each other, so that neither waits for the other's end.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run a command with the software GPU in the place of NVIDIA's libraries."""
+"""Run a command with the software GPU in place of NVIDIA's libraries."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.software_gpu.build import build
 SITE = Path(__file__).parent / "site"
 SHARED_MEMORY = Path("/dev/shm")
 
-_OF_THE_DEVICE = {
-    "TORCHDYNAMO_DISABLE": "1",  # Inductor would compile for a GPU
+_DEVICE_VARIABLES = {
+    "TORCHDYNAMO_DISABLE": "1",  # Inductor would compile for a GPU.
     "TRITON_INTERPRET": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels are CUDA's own
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # Has kernels for CUDA only.
 }
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a command finds.
+    """The devices of a command.
 
     Attributes:
-        num_gpus: how many.
-        nbytes: memory of each.
-        are_peers: whether they may read each other's memory.
-        reports: file to which the checker appends what it reports; None: one that goes at the end.
+        num_gpus: number of devices.
+        nbytes: memory of each device.
+        are_peers: whether devices may read each other's memory.
+        reports: file to which the checker appends its reports; None: a temporary file.
     """
 
     num_gpus: int = 1
@@ -41,10 +41,11 @@ class Machine:
 
 @contextmanager
 def environment_of(machine: Machine) -> Iterator[dict[str, str]]:
-    """Variables for commands that share the machine's devices; what they leave in shared memory goes at the end."""
-    libraries, identity = build(), secrets.token_hex(4)
+    """Yield variables for commands that share the devices; clean up shared memory at the end."""
+    libraries = build()
+    identity = secrets.token_hex(4)
     variables = {
-        **_OF_THE_DEVICE,
+        **_DEVICE_VARIABLES,
         "SOFTWARE_GPU_LIBRARIES": str(libraries),
         "SOFTWARE_GPU_ID": identity,
         "SOFTWARE_GPU_COUNT": str(machine.num_gpus),

@@ -1,7 +1,7 @@
-"""Mutants: the product with one of its waits taken away.
+"""Mutants: the product without one of its waits.
 
-with mutant.applied():          calls of this name, or only those from one function, do nothing
-    scenario()                  something for which the wait is needed; without a mutant it passes unnoticed
+with mutant.applied():          calls of a function, or only its calls from another function, do nothing
+    scenario()                  needs the wait; passes without a mutant
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-BY_THE_CHECKER = "^(RACE|RELEASE): "
+CHECKER_REPORT = "^(RACE|RELEASE): "
 
 
 def _does_nothing(*_arguments: object, **_named: object) -> None: ...
@@ -22,14 +22,14 @@ def _does_nothing(*_arguments: object, **_named: object) -> None: ...
 
 @dataclass(frozen=True)
 class Mutant:
-    """A function of the product, or of torch as the product calls it, and what takes its place.
+    """A replaced function of the product, or of torch as called by the product.
 
     Attributes:
-        scenario: name of what is done with it.
-        owner, name: of the function, or of the method.
-        within: the function whose calls alone are replaced; None: all calls.
-        replacement: what is called instead.
-        noticed: pattern of what the checker reports, or of what the product raises.
+        scenario: name of the scenario that needs the function.
+        owner, name: object and name of the function.
+        within: function whose calls are replaced; None: all calls.
+        replacement: function that is called instead.
+        noticed: pattern of the checker's report, or of the product's error.
     """
 
     scenario: str
@@ -37,7 +37,7 @@ class Mutant:
     name: str
     within: Callable[..., Any] | None = None
     replacement: Callable[..., Any] = _does_nothing
-    noticed: str = BY_THE_CHECKER
+    noticed: str = CHECKER_REPORT
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Mutants of what concerns two processes, which run one after the other on the same two ranks.
+"""Mutants of code that involves two processes; they run in turn on the same two ranks.
 
-python -m tests.software_gpu.mutants_on_ranks DIRECTORY NAME...     on each rank: leaves what was noticed, by name
+python -m tests.software_gpu.mutants_on_ranks DIRECTORY NAME...     on each rank: writes reports and errors by name
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LORA: Actor = {"lora": {"rank": 4}}
 
 
 def switching(actor: Actor | None = None, **generate: Any) -> Callable[[], None]:
-    """A scenario: a job of these keys of `actor_config` and `generate_config` switches back and forth."""
+    """Return a scenario: a job with these configuration keys switches back and forth."""
 
     def switch() -> None:
         with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), actor or {}, generate) as engine:
@@ -48,7 +48,7 @@ def switching(actor: Actor | None = None, **generate: Any) -> Callable[[], None]
 
 
 def with_a_late_rank(scenario: Callable[[], None]) -> Callable[[], None]:
-    """The same, but the second rank is late in each bucket."""
+    """Return the scenario with a second rank that is late in each bucket."""
     run = LocalTransport.run
 
     def late(self: LocalTransport, *arguments: Any) -> None:
@@ -59,31 +59,31 @@ def with_a_late_rank(scenario: Callable[[], None]) -> Callable[[], None]:
 
 
 def leaving_in_the_background() -> None:
-    """What leaves in the background is still being copied when the weights are ready to be read."""
+    """A background offload is still in progress when the weights are ready to be read."""
     with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), {}, {"prefetch": "auto"}) as engine:
-        copier, make_room, are_over = engine.sharding.offloader._copier, ShardingManager._make_room, list[bool]()
+        copier = engine.sharding.offloader._copier
+        make_room = ShardingManager._make_room
+        are_over: list[bool] = []
 
-        def looking(self: ShardingManager, kinds: Any) -> None:
-            of_copies = [
-                stream for (_, way, is_late), stream in copier._streams.items() if is_late and way == "to host"
-            ]
-            are_over.append(all(stream.query() for stream in of_copies))
+        def query_and_make_room(self: ShardingManager, kinds: Any) -> None:
+            streams = [stream for (_, way, is_late), stream in copier._streams.items() if is_late and way == "to host"]
+            are_over.append(all(stream.query() for stream in streams))
             make_room(self, kinds)
 
-        with mock.patch.object(ShardingManager, "_make_room", looking):
+        with mock.patch.object(ShardingManager, "_make_room", query_and_make_room):
             small_switch.switch(engine)
-    assert are_over == [False, False], "they were waited for"
+    assert are_over == [False, False], "the switch waited for the copies"
 
 
 def group_that_ends_early() -> None:
-    """The first rank ends a group while the second has not begun what both are to do in it."""
-    own = dist.new_group([0, 1], backend="nccl")
+    """The first rank ends a group while the second has not begun their last collective."""
+    group = dist.new_group([0, 1], backend="nccl")
     values = torch.ones(1, device="cuda")
-    dist.all_reduce(values, group=own)
+    dist.all_reduce(values, group=group)
     torch.cuda.synchronize()
     time.sleep(1.0 * dist.get_rank())
-    dist.all_reduce(values, group=own)
-    groups.end_groups(own)
+    dist.all_reduce(values, group=group)
+    groups.end_groups(group)
     assert values.item() == 4, f"lost: {values.item()} is not 4"
 
 
@@ -111,22 +111,23 @@ MUTANTS: Mapping[str, Mutant] = {
 
 
 def noticed_on_ranks(directory: Path, names: Collection[str]) -> dict[str, str]:
-    """What was noticed with each of these mutants, or in each of these scenarios."""
+    """Return the reports and errors of these mutants and scenarios, by name."""
     environment = {"SMALL_MODEL": str(small_switch.write_model(directory / "model")), "PYTHONWARNINGS": "ignore"}
     arguments = ["-m", "tests.software_gpu.mutants_on_ranks", str(directory), *names]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)
-    found = {name: path.read_text() for name in names if (path := _place(directory, name)).is_file()}
-    return {name: found.get(name, f"no word of it: {ended.output}") for name in names}
+    texts = {name: path.read_text() for name in names if (path := _path(directory, name)).is_file()}
+    return {name: texts.get(name, f"no result: {ended.output}") for name in names}
 
 
-def _place(directory: Path, name: str) -> Path:
+def _path(directory: Path, name: str) -> Path:
     return directory / re.sub(r"\W", "_", name)
 
 
 def main(directory: Path, names: Collection[str]) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    reports, meeting = Reports(), dist.new_group(backend="gloo")
+    reports = Reports()
+    gloo = dist.new_group(backend="gloo")
     for name in names:
         error = ""
         try:
@@ -136,10 +137,10 @@ def main(directory: Path, names: Collection[str]) -> None:
             error = f"{type(failure).__name__}: {failure}"
         torch.cuda.synchronize()
         errors: list[str] = [""] * 2
-        dist.all_gather_object(errors, error, group=meeting)
+        dist.all_gather_object(errors, error, group=gloo)
         if dist.get_rank() == 0:
-            _place(directory, name).write_text("\n".join(filter(None, [reports.new(), *errors])))
-        dist.barrier(meeting)
+            _path(directory, name).write_text("\n".join(filter(None, [reports.new(), *errors])))
+        dist.barrier(gloo)
 
 
 if __name__ == "__main__":

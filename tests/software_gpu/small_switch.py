@@ -1,6 +1,8 @@
-"""A job whose switch is real: Megatron's model on two ranks, and inference weights of the device without vLLM.
+"""A job with real switches: Megatron's model on two ranks, and inference weights on the device
+without vLLM.
 
-Each rank trains half of every matrix and serves all of it, so that it reads half of each from the other.
+Each rank trains half of every matrix and serves the whole, so that it reads the other half from the
+other rank.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ CHUNK_NBYTES = 2 * 2**20
 
 
 def write_model(directory: Path) -> Path:
-    """A model whose weights are several buckets and chunks."""
+    """Write a model whose weights fill several buckets and chunks."""
     return workers.write_model(directory, "qwen3", **SIZES)
 
 
@@ -37,7 +39,7 @@ def write_model(directory: Path) -> Path:
 def engine_of(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
 ) -> Iterator[HybridEngine[MegatronActor]]:
-    """In state TRAIN. Args: keys of `actor_config` and of `generate_config`."""
+    """Build an engine in state TRAIN with these keys of `actor_config` and `generate_config`."""
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor
 
@@ -57,7 +59,7 @@ def engine_of(
 
 
 def switch(engine: HybridEngine[MegatronActor], num_rounds: int = 2) -> None:
-    """Train, switch to inference and back, so many times."""
+    """Train, switch to inference and back, `num_rounds` times."""
     limits = engine.train.limits
     for seed in range(num_rounds):
         batch = {name: rows.chunk(limits.dp_size)[limits.dp_rank] for name, rows in workers.batch(seed).items()}

@@ -1,7 +1,7 @@
-"""What a switch asks of the driver, in calls: the part of its speed that needs no clock.
+"""Recorded numbers of a switch's calls of the driver: a measure of its speed without a clock.
 
-Recorded for the model of tests/gpu over the software GPU, both engines in one process, offload of everything. Numbers
-may fall; whoever raises one says why in the commit.
+For the model of tests/gpu on the software GPU, with both engines in one process and offload of
+everything. Numbers may fall, and may rise only in a commit that gives the reason.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ RECORDED: Mapping[str, Mapping[str, int]] = {
         "descriptors": 1,
     },
 }
-"""Of the last of five switches; `verify: full` is part of it."""
+"""Calls of the last of five switches, including `verify: full`."""
 
 
 def by_kind(calls: Counter[str]) -> dict[str, int]:
-    """Sum calls by kind; kinds without any are left out."""
+    """Return the sums of calls by kind, without kinds of no calls."""
     sums = {kind: sum(calls[name] for name in names) for kind, names in KINDS.items()}
     return {kind: number for kind, number in sums.items() if number}

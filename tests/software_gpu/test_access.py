@@ -1,4 +1,4 @@
-"""Which device may touch which memory."""
+"""Permission of devices to access memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.software_gpu.device import library
 from tests.software_gpu.launcher import Machine, environment_of
 
 NUMEL = 256
-INVALID_VALUE, INVALID_CONTEXT = 1, 201
+INVALID_VALUE = 1
+INVALID_CONTEXT = 201
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def copy_kernel(src, dst, numel: tl.constexpr):
 
 
 def read_on(device: int, src: torch.Tensor) -> float:
-    """Sum of the first elements, which a kernel on this device reads."""
+    """Return the sum of the first elements, read by a kernel on this device."""
     torch.cuda.synchronize(src.device)
     with torch.cuda.device(device):
         dst = torch.empty(NUMEL, device="cuda")
@@ -59,14 +60,15 @@ def right_of_second(buffer: ElasticBuffer) -> str:
     from cuda.bindings import driver as api
 
     location = api.CUmemLocation()
-    location.type, location.id = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 1
+    location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = 1
     code, flags = api.cuMemGetAccess(location, buffer.address)
     assert code == api.CUresult.CUDA_SUCCESS
     return api.CUmemAccess_flags(flags).name.removeprefix("CU_MEM_ACCESS_FLAGS_")
 
 
-def test_mapped_memory_is_for_the_devices_that_are_named() -> None:
-    """The driver's rights are per device: a buffer is mapped for its own alone."""
+def test_mapped_memory_is_accessible_to_the_listed_devices_only() -> None:
+    """The driver grants access per device; a buffer is mapped for its own device only."""
     buffer = ElasticBuffer(NUMEL, torch.float32, device="cuda:0")
     try:
         buffer.tensor.fill_(1)
@@ -77,7 +79,7 @@ def test_mapped_memory_is_for_the_devices_that_are_named() -> None:
         buffer.close()
 
 
-def test_a_right_is_given_and_taken_back() -> None:
+def test_access_can_be_granted_and_revoked() -> None:
     buffer = ElasticBuffer(NUMEL, torch.float32, device="cuda:0")
     buffer.tensor.fill_(1)
     for flags, is_readable in [("PROT_READWRITE", True), ("PROT_NONE", False)]:
@@ -88,17 +90,18 @@ def test_a_right_is_given_and_taken_back() -> None:
         else:
             with pytest.raises(InterpreterError, match="illegal memory access"):
                 read_on(1, buffer.tensor)
-        assert read_on(0, buffer.tensor) == NUMEL, "the other device keeps its right"
+        assert read_on(0, buffer.tensor) == NUMEL, "the first device has lost its access"
     buffer.close()
 
 
-def test_a_copy_needs_a_right_of_its_streams_device() -> None:
-    """Not one from context to context, by which torch copies: that is done by both devices."""
+def test_a_copy_requires_access_of_its_streams_device() -> None:
+    """Except a copy between contexts, as made by torch, which both devices perform."""
     buffer = ElasticBuffer(NUMEL, torch.float32, device="cuda:0")
     buffer.tensor.fill_(1)
     torch.cuda.synchronize(0)
     with torch.cuda.device(1):
-        target, stream = torch.zeros(NUMEL, device="cuda"), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        target = torch.zeros(NUMEL, device="cuda")
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         dst, src, nbytes = (ctypes.c_uint64(number) for number in (target.data_ptr(), buffer.address, target.nbytes))
         host = ctypes.c_void_p(torch.zeros(NUMEL).data_ptr())
 
@@ -120,13 +123,13 @@ def test_a_copy_needs_a_right_of_its_streams_device() -> None:
 
 
 def without_a_context(call: Callable[[], int]) -> int:
-    """What the call returns in a thread that has used no device yet."""
+    """Return the result of a call in a thread that has not used a device."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()
 
 
 def test_virtual_memory_needs_no_context() -> None:
-    """Its calls name the device, and CUDA's documentation has no CUDA_ERROR_INVALID_CONTEXT for them."""
+    """Its calls specify the device, and CUDA documents no CUDA_ERROR_INVALID_CONTEXT for them."""
 
     def map_and_unmap() -> int:
         map_for_the_second()
@@ -135,12 +138,12 @@ def test_virtual_memory_needs_no_context() -> None:
         assert not context.value
         return 0
 
-    assert driver_of(0), "makes the device's context, in this thread"
+    assert driver_of(0)  # Creates the device's context in this thread.
     assert driver_of(1)
     assert without_a_context(map_and_unmap) == 0
 
 
-def test_memory_of_a_context_needs_one() -> None:
+def test_memory_of_a_context_requires_a_context() -> None:
     address, free, total = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_size_t()
     torch.cuda.synchronize()
     assert without_a_context(lambda: library().cuMemAlloc_v2(ctypes.byref(address), 512)) == INVALID_CONTEXT
@@ -150,11 +153,13 @@ def test_memory_of_a_context_needs_one() -> None:
 
 def map_for_the_second() -> None:
     """Map memory of the first device for the second, and unmap it."""
-    owner, user = driver_of(0), driver_of(1)
+    owner = driver_of(0)
+    user = driver_of(1)
     assert owner is not None
     assert user is not None
     nbytes = owner.granularity()
-    handle, address = owner.create(nbytes), user.reserve(nbytes)
+    handle = owner.create(nbytes)
+    address = user.reserve(nbytes)
     try:
         user.map(address, nbytes, handle)
         user.unmap(address, nbytes)
@@ -168,8 +173,8 @@ def test_peers_read_each_other() -> None:
     map_for_the_second()
 
 
-def require_that_devices_are_no_peers() -> None:
-    """No kernel reads the other device and no memory is mapped for it; a copy goes by way of the host."""
+def require_no_peers() -> None:
+    """Check that only copies reach the other device, through the host."""
     ones = torch.ones(NUMEL, device="cuda:0")
     assert read_on(0, ones) == NUMEL
     with pytest.raises(InterpreterError, match="illegal memory access"):
@@ -179,11 +184,11 @@ def require_that_devices_are_no_peers() -> None:
     assert ones.to("cuda:1").sum().item() == NUMEL
 
 
-def test_devices_that_are_no_peers_do_not() -> None:
-    code = f"from {__name__} import require_that_devices_are_no_peers as require; require()"
+def test_devices_that_are_no_peers_cannot_read_each_other() -> None:
+    code = f"from {__name__} import require_no_peers; require_no_peers()"
     with environment_of(Machine(2, are_peers=False)) as variables:
         environment = {**os.environ, **variables}
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False
         )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

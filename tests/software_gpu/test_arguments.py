@@ -1,4 +1,4 @@
-"""Settings that vLLM's kernels for CUDA cannot compute are refused before anything is built."""
+"""Settings unsupported by vLLM's kernels for CUDA are refused before anything is built."""
 
 from __future__ import annotations
 

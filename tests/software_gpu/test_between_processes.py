@@ -1,4 +1,4 @@
-"""What a process reads of another's memory must be over there: the owner's host has waited for it."""
+"""A process may read another's memory only after the owner's host has waited for all writes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NUMEL = 1_000_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _resource_tracker() -> None:
-    """Start Python's helper of processes, which stays, before anything is counted."""
+    """Start Python's resource tracker, which stays, before leftovers are counted."""
     resource_tracker.ensure_running()
 
 
 def new_buffer() -> AbstractContextManager[ElasticBuffer]:
-    """A buffer for the block, not a fixture: pytest would hold it while the test looks for what is left."""
+    """Return a buffer for a block. pytest would hold a fixture during the check for leftovers."""
     return closing(ElasticBuffer(NUMEL, torch.float32, device=torch.device("cuda", 0)))
 
 
 def send_sum(handle: Any, connection: Connection) -> None:
-    """In another process: read the buffer."""
+    """Read the buffer, in another process."""
     with reading(handle, "cuda:0") as values:
         connection.send(values.sum().item())
 
@@ -51,7 +51,7 @@ def sum_of_peer(buffer: ElasticBuffer) -> float:
 
 
 def fill_late(buffer: ElasticBuffer, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Queue ones to be copied into the buffer; the returned tensor must live as long."""
+    """Queue a copy of ones into the buffer; return their tensor, which must outlive the copy."""
     ones = torch.ones(NUMEL, pin_memory=True)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -60,34 +60,35 @@ def fill_late(buffer: ElasticBuffer, stream: torch.cuda.Stream) -> torch.Tensor:
 
 
 def hold(handle: Any, connection: Connection) -> None:
-    """In another process: have the buffer mapped until told."""
-    with suppress(TransportError), reading(handle, "cuda:0"):  # the owner releases it meanwhile
+    """Map the buffer until the next message, in another process."""
+    with suppress(TransportError), reading(handle, "cuda:0"):  # The owner releases it meanwhile.
         connection.send("mapped")
         connection.recv()
     connection.send("unmapped")
     connection.recv()
 
 
-def test_memory_is_taken_as_long_as_any_process_has_it_mapped() -> None:
+def test_memory_is_taken_while_any_process_maps_it() -> None:
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
+    parent, child = context.Pipe()
     with new_buffer() as buffer:
-        process = context.Process(target=hold, args=(buffer.export(), there), daemon=True)
+        process = context.Process(target=hold, args=(buffer.export(), child), daemon=True)
         process.start()
-        assert here.recv() == "mapped"
-        free_before, nbytes = torch.cuda.mem_get_info()[0], buffer.resident_nbytes()
+        assert parent.recv() == "mapped"
+        free_before = torch.cuda.mem_get_info()[0]
+        nbytes = buffer.resident_nbytes()
         buffer.release()
         assert torch.cuda.mem_get_info()[0] == free_before
-        here.send("unmap")
-        assert here.recv() == "unmapped"
+        parent.send("unmap")
+        assert parent.recv() == "unmapped"
         assert torch.cuda.mem_get_info()[0] == free_before + nbytes
-    here.send("end")
+    parent.send("end")
     process.join()
-    here.close()
-    there.close()
+    parent.close()
+    child.close()
 
 
-def test_a_peer_reads_what_the_owner_has_waited_for() -> None:
+def test_a_peer_reads_after_the_owner_has_waited() -> None:
     stream = torch.cuda.Stream()
     with new_buffer() as buffer:
         _kept = fill_late(buffer, stream)
@@ -107,8 +108,8 @@ def test_a_peer_that_reads_too_early_is_reported(is_exported_before: bool, repor
         stream.synchronize()
 
 
-def test_memory_is_taken_as_long_as_a_descriptor_of_it_is_open() -> None:
-    """Also if it was released meanwhile, whoever has the descriptor; it can still be imported."""
+def test_memory_is_taken_while_a_descriptor_is_open() -> None:
+    """Even if it was released, and in whichever process; it can still be imported."""
     driver = driver_of(0)
     assert driver is not None
     nbytes = driver.granularity()
@@ -125,13 +126,13 @@ def test_memory_is_taken_as_long_as_a_descriptor_of_it_is_open() -> None:
     assert free_nbytes() == free_before - nbytes
     with descriptor_in_a_child(descriptor):
         os.close(descriptor)
-        assert free_nbytes() == free_before - nbytes, "the child has it open"
+        assert free_nbytes() == free_before - nbytes, "the descriptor of the child does not count"
     assert free_nbytes() == free_before
 
 
 @contextmanager
 def descriptor_in_a_child(descriptor: int) -> Iterator[None]:
-    """Have a process that is no process of the device keep it open for the block."""
+    """Keep the descriptor open in a process that does not use the device."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[descriptor])
     try:
         yield

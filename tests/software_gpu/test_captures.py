@@ -1,4 +1,4 @@
-"""Rules of stream captures: calls that they forbid, what becomes of the capture, and order within a graph."""
+"""Rules of stream captures: forbidden calls, their effect on the capture, and order in a graph."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ class Capture:
     """A capture of a stream.
 
     Attributes:
-        handle: of the stream.
+        handle: handle of the stream.
         other: a stream that is not captured.
-        earlier: event that was recorded there.
-        captured: event that was recorded within the capture.
+        earlier: event recorded on `other`.
+        captured: event recorded in the capture.
     """
 
     def __init__(self, mode: int = GLOBAL, flags: int = NON_BLOCKING) -> None:
         self.handle = ctypes.c_void_p()
         assert library().cuStreamCreate(ctypes.byref(self.handle), flags) == 0
         self.other = torch.cuda.Stream()
-        self.earlier, self.captured = self.other.record_event(), torch.cuda.Event()
+        self.earlier = self.other.record_event()
+        self.captured = torch.cuda.Event()
         assert library().cuStreamBeginCapture_v2(self.handle, mode) == 0
         self.captured.record(torch.cuda.ExternalStream(self.handle.value or 0))
 
@@ -55,7 +56,7 @@ NewCapture = Callable[..., Capture]
 
 @pytest.fixture
 def new_capture() -> Iterator[NewCapture]:
-    """Make captures that end with the test at the latest."""
+    """Return a function that begins captures, which end with the test at the latest."""
     captures: list[Capture] = []
 
     def new(*arguments: int) -> Capture:
@@ -72,7 +73,7 @@ Fill = Callable[[ctypes.c_void_p | None], int]
 
 @pytest.fixture
 def fill() -> Fill:
-    """Put a fill of a byte on a stream, and return the driver's error."""
+    """Return a function that queues a fill of a byte on a stream and returns the driver's error."""
     byte = torch.empty(1, dtype=torch.uint8, device="cuda")
 
     def put(stream: ctypes.c_void_p | None) -> int:
@@ -106,7 +107,7 @@ CONFLICTING: Mapping[str, Call] = {
     "ask for the stream": lambda capture: library().cuStreamQuery(capture.handle),
     "wait for the device": lambda _: library().cuCtxSynchronize(),
 }
-"""Calls that no mode allows, of any thread."""
+"""Calls that no mode permits in any thread."""
 UNSAFE: Mapping[str, Call] = {
     "allocate": allocate,
     "copy": copy,
@@ -115,7 +116,7 @@ UNSAFE: Mapping[str, Call] = {
     "wait for an event": lambda capture: library().cuEventSynchronize(ctypes.c_void_p(capture.earlier.cuda_event)),
     "ask for an event": lambda capture: library().cuEventQuery(ctypes.c_void_p(capture.earlier.cuda_event)),
 }
-"""Calls that only some captures allow."""
+"""Calls that only some modes permit."""
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def mode_of_thread(mode: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", [GLOBAL, RELAXED])
 @pytest.mark.parametrize("name", [*CONFLICTING])
-def test_what_would_wait_for_the_captured_stream(new_capture: NewCapture, fill: Fill, name: str, mode: int) -> None:
+def test_waits_for_the_captured_stream_are_refused(new_capture: NewCapture, fill: Fill, name: str, mode: int) -> None:
     capture = new_capture(mode)
     assert CONFLICTING[name](capture) == UNSUPPORTED
     assert fill(capture.handle) == INVALIDATED
@@ -139,7 +140,7 @@ def test_what_would_wait_for_the_captured_stream(new_capture: NewCapture, fill: 
 
 
 @pytest.mark.parametrize("name", [*UNSAFE])
-def test_what_no_graph_could_repeat(new_capture: NewCapture, name: str) -> None:
+def test_calls_that_a_graph_cannot_repeat_are_refused(new_capture: NewCapture, name: str) -> None:
     capture = new_capture()
     assert UNSAFE[name](capture) == UNSUPPORTED
     assert capture.end() == INVALIDATED
@@ -160,11 +161,11 @@ def test_what_no_graph_could_repeat(new_capture: NewCapture, name: str) -> None:
 def test_modes_of_captures_and_of_threads(
     new_capture: NewCapture, mode: int, is_other_thread: bool, mode_there: int, is_allowed: bool
 ) -> None:
-    """As the driver's manual says at cuThreadExchangeStreamCaptureMode."""
+    """The cases are those of the driver's manual at cuThreadExchangeStreamCaptureMode."""
     capture = new_capture(mode)
 
     def call() -> list[int]:
-        torch.cuda.set_device(0)  # a new thread has no context
+        torch.cuda.set_device(0)  # A new thread has no context.
         with mode_of_thread(mode_there):
             return [UNSAFE[name](capture) for name in ("allocate", "ask for an event")]
 
@@ -174,7 +175,7 @@ def test_modes_of_captures_and_of_threads(
     assert capture.end() == (0 if is_allowed else INVALIDATED)
 
 
-def test_a_captured_event_cannot_be_waited_for_by_the_host(new_capture: NewCapture) -> None:
+def test_the_host_cannot_wait_for_a_captured_event(new_capture: NewCapture) -> None:
     capture = new_capture(RELAXED)
     event = ctypes.c_void_p(capture.captured.cuda_event)
     assert library().cuEventQuery(event) == CAPTURED_EVENT
@@ -191,21 +192,21 @@ def test_the_default_stream_waits_for_blocking_streams(new_capture: NewCapture, 
     assert capture.end() == INVALIDATED
 
 
-def test_a_capture_waits_for_nothing_outside_of_it(new_capture: NewCapture) -> None:
+def test_a_capture_cannot_wait_for_events_outside(new_capture: NewCapture) -> None:
     capture = new_capture()
     event = ctypes.c_void_p(capture.earlier.cuda_event)
     assert library().cuStreamWaitEvent(capture.handle, event, 0) == ISOLATION
     assert capture.end() == INVALIDATED
 
 
-def test_two_captures_do_not_become_one(new_capture: NewCapture) -> None:
+def test_two_captures_cannot_be_merged(new_capture: NewCapture) -> None:
     first, second = new_capture(), new_capture()
     event = ctypes.c_void_p(first.captured.cuda_event)
     assert library().cuStreamWaitEvent(second.handle, event, 0) == MERGE
     assert [first.end(), second.end()] == [INVALIDATED, INVALIDATED]
 
 
-def test_a_capture_ends_where_it_began(new_capture: NewCapture) -> None:
+def test_a_capture_must_end_in_its_thread_and_stream(new_capture: NewCapture) -> None:
     capture = new_capture()
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(capture.end).result() == WRONG_THREAD
@@ -218,7 +219,7 @@ def test_a_capture_ends_where_it_began(new_capture: NewCapture) -> None:
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
-def test_work_of_another_stream_is_joined(new_capture: NewCapture, fill: Fill, is_joined: bool) -> None:
+def test_work_of_another_stream_must_be_joined(new_capture: NewCapture, fill: Fill, is_joined: bool) -> None:
     capture = new_capture()
     capture.other.wait_event(capture.captured)
     assert fill(ctypes.c_void_p(capture.other.cuda_stream)) == 0
@@ -245,9 +246,14 @@ def by_torch(values: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("add_one", [by_torch, by_triton])
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_branches_of_a_graph(is_ordered: bool, add_one: Callable[[torch.Tensor], None], reports: Reports) -> None:
-    values, graph = torch.zeros(NUMEL, device="cuda"), torch.cuda.CUDAGraph()
-    main, side = torch.cuda.Stream(), torch.cuda.Stream()  # torch has few, and gives them in turns
+def test_branches_of_a_graph_must_be_ordered(
+    is_ordered: bool, add_one: Callable[[torch.Tensor], None], reports: Reports
+) -> None:
+    values = torch.zeros(NUMEL, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    # Two streams of torch's pool, which it gives out in turn.
+    main = torch.cuda.Stream()
+    side = torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=main):
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -264,8 +270,10 @@ def test_branches_of_a_graph(is_ordered: bool, add_one: Callable[[torch.Tensor],
     assert is_ordered or "aten::mul_" in text
 
 
-def test_a_result_that_the_host_waits_for_ends_a_capture() -> None:
-    values, stream, graph = torch.ones(8, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+def test_a_wait_of_the_host_invalidates_a_capture() -> None:
+    values = torch.ones(8, device="cuda")
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         graph.capture_begin()

@@ -1,4 +1,4 @@
-"""NCCL's calls of two ranks in one process: ranks that disagree are told, and groups keep the order of their calls."""
+"""NCCL's calls of two ranks in one process: reports of mismatches, and order in groups."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 
 from tests.software_gpu.device import Reports
 
-INT32, FLOAT32 = 2, 7
-SUM, MAXIMUM = 0, 2
+INT32 = 2
+FLOAT32 = 7
+SUM = 0
+MAXIMUM = 2
 COUNT = 1000
 SECONDS = 20
 INVALID_USAGE = 5
@@ -34,10 +36,11 @@ def group() -> Iterator[None]:
 
 
 class Rank:
-    """One of two ranks: a device of its own, memory there, and a communicator."""
+    """A rank of two: its device, memory there, and a communicator."""
 
     def __init__(self, rank: int) -> None:
-        self.device, self._rank = torch.device("cuda", rank), rank
+        self.device = torch.device("cuda", rank)
+        self._rank = rank
         self.source = torch.full((2 * COUNT,), rank + 1.0, device=self.device)
         self.target = torch.zeros(2 * COUNT, device=self.device)
         torch.cuda.synchronize(self.device)
@@ -45,14 +48,14 @@ class Rank:
         self.communicator = ctypes.c_void_p()
 
     def join(self, unique_id: UniqueId) -> ctypes.c_void_p:
-        """A communicator, which is made at the end of the group."""
+        """Return a communicator, which is created at the end of the group."""
         communicator = ctypes.c_void_p()
         with torch.cuda.device(self.device):
             assert nccl.ncclCommInitRank(ctypes.byref(communicator), 2, unique_id, self._rank) == 0
         return communicator
 
     def call(self, name: str, *arguments: int, communicator: ctypes.c_void_p | None = None) -> None:
-        """Call a function that takes two buffers, or one (send, receive), on this rank's stream."""
+        """Call a function with two buffers, or one for send and receive, on this rank's stream."""
         source, target = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.source, self.target))
         buffers = {"ncclSend": (source,), "ncclRecv": (target,)}.get(name, (source, target))
         count, *rest = arguments
@@ -75,12 +78,13 @@ def new_id() -> UniqueId:
 
 @pytest.fixture
 def ranks() -> Iterator[tuple[Rank, Rank]]:
-    both, unique_id = (Rank(0), Rank(1)), new_id()
+    pair = (Rank(0), Rank(1))
+    unique_id = new_id()
     with group():
-        for rank in both:
+        for rank in pair:
             rank.communicator = rank.join(unique_id)
-    yield both
-    for rank in both:
+    yield pair
+    for rank in pair:
         nccl.ncclCommAbort(rank.communicator)
         torch.cuda.synchronize(rank.device)
 
@@ -96,7 +100,7 @@ def ranks() -> Iterator[tuple[Rank, Rank]]:
         ("ncclReduce", (COUNT, FLOAT32, SUM, 0), (COUNT, FLOAT32, SUM, 1), ("root 0", "root 1")),
     ],
 )
-def test_ranks_that_disagree(
+def test_a_mismatch_of_ranks_is_reported(
     ranks: tuple[Rank, Rank],
     name: str,
     arguments: tuple[int, ...],
@@ -104,21 +108,21 @@ def test_ranks_that_disagree(
     texts: tuple[str, str],
     reports: Reports,
 ) -> None:
-    for rank, of_rank in zip(ranks, (arguments, others), strict=True):
-        rank.call(name, *of_rank)
+    for rank, rank_arguments in zip(ranks, (arguments, others), strict=True):
+        rank.call(name, *rank_arguments)
     assert all(rank.is_over() for rank in ranks), "a hang"
-    require_told(ranks, texts, reports)
+    require_mismatch(ranks, texts, reports)
 
 
-def test_a_send_and_its_receive_that_disagree(ranks: tuple[Rank, Rank], reports: Reports) -> None:
+def test_a_mismatch_of_send_and_receive_is_reported(ranks: tuple[Rank, Rank], reports: Reports) -> None:
     ranks[0].call("ncclSend", COUNT, FLOAT32, 1)
     ranks[1].call("ncclRecv", COUNT, INT32, 0)
     assert all(rank.is_over() for rank in ranks), "a hang"
-    require_told(ranks, ("float32", "int32"), reports)
+    require_mismatch(ranks, ("float32", "int32"), reports)
 
 
-def require_told(ranks: tuple[Rank, Rank], texts: tuple[str, str], reports: Reports) -> None:
-    """One report that names both calls, and an error of each rank."""
+def require_mismatch(ranks: tuple[Rank, Rank], texts: tuple[str, str], reports: Reports) -> None:
+    """Check that a report describes both calls, and that each rank has an error."""
     text = reports.new()
     assert all(f"rank {number} calls" in text for number in (0, 1))
     assert all(part in text for part in texts)
@@ -128,17 +132,17 @@ def require_told(ranks: tuple[Rank, Rank], texts: tuple[str, str], reports: Repo
         assert error.value == INVALID_USAGE
 
 
-def gathered(ranks: tuple[Rank, Rank]) -> None:
+def gather(ranks: tuple[Rank, Rank]) -> None:
     for rank in ranks:
         rank.call("ncclAllGather", COUNT, FLOAT32)
 
 
-def reduced(ranks: tuple[Rank, Rank]) -> None:
+def reduce(ranks: tuple[Rank, Rank]) -> None:
     for rank in ranks:
         rank.call("ncclAllReduce", 2 * COUNT, FLOAT32, SUM)
 
 
-def reduced_by_scattering(ranks: tuple[Rank, Rank]) -> None:
+def reduce_and_scatter(ranks: tuple[Rank, Rank]) -> None:
     for rank in ranks:
         rank.call("ncclReduceScatter", COUNT, FLOAT32, SUM)
 
@@ -148,7 +152,7 @@ def broadcast(ranks: tuple[Rank, Rank]) -> None:
         rank.call("ncclBroadcast", COUNT, FLOAT32, 1)
 
 
-def exchanged(ranks: tuple[Rank, Rank]) -> None:
+def exchange(ranks: tuple[Rank, Rank]) -> None:
     for number, rank in enumerate(ranks):
         with group():
             rank.call("ncclSend", COUNT, FLOAT32, 1 - number)
@@ -158,14 +162,14 @@ def exchanged(ranks: tuple[Rank, Rank]) -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (gathered, ((1, 2), (1, 2))),
-        (reduced, ((3, 3), (3, 3))),
-        (reduced_by_scattering, ((3, 0), (3, 0))),
+        (gather, ((1, 2), (1, 2))),
+        (reduce, ((3, 3), (3, 3))),
+        (reduce_and_scatter, ((3, 0), (3, 0))),
         (broadcast, ((2, 0), (2, 0))),
-        (exchanged, ((2, 0), (1, 0))),
+        (exchange, ((2, 0), (1, 0))),
     ],
 )
-def test_ranks_that_agree(
+def test_matching_calls_have_the_right_results(
     ranks: tuple[Rank, Rank], call: Callable[[tuple[Rank, Rank]], None], expected: tuple[tuple[int, int], ...]
 ) -> None:
     call(ranks)
@@ -175,9 +179,10 @@ def test_ranks_that_agree(
         assert rank.target.view(2, COUNT).mean(dim=1).tolist() == list(halves)
 
 
-def test_communicators_of_a_group_begin_in_the_order_of_the_calls() -> None:
-    """Also if they were made in another order: on one stream the second waits for the first."""
-    ranks, ids = (Rank(0), Rank(1)), (new_id(), new_id())
+def test_communicators_of_a_group_start_in_the_order_of_calls() -> None:
+    """Even if they were created in another order: on one stream the second waits for the first."""
+    ranks = (Rank(0), Rank(1))
+    ids = (new_id(), new_id())
     with group():
         first = [ranks[0].join(ids[0])]
         second = [ranks[0].join(ids[1]), ranks[1].join(ids[1])]

@@ -1,4 +1,4 @@
-"""Communicators give their memory back while nobody uses them, and compute as before once they have it again."""
+"""Suspended communicators return their memory, and compute as before after they are resumed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
 
-NUM_RANKS, NBYTES = 2, 64 * 2**20
+NUM_RANKS = 2
+NBYTES = 64 * 2**20
 
 
 def suspend_and_resume(rank: int, store: str, connection: Connection) -> None:
-    """In a process of its own. Sends bytes of the device that are taken beside what was at first, and sums."""
+    """Suspend and resume in a new process; send the sums, and the device memory taken."""
     require_suspension("suspend_communicators")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -34,7 +35,8 @@ def suspend_and_resume(rank: int, store: str, connection: Connection) -> None:
         dist.all_reduce(ones, group=other)
         return ones.item()
 
-    sums, nbytes = [summed()], [taken()]
+    sums = [summed()]
+    nbytes = [taken()]
     idle = IdleCommunicators(lambda: [used, other, other, unused, on_host])
     for _ in range(2):
         given_back = idle.suspend()
@@ -49,7 +51,9 @@ def suspend_and_resume(rank: int, store: str, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
-def test_memory_goes_and_comes_and_unused_groups_are_let_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_returned_and_taken_again_and_unused_groups_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOFTWARE_GPU_NCCL_NBYTES", str(NBYTES))
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(NUM_RANKS)]
@@ -59,13 +63,13 @@ def test_memory_goes_and_comes_and_unused_groups_are_let_be(tmp_path: Path, monk
     ]
     for process in processes:
         process.start()
-    both = NUM_RANKS * NBYTES
+    total = NUM_RANKS * NBYTES
     try:
         for receiver, _ in pipes:
             assert receiver.poll(120)
             sums, nbytes = receiver.recv()
             assert sums == [4.0] * 3
-            assert nbytes == [both, *[both, 0, both] * 2]
+            assert nbytes == [total, *[total, 0, total] * 2]
     finally:
         for process in processes:
             process.join(30)

@@ -17,9 +17,10 @@ SIZE = ROWS * COLUMNS
 
 
 def experts_backwards(shard: int) -> Iterator[Transfer]:
-    """Columns of every expert's second matrix, as a rank of tensor parallelism has them.
+    """Yield transfers of a tensor parallel rank's columns of every expert's second matrix.
 
-    Megatron's buffer holds the last expert first, each whole; vLLM's the first one first, this rank's columns alone.
+    Megatron's buffer holds whole matrices, the last expert first; vLLM's holds this rank's columns,
+    the first first.
     """
     columns = COLUMNS // SHARDS
     for expert in range(EXPERTS):
@@ -33,12 +34,12 @@ def experts_backwards(shard: int) -> Iterator[Transfer]:
 @pytest.mark.parametrize(
     ("trained", "served", "num_kernels"),
     [
-        (torch.bfloat16, torch.bfloat16, 2),  # numbers of the experts, and all of these
+        (torch.bfloat16, torch.bfloat16, 2),  # Indices of the experts, and all experts.
         (torch.float8_e4m3fn, torch.float8_e4m3fn, 2),
-        (torch.float32, torch.bfloat16, EXPERTS),  # elements are cast, of each by itself
+        (torch.float32, torch.bfloat16, EXPERTS),  # Casts need a kernel per expert.
     ],
 )
-def test_experts_that_lie_backwards_are_one_kernel(
+def test_experts_in_reverse_order_are_copied_by_one_kernel(
     trained: torch.dtype, served: torch.dtype, num_kernels: int, shard: int
 ) -> None:
     source = torch.randn(EXPERTS * SIZE).to("cuda", trained)
@@ -46,7 +47,7 @@ def test_experts_that_lie_backwards_are_one_kernel(
     copies = BatchedCopies(experts_backwards(shard))
     with counted() as calls:
         copies.run(lambda _: source, lambda _: destination)
-    of_shard = source.view(EXPERTS, ROWS, SHARDS, -1)[:, :, shard].cpu()
-    expected = of_shard.to(served).flip(0) if served.itemsize > 1 else of_shard.view(torch.uint8).flip(0)
+    columns = source.view(EXPERTS, ROWS, SHARDS, -1)[:, :, shard].cpu()
+    expected = columns.to(served).flip(0) if served.itemsize > 1 else columns.view(torch.uint8).flip(0)
     assert torch.equal(destination.cpu().view(expected.dtype).view(expected.shape), expected)
     assert calls["kernel"] == num_kernels

@@ -1,4 +1,4 @@
-"""NCCL fails, or a rank dies, in a switch of two ranks: the state is right, nobody hangs, and nothing is left."""
+"""If NCCL fails or a rank dies in a switch, the state is right and no rank hangs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ SLACK_SECONDS = 10.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _first_store() -> None:
-    """Open a store as launches do: the first of a process leaves a pipe of torch's, before anything is counted."""
+    """Open a store: the first one leaves a pipe of torch, which must not count as a leftover."""
     store_at("127.0.0.1")
 
 
 @pytest.fixture
 def run(tmp_path: Path, reports: Reports) -> Run:
-    """Runs a fault of `faults_on_ranks`. What all processes had of the devices is free again afterwards."""
+    """Return a function that runs a fault and checks that all device memory is free after it."""
 
     def run(name: str) -> list[Outcome | None]:
         before = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
-        both, output = on_ranks.outcomes(tmp_path, name)
+        outcomes, output = on_ranks.outcomes(tmp_path, name)
         assert before == [torch.cuda.mem_get_info(device)[0] for device in range(2)]
         assert "terminate called" not in output, "torch's watchdog ended a rank"
         reports.require_none()
-        return both
+        return outcomes
 
     return run
 
@@ -53,20 +53,20 @@ def run(tmp_path: Path, reports: Reports) -> Run:
     ],
 )
 def test_messages_of_a_bucket_fail_on_one_rank(run: Run, name: str, error: str) -> None:
-    """Both raise in time, are back in training and can train; later switches are refused at once."""
-    for outcome, why in zip(run(name), (error, "nothing for|the connection failed"), strict=True):
+    """Both ranks raise in time, return to training, and refuse later switches at once."""
+    for outcome, reason in zip(run(name), (error, "nothing for|the connection failed"), strict=True):
         assert outcome is not None
         assert outcome.errors["switch"].startswith("TransportError: collective transport, bucket")
-        assert re.search(why, outcome.errors["switch"])
+        assert re.search(reason, outcome.errors["switch"])
         assert outcome.seconds["switch"] < TIMEOUT_SECONDS + SLACK_SECONDS
         assert (outcome.state, outcome.is_intact, outcome.errors["train"]) == ("train", True, "")
         assert "cannot be exchanged after an earlier failure" in outcome.errors["again"]
-        assert outcome.seconds["again"] < TIMEOUT_SECONDS, "nobody waits for messages again"
+        assert outcome.seconds["again"] < TIMEOUT_SECONDS, "a rank waited for messages"
         assert (outcome.errors["close"], outcome.errors["end"], outcome.left) == ("", "", {})
 
 
 def test_the_first_collective_fails_on_one_rank(run: Run) -> None:
-    """The other is in it on its device; both end."""
+    """The other rank waits in it on its device; both end."""
     first, second = run("the first collective fails")
     for outcome, kind in ((first, "ReshardError"), (second, "RemoteError")):
         assert outcome is not None
@@ -76,8 +76,8 @@ def test_the_first_collective_fails_on_one_rank(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["a rank dies in a bucket", "a rank dies before an import"])
-def test_a_rank_dies(run: Run, name: str) -> None:
-    """Also between the export of its memory and the other's import: that one ends, and says who died."""
+def test_a_dead_rank_is_reported(run: Run, name: str) -> None:
+    """Even between the export of its memory and the import by the other rank."""
     dead, outcome = run(name)
     assert dead is None
     assert outcome is not None

@@ -1,4 +1,4 @@
-"""A kernel lasts until it has been computed, for all threads but the one that computes it."""
+"""A kernel is pending until it has been computed, for all threads but its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAITS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module")
 def slow_fill() -> Iterator[Callable[[torch.Tensor, Callable[[], None]], None]]:
-    """A kernel that has begun when it calls its second argument, and then takes a while to write ones."""
+    """Return a kernel that calls its second argument at its start, and then slowly writes ones."""
     within = mock.Mock()
 
     def compute(values: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ def slow_fill() -> Iterator[Callable[[torch.Tensor, Callable[[], None]], None]]:
 
     library = torch.library.Library("software_gpu_tests", "DEF")
     library.define("slow_fill(Tensor(a!) values) -> ()")
-    library.impl("slow_fill", lambda values: None, "CUDA")  # as a library of CUDA has one, which is replaced
+    library.impl("slow_fill", lambda values: None, "CUDA")  # A kernel for CUDA, which is replaced.
     register_kernels("software_gpu_tests", {"slow_fill": compute})
 
     def fill(values: torch.Tensor, call: Callable[[], None]) -> None:
@@ -45,7 +45,8 @@ def slow_fill() -> Iterator[Callable[[torch.Tensor, Callable[[], None]], None]]:
 
 @pytest.mark.parametrize("how", [*WAITS])
 def test_another_thread_waits_for_the_end(how: str, slow_fill: Callable[..., None]) -> None:
-    values, has_begun = torch.zeros(8, device="cuda"), threading.Event()
+    values = torch.zeros(8, device="cuda")
+    has_begun = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         launch = thread.submit(slow_fill, values, has_begun.set)
         assert has_begun.wait(60)
@@ -63,8 +64,9 @@ def test_a_kernel_does_not_wait_for_itself(how: str, slow_fill: Callable[..., No
     assert values.tolist() == [1] * 8
 
 
-def test_a_kernel_of_another_thread_comes_after_it(slow_fill: Callable[..., None]) -> None:
-    values, has_begun = torch.zeros(8, device="cuda"), threading.Event()
+def test_a_kernel_of_another_thread_runs_after_it(slow_fill: Callable[..., None]) -> None:
+    values = torch.zeros(8, device="cuda")
+    has_begun = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         launch = thread.submit(slow_fill, values, has_begun.set)
         assert has_begun.wait(60)
@@ -73,8 +75,9 @@ def test_a_kernel_of_another_thread_comes_after_it(slow_fill: Callable[..., None
     assert values.tolist() == [2] * 8
 
 
-def test_a_graph_lasts_until_its_kernels_have(slow_fill: Callable[..., None]) -> None:
-    values, has_begun = torch.zeros(8, device="cuda"), threading.Event()
+def test_a_graph_is_pending_until_its_kernels_are_computed(slow_fill: Callable[..., None]) -> None:
+    values = torch.zeros(8, device="cuda")
+    has_begun = threading.Event()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         slow_fill(values, has_begun.set)

@@ -1,6 +1,7 @@
-"""Cells of the matrix on the software GPU: each axis of either side by reads of mapped memory and by NCCL.
+"""Cells of the matrix on the software GPU: every axis of both sides, by reads of mapped memory and
+by NCCL.
 
-The plan of a cell is the one that was recorded on CPUs.
+The plan of a cell must equal the plan recorded on CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.hybrid_engine.tools.verify.matrix import BY_MESSAGES, MATRIX, Combina
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-WAYS, SECONDS = ("reads", "NCCL"), 840.0
+WAYS = ("reads", "NCCL")
+SECONDS = 840.0
 NAMES = (
     "llama-2: tp2 bf16 -> tp2 on 2",
     "llama-3: tp2 -> pp2 on 2",
@@ -30,12 +32,12 @@ NAMES = (
     "llama-3: tp2 pp2 -> tp2 pp2 on 4",
     "qwen2.5: fsdp2 replicas2 -> tp2 pp2 on 4 (compressed)",
 )
-"""Without sequence parallelism, for which Megatron needs Transformer Engine or apex on a GPU."""
+"""Cells without sequence parallelism, which requires Transformer Engine or apex on a GPU."""
 CELLS = {cell.name: cell for cell in MATRIX if cell.name in NAMES}
 
 
 def keys_of(cell: Combination, way: str) -> Mapping[str, Any]:
-    """What asks for the way; parameters whose rows FSDP2 cannot split evenly come by messages in both."""
+    """Return keys for the way. Parameters that FSDP2 splits unevenly always use messages."""
     if way == "NCCL":
         return BY_MESSAGES
     return {"transport": "auto" if cell.train.startswith("fsdp") else "shared_memory"}
@@ -46,7 +48,7 @@ Outcomes = Callable[[int], Mapping[tuple[str, str], Verdict]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Verdicts by cell and way, of the cells with so many ranks, which one set of processes runs."""
+    """Return a function from a number of ranks to the verdicts by cell and way."""
 
     @functools.cache
     def outcomes_of(num_ranks: int) -> dict[tuple[str, str], Verdict]:
@@ -62,14 +64,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return outcomes_of
 
 
-def test_no_cell_is_lost() -> None:
+def test_every_cell_exists() -> None:
     assert len(CELLS) == len(NAMES)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_switches(outcomes: Outcomes, name: str, way: str) -> None:
+def test_a_cell_switches_correctly(outcomes: Outcomes, name: str, way: str) -> None:
     verdict = outcomes(CELLS[name].num_ranks)[name, way]
     print(f"{verdict.seconds:.0f} s, vLLM's log-probabilities {verdict.vllm}")
     faults = golden.faults(verdict, golden.read())

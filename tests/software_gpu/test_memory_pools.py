@@ -1,6 +1,7 @@
-"""What stays for as long as the process lies in torch's ordinary memory, whichever pool is in use when it is made.
+"""Tensors that live as long as the process are in torch's ordinary memory, not in the pool in use
+at their creation.
 
-vLLM loads weights within a pool whose memory goes in its sleep.
+vLLM loads weights in a pool whose memory is released when it sleeps.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture
 def in_new_thread() -> Iterator[Callable[[Callable[[], int]], int]]:
-    """A thread in which there was no matrix product, as torch counts workspaces by threads."""
+    """Return a function that runs in a new thread: torch has workspaces per thread."""
     with ThreadPoolExecutor(1) as thread:
         yield lambda action: thread.submit(action).result()
 
 
 def digest_in_a_pool() -> int:
-    """Bytes that the pool has to give after all tensors made within it are gone."""
+    """Return the bytes still allocated in a pool after all tensors created in it are gone."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         digests.box_digest(torch.ones(2**20, dtype=torch.uint8, device=DEVICE))
@@ -39,7 +40,7 @@ def digest_in_a_pool() -> int:
 def test_a_first_digest_leaves_nothing_in_the_pool(
     in_new_thread: Callable[[Callable[[], int]], int], has_own_stream: bool
 ) -> None:
-    """On the stream that is current when vLLM loads: with tensor parallelism one of its own."""
+    """vLLM loads on its current stream, which is a separate one with tensor parallelism."""
     digests._factors_by_device.clear()
 
     def load() -> int:
@@ -49,16 +50,18 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
     assert in_new_thread(load) == 0
 
 
-def test_without_a_workspace_it_would(in_new_thread: Callable[[Callable[[], int]], int]) -> None:
-    """So the software GPU has what the test above is about."""
+def test_without_the_function_a_digest_leaves_memory_in_the_pool(
+    in_new_thread: Callable[[Callable[[], int]], int],
+) -> None:
+    """This shows that the software GPU has the behaviour that the test above depends on."""
     assert in_new_thread(digest_in_a_pool) > 0
 
 
-@pytest.mark.slow  # imports vLLM
+@pytest.mark.slow  # Imports vLLM.
 def test_an_engine_that_never_sleeps_leaves_no_tensor_of_a_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next engine would be refused for the memory of a module that vLLM has imported."""
+    """Otherwise memory of a module that vLLM has imported would prevent the next engine."""
     module = ModuleType("imported_while_weights_are_loaded")
     allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
 
@@ -68,6 +71,6 @@ def test_an_engine_that_never_sleeps_leaves_no_tensor_of_a_module(
             module.table = torch.arange(8, device=DEVICE)  # type: ignore[attr-defined]
 
     without_what_stays(load)(SimpleNamespace(device=DEVICE))
-    allocator.release_pools()  # as vLLM's worker ends
+    allocator.release_pools()  # As at the end of vLLM's worker.
     prepare_allocator()
     assert module.table.tolist() == [*range(8)]

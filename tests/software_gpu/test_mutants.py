@@ -1,4 +1,4 @@
-"""Each wait of the product is needed: without it the checker reports, or the product itself says what is wrong."""
+"""Every wait of the product is needed: without it the checker reports, or the product fails."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ NUMEL = 500_000
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> None:
-    """A job that was broken on purpose may leave something."""
+def _require_no_leftovers() -> None:
+    """Override the check: a job that is broken on purpose may leave something."""
 
 
-# -- training state that leaves and comes back -------------------------------------------------------------------------
+# -- offload and onload of training state
+# ------------------------------------------------------------------------------
 
 
 def trained() -> TrainingState:
@@ -64,7 +65,7 @@ def memory_that_others_take() -> None:
 
 
 def read_while_it_is_saved() -> None:
-    """As a bucket does: it is read on the current stream when its copy to the host has begun, and goes then."""
+    """Read parts while they are copied to the host, then release them, as a bucket does."""
     state = trained()
     torch.cuda.synchronize()
     parts = state.parts(random.Random(0))
@@ -77,7 +78,7 @@ def read_while_it_is_saved() -> None:
 
 
 def ended_while_it_is_saved() -> None:
-    """As after a lost rank: nobody waits for what began to be saved, and its owner ends."""
+    """End the owner without a wait for a started save, as after a lost rank."""
     state = trained()
     torch.cuda.synchronize()
     state.offloader.save_parts("param", state.parts(random.Random(0)))
@@ -87,7 +88,7 @@ def ended_while_it_is_saved() -> None:
 
 
 def saved_and_kept() -> None:
-    """Parameters begin to be saved, stay after all, and are trained."""
+    """Start to save parameters, keep them, and train them."""
     state = trained()
     torch.cuda.synchronize()
     state.offloader.save_parts("param", state.parts(random.Random(0)))
@@ -97,7 +98,7 @@ def saved_and_kept() -> None:
 
 
 def interrupted_on_the_way_back() -> None:
-    """Ctrl-C before the copies to the device are over; then everything leaves again."""
+    """Interrupt before the copies to the device are over, then offload everything again."""
     state = trained()
     state.offloader.offload()
     with mock.patch.object(Offloader, "_complete", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
@@ -108,10 +109,11 @@ def interrupted_on_the_way_back() -> None:
 
 
 def given_up_on_the_way_back() -> None:
-    """The second tensor finds no memory; its owner ends, and others take that of the first."""
+    """Run out of memory at the second tensor; end the owner, and reuse the memory of the first."""
     state = trained()
     state.offloader.offload()
-    take_back, numbers = Storage.take_back, itertools.count()
+    take_back = Storage.take_back
+    numbers = itertools.count()
 
     def taken_back(storage: Storage) -> Iterator[tuple[int, int]]:
         if next(numbers) == 1:
@@ -121,7 +123,7 @@ def given_up_on_the_way_back() -> None:
     with mock.patch.object(Storage, "take_back", taken_back), pytest.raises(OffloadError):
         state.offloader.onload(["optimizer"])
     numel = state.kept[1].numel()
-    with mock.patch.object(Copier, "finish_all"):  # host memory may end first, and would wait for the copies
+    with mock.patch.object(Copier, "finish_all"):  # Host memory may end first and would wait for the copies.
         del state
         gc.collect()
     others = [torch.full((numel,), 7.0, device=DEVICE) for _ in range(4)]
@@ -129,11 +131,13 @@ def given_up_on_the_way_back() -> None:
     assert all(bool((tensor == 7).all()) for tensor in others)
 
 
-# -- memory that others read -------------------------------------------------------------------------------------------
+# -- memory read by other processes
+# ------------------------------------------------------------------------------------
 
 
 def ended_while_it_is_written() -> None:
-    ones, stream = torch.ones(NUMEL, pin_memory=True), torch.cuda.Stream()
+    ones = torch.ones(NUMEL, pin_memory=True)
+    stream = torch.cuda.Stream()
     with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -145,7 +149,7 @@ def ended_while_it_is_written() -> None:
 
 @contextmanager
 def read_as_a_peer(keep: tuple[int, ...] = ()) -> Iterator[None]:
-    """Read memory through a mapping of its own, which goes while the read is queued; within the block it is there."""
+    """Queue a read of memory through another mapping, which ends with the block."""
     on_host = torch.zeros(NUMEL, pin_memory=True)
     with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
         buffer.tensor.fill_(1)
@@ -176,12 +180,15 @@ def read_until_a_failure() -> None:
         raise ZeroDivisionError
 
 
-# -- vLLM's steps ------------------------------------------------------------------------------------------------------
+# -- vLLM's steps
+# ------------------------------------------------------------------------------------------------------
 
 
 def written_after_a_failed_step() -> None:
-    """A step is queued on vLLM's own stream when the call fails; the next switch writes the weights."""
-    weights, drawn, stream = torch.ones(NUMEL, device=DEVICE), torch.zeros(NUMEL, pin_memory=True), torch.cuda.Stream()
+    """Write the weights while a step of a failed call is still queued on vLLM's stream."""
+    weights = torch.ones(NUMEL, device=DEVICE)
+    drawn = torch.zeros(NUMEL, pin_memory=True)
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         drawn.copy_(weights, non_blocking=True)
@@ -191,7 +198,7 @@ def written_after_a_failed_step() -> None:
 
 
 def computed_on_a_stream_of_vllm() -> None:
-    """Caches are zeroed, vLLM computes on its own stream, as with tensor parallelism, and they are zeroed again."""
+    """Zero the caches before and after vLLM computes on a separate stream."""
     on_host = torch.ones(NUMEL, pin_memory=True)
     cache = torch.empty(NUMEL, device=DEVICE)
     settings = replace(ProcessSettings.now(), stream=torch.cuda.Stream())
@@ -206,7 +213,7 @@ def computed_on_a_stream_of_vllm() -> None:
 
 
 def idle_llm() -> SimpleNamespace:
-    """As much of vLLM as `abandon` looks at, without requests."""
+    """Return the attributes of vLLM that `abandon` uses, without requests."""
     core = mock.Mock(batch_queue=None)
     core.scheduler = mock.Mock(requests={}, finished_req_ids=set())
     core.model_executor.driver_worker.worker.model_runner = SimpleNamespace(requests={})
@@ -215,7 +222,8 @@ def idle_llm() -> SimpleNamespace:
     return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
 
 
-# -- in this process ---------------------------------------------------------------------------------------------------
+# -- in this process
+# ---------------------------------------------------------------------------------------------------
 
 
 def _queue_copy_at_once(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -287,10 +295,10 @@ MUTANTS: Mapping[str, Mutant] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wait_that_is_taken_away_is_noticed(name: str, reports: Reports) -> None:
+def test_a_missing_wait_is_detected(name: str, reports: Reports) -> None:
     mutant = MUTANTS[name]
     error = ""
-    gc.collect()  # host memory of an earlier scenario waits for its copies when it ends
+    gc.collect()  # Host memory of an earlier scenario waits for its copies when it is freed.
     torch.cuda.synchronize()
     with mutant.applied():
         try:
@@ -298,24 +306,26 @@ def test_a_wait_that_is_taken_away_is_noticed(name: str, reports: Reports) -> No
         except (AssertionError, RuntimeError) as failure:
             error = str(failure)
         torch.cuda.synchronize()
-    found = f"{reports.new()}\n{error}"
-    assert re.search(mutant.noticed, found, re.MULTILINE), f"without {mutant.name}: {found}"
+    text = f"{reports.new()}\n{error}"
+    assert re.search(mutant.noticed, text, re.MULTILINE), f"without {mutant.name}: {text}"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_with_all_waits_nothing_is_noticed(name: str) -> None:
+def test_with_all_waits_nothing_is_reported(name: str) -> None:
     SCENARIOS[name]()
 
 
-# -- on two ranks ------------------------------------------------------------------------------------------------------
+# -- on two ranks
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def noticed(tmp_path_factory: pytest.TempPathFactory, reports: Reports) -> dict[str, str]:
-    """What was, by name of the scenario or the mutant."""
-    found = on_ranks.noticed_on_ranks(tmp_path_factory.mktemp("ranks"), [*on_ranks.SCENARIOS, *on_ranks.MUTANTS])
+    """Return the reports and errors on ranks, by name of the scenario or the mutant."""
+    names = [*on_ranks.SCENARIOS, *on_ranks.MUTANTS]
+    texts = on_ranks.noticed_on_ranks(tmp_path_factory.mktemp("ranks"), names)
     reports.new()
-    return found
+    return texts
 
 
 @pytest.mark.engines
@@ -323,10 +333,10 @@ def noticed(tmp_path_factory: pytest.TempPathFactory, reports: Reports) -> dict[
 @pytest.mark.slow
 class TestOnRanks:
     @pytest.mark.parametrize("name", on_ranks.MUTANTS)
-    def test_a_wait_that_is_taken_away_is_noticed(self, name: str, noticed: dict[str, str]) -> None:
+    def test_a_missing_wait_is_detected(self, name: str, noticed: dict[str, str]) -> None:
         mutant = on_ranks.MUTANTS[name]
         assert re.search(mutant.noticed, noticed[name], re.MULTILINE), f"without {mutant.name}: {noticed[name]}"
 
     @pytest.mark.parametrize("name", on_ranks.SCENARIOS)
-    def test_with_all_waits_nothing_is_noticed(self, name: str, noticed: dict[str, str]) -> None:
+    def test_with_all_waits_nothing_is_reported(self, name: str, noticed: dict[str, str]) -> None:
         assert noticed[name] == ""

@@ -1,4 +1,4 @@
-"""Training state leaves the device and comes back, in each way, with its contents, in the order of streams."""
+"""Every way of offload and onload restores the contents, in the order of streams."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def state() -> TrainingState:
 
 
 @pytest.mark.parametrize(("leave", "come"), [*itertools.product(WAYS_TO_LEAVE, WAYS_TO_COME)])
-def test_contents_come_back(state: TrainingState, leave: str, come: str) -> None:
+def test_contents_are_restored(state: TrainingState, leave: str, come: str) -> None:
     leave_and_come_back(state, leave, come, seed=10 * [*WAYS_TO_LEAVE].index(leave) + [*WAYS_TO_COME].index(come))
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_an_onload_that_fails_can_be_repeated(state: TrainingState, call: str, first: int) -> None:
-    """Twice in a row: the driver is asked again after torch has given back what it keeps."""
+    """Two calls fail in a row: a failed one is repeated after torch has returned memory."""
     state.train()
     state.offloader.offload()
     with failing(call, first, 2), pytest.raises(OffloadError, match=call):
@@ -40,7 +40,7 @@ def test_an_onload_that_fails_can_be_repeated(state: TrainingState, call: str, f
 
 
 @pytest.mark.parametrize("name", ["param", "optimizer"])
-def test_an_offload_whose_copy_fails_puts_everything_back(state: TrainingState, name: Kind) -> None:
+def test_an_offload_whose_copy_fails_restores_everything(state: TrainingState, name: Kind) -> None:
     state.train()
     with failing("cuMemcpyAsync", error=NOT_SUPPORTED), pytest.raises(OffloadError, check=has_code("offload-failed")):
         state.offloader.offload([name])
@@ -50,8 +50,8 @@ def test_an_offload_whose_copy_fails_puts_everything_back(state: TrainingState, 
     state.require_intact()
 
 
-def test_host_memory_that_cannot_be_registered() -> None:
-    """The arena is taken once and kept, so a new state is needed."""
+def test_a_failed_registration_of_host_memory_restores_everything() -> None:
+    """The arena is allocated once and kept, so this needs a new state."""
     fresh = TrainingState(1)
     fresh.train()
     with failing("cuMemHostRegister", num=100), pytest.raises(OffloadError, check=has_code("offload-failed")):
@@ -62,8 +62,8 @@ def test_host_memory_that_cannot_be_registered() -> None:
     fresh.require_intact()
 
 
-def test_garbage_gives_way_to_what_comes_back(state: TrainingState) -> None:
-    """A tensor in a cycle of references, which takes all that is free on the device."""
+def test_an_onload_collects_garbage_if_memory_is_short(state: TrainingState) -> None:
+    """A tensor in a reference cycle takes all free memory of the device."""
     state.train()
     state.offloader.offload()
     garbage = [torch.empty(torch.cuda.mem_get_info()[0] - MIB, dtype=torch.uint8, device="cuda")]

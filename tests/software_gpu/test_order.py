@@ -1,4 +1,4 @@
-"""The checker of order names what is touched or released without a wait, and nothing else."""
+"""The checker of order reports accesses and releases without a wait, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stream() -> torch.cuda.Stream:
 
 
 def queued_copy(stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of the device into which ones of the host are being copied, and these."""
+    """Queue a copy of ones to the device; return the tensors of the device and of the host."""
     on_host = torch.ones(NUMEL, pin_memory=True)
     on_device = torch.zeros(NUMEL, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
@@ -31,7 +31,8 @@ def queued_copy(stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_copy_is_late_without_a_wait(stream: torch.cuda.Stream, reports: Reports) -> None:
     on_device, _kept = queued_copy(stream)
     assert on_device.sum().item() == 0
-    assert "aten::sum" in (text := reports.new())
+    text = reports.new()
+    assert "aten::sum" in text
     assert "nothing there waits for a copy to" in text
     torch.cuda.synchronize()
 
@@ -42,14 +43,14 @@ def test_a_stream_waits_for_another(stream: torch.cuda.Stream) -> None:
     assert on_device.sum().item() == NUMEL
 
 
-def test_an_event_orders_what_was_before_it(stream: torch.cuda.Stream) -> None:
+def test_an_event_orders_earlier_work(stream: torch.cuda.Stream) -> None:
     on_device, _kept = queued_copy(stream)
     event = stream.record_event()
     torch.cuda.current_stream().wait_event(event)
     assert on_device.sum().item() == NUMEL
 
 
-def test_an_event_does_not_order_what_comes_after_it(stream: torch.cuda.Stream, reports: Reports) -> None:
+def test_an_event_does_not_order_later_work(stream: torch.cuda.Stream, reports: Reports) -> None:
     event = stream.record_event()
     on_device, _kept = queued_copy(stream)
     torch.cuda.current_stream().wait_event(event)
@@ -74,7 +75,7 @@ def test_the_host_waits(how: str, stream: torch.cuda.Stream) -> None:
     assert on_device.sum().item() == NUMEL
 
 
-def test_order_goes_through_a_third_stream(stream: torch.cuda.Stream) -> None:
+def test_order_is_transitive_over_a_third_stream(stream: torch.cuda.Stream) -> None:
     on_device, _kept = queued_copy(stream)
     third = torch.cuda.Stream()
     third.wait_stream(stream)
@@ -82,7 +83,7 @@ def test_order_goes_through_a_third_stream(stream: torch.cuda.Stream) -> None:
     assert on_device.sum().item() == NUMEL
 
 
-def test_two_streams_may_read_the_same(stream: torch.cuda.Stream) -> None:
+def test_two_streams_may_read_the_same_memory(stream: torch.cuda.Stream) -> None:
     values = torch.ones(NUMEL, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,8 +93,8 @@ def test_two_streams_may_read_the_same(stream: torch.cuda.Stream) -> None:
     assert first.sum().item() + 1 * NUMEL == second.sum().item()
 
 
-def test_memory_that_the_allocator_gives_again_too_early(stream: torch.cuda.Stream, reports: Reports) -> None:
-    """Without record_stream a tensor's memory is somebody else's while another stream reads it."""
+def test_memory_reused_too_early_is_reported(stream: torch.cuda.Stream, reports: Reports) -> None:
+    """Without record_stream, memory is reused while another stream reads it."""
     values = torch.ones(NUMEL, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     on_host = torch.zeros(NUMEL, pin_memory=True)
@@ -105,7 +106,7 @@ def test_memory_that_the_allocator_gives_again_too_early(stream: torch.cuda.Stre
     torch.cuda.synchronize()
 
 
-def test_memory_of_a_recorded_stream_is_not_given_again(stream: torch.cuda.Stream) -> None:
+def test_memory_of_a_recorded_stream_is_not_reused(stream: torch.cuda.Stream) -> None:
     values = torch.ones(NUMEL, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     on_host = torch.zeros(NUMEL, pin_memory=True)
@@ -118,20 +119,21 @@ def test_memory_of_a_recorded_stream_is_not_given_again(stream: torch.cuda.Strea
     assert on_host.sum().item() == NUMEL
 
 
-def test_a_graph_replays_what_was_captured() -> None:
-    values, result = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+def test_a_graph_replays_captured_work() -> None:
+    values = torch.ones(8, device="cuda")
+    result = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result.copy_(values * 3 + 1)
-    assert result.sum().item() == 0, "a capture runs nothing"
+    assert result.sum().item() == 0, "the capture has run the work"
     for factor in (1, 2, 5):
         values.fill_(factor)
         graph.replay()
         assert result.tolist() == [3 * factor + 1] * 8
 
 
-def test_a_graph_whose_memory_has_gone_is_an_error(reports: Reports) -> None:
-    """Addresses that a graph has kept must be mapped when it runs."""
+def test_a_graph_with_released_memory_is_an_error(reports: Reports) -> None:
+    """Addresses in a graph must be mapped when it runs."""
     code = (
         "import torch\n"
         "from hybrid_engine.memory.elastic import ElasticBuffer\n"
@@ -142,7 +144,7 @@ def test_a_graph_whose_memory_has_gone_is_an_error(reports: Reports) -> None:
         "buffer.release()\n"
         "graph.replay()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "illegal memory access" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "illegal memory access" in result.stderr
     assert "ILLEGAL ADDRESS" in reports.new()

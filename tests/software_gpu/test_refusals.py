@@ -1,4 +1,4 @@
-"""What hardware refuses: kernels on ordinary memory of the host, times of untimed events, and forked children."""
+"""Refusals of hardware: kernels on ordinary host memory, untimed events, forked children."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TWICE = """
 run()
 torch.cuda.synchronize()
 assert torch.cuda.cudart().cudaHostUnregister(host.data_ptr()) == 0
-assert torch.equal(host.cuda().cpu(), host), "copies read it all the same"
+assert torch.equal(host.cuda().cpu(), host), "copies need no registration"
 print("registered")
 run()
 torch.cuda.synchronize()
@@ -69,19 +69,21 @@ def run():
 
 
 @pytest.mark.parametrize("name", [*_KERNELS])
-def test_a_kernel_reads_only_host_memory_that_is_registered(name: str, reports: Reports) -> None:
-    """In another process: the error stays until its end."""
+def test_a_kernel_reads_registered_host_memory_only(name: str, reports: Reports) -> None:
+    """Uses another process, because the error persists until its end."""
     code = f"{_REGISTERED}{_KERNELS[name]}{_TWICE}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "registered\n", done.stderr
-    assert "illegal memory access" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "registered\n", result.stderr
+    assert "illegal memory access" in result.stderr
     assert "ILLEGAL ADDRESS" in reports.new()
-    assert done.returncode != 0
+    assert result.returncode != 0
 
 
-INVALID_HANDLE, NOT_READY, NOT_INITIALIZED = 400, 600, 3
+INVALID_HANDLE = 400
+NOT_READY = 600
+NOT_INITIALIZED = 3
 UNTIMED = 2
-"""Flag of an event."""
+"""Flag of an event without time."""
 
 
 def new_event(flags: int, *, is_recorded: bool) -> ctypes.c_void_p:
@@ -102,7 +104,8 @@ def new_event(flags: int, *, is_recorded: bool) -> ctypes.c_void_p:
     ],
 )
 def test_time_between_events(flags: int, is_recorded: bool, is_waited_for: bool, error: int) -> None:
-    first, second = new_event(0, is_recorded=True), new_event(flags, is_recorded=is_recorded)
+    first = new_event(0, is_recorded=True)
+    second = new_event(flags, is_recorded=is_recorded)
     if is_waited_for:
         torch.cuda.synchronize()
     milliseconds = ctypes.c_float(-1)
@@ -140,7 +143,7 @@ def test_a_forked_child_has_no_driver(name: str) -> None:
     assert os.waitstatus_to_exitcode(status) == NOT_INITIALIZED
 
 
-def test_a_child_that_is_forked_before_has_one() -> None:
+def test_a_child_forked_before_the_first_use_has_a_driver() -> None:
     code = "import os, torch\nif os.fork(): os.wait()\nprint(torch.ones(8, device='cuda').sum().item())\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == 2 * "8.0\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == 2 * "8.0\n"

@@ -1,4 +1,4 @@
-"""The RL example on two GPUs: two iterations, with both trainers, vLLM's log-probabilities beside the trainer's."""
+"""The RL example on two GPUs: two iterations with both trainers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.harness.launch import REPO_ROOT
 
 EXAMPLE = REPO_ROOT / "examples" / "gpt_rl"
 NUM_PROBLEMS = {"train.jsonl": 256, "held_out.jsonl": 8}
-"""Triton's interpreter draws few tokens in a second."""
+"""Few problems, because Triton's interpreter draws few tokens per second."""
 SETTINGS = (
     *("rl_config.iterations=2", "rl_config.warm_up.max_steps=3", "rl_config.warm_up.batch_size=8"),
     *("rl_config.prompts_per_iteration=4", "rl_config.samples_per_prompt=2", "rl_config.minibatches=1"),
     *("actor_config.micro_batch_size=4", "generate_config.max_num_seqs=32", "generate_config.enforce_eager=true"),
     *("generate_config.vllm.attention_backend=TRITON_ATTN", "generate_config.vllm.disable_custom_all_reduce=true"),
 )
-MOST_LOG_PROB_DIFFERENCE = 1e-4  # in float32
+MAX_LOG_PROB_DIFFERENCE = 1e-4  # In float32.
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config", ["tp2_to_dp2", "fsdp2_to_dp"])
-def test_two_iterations(config: str, data: Path) -> None:
+def test_two_iterations_compute_the_same_in_both_engines(config: str, data: Path) -> None:
     out = data / "out"
     command = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.gpt_rl.train", "--config", str(EXAMPLE / "configs" / f"{config}.yaml")]
     command += ["--out", str(out), f"rl_config.data={data}", *SETTINGS]
-    ended = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     differences = [row["logprob_diff"] for row in rows if row.get("logprob_diff") is not None]
     assert differences
-    assert max(differences) < MOST_LOG_PROB_DIFFERENCE
+    assert max(differences) < MAX_LOG_PROB_DIFFERENCE

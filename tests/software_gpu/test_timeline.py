@@ -1,4 +1,4 @@
-"""The timeline shows what goes on at once, and what waits: by bytes and bandwidths, not by a clock."""
+"""The timeline shows overlap and waits, computed from bytes and bandwidths and not by a clock."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ from tests.software_gpu.device import timed
 
 NBYTES = 256 * 2**20
 TO_HOST = NBYTES / 55e9
-"""Seconds of a copy of so many bytes."""
+"""Seconds of a copy of NBYTES to the host."""
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_copies_both_ways_overlap_unless_one_waits(waits: bool) -> None:
-    ours, theirs = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    of_host = [torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    out, back = torch.cuda.Stream(), torch.cuda.Stream()
+    source, destination = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    on_host = [torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    out = torch.cuda.Stream()
+    back = torch.cuda.Stream()
     torch.cuda.synchronize()
     with timed() as timeline:
         with torch.cuda.stream(out):
-            of_host[0].copy_(ours, non_blocking=True)
+            on_host[0].copy_(source, non_blocking=True)
         if waits:
             back.wait_stream(out)
         with torch.cuda.stream(back):
-            theirs.copy_(of_host[1], non_blocking=True)
+            destination.copy_(on_host[1], non_blocking=True)
         torch.cuda.synchronize()
     assert timeline.to_host == pytest.approx(TO_HOST)
     assert timeline.from_host == pytest.approx(TO_HOST)
     assert timeline.seconds == pytest.approx(TO_HOST * (2 if waits else 1), rel=0.05)
 
 
-def test_copies_one_way_go_one_after_the_other() -> None:
+def test_copies_in_one_direction_are_sequential() -> None:
     on_device = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
-    of_host = [torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
+    on_host = [torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
     torch.cuda.synchronize()
     with timed() as timeline:
-        for stream, into in zip(streams, of_host, strict=True):
+        for stream, into in zip(streams, on_host, strict=True):
             with torch.cuda.stream(stream):
                 into.copy_(on_device, non_blocking=True)
         torch.cuda.synchronize()
     assert timeline.seconds == pytest.approx(3 * TO_HOST, rel=0.05)
 
 
-def test_a_copy_within_the_device_reads_and_writes_its_memory() -> None:
-    one, other = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+def test_a_copy_in_the_device_reads_and_writes_its_memory() -> None:
+    destination, source = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     torch.cuda.synchronize()
     with timed() as timeline:
-        one.copy_(other)
+        destination.copy_(source)
         torch.cuda.synchronize()
     assert timeline.memory == pytest.approx(2 * NBYTES / 3350e9)
     assert timeline.to_host == timeline.from_host == timeline.link == 0
 
 
 def test_an_offload_and_an_onload_take_little_more_than_their_copies() -> None:
-    """Memory goes behind the copies, and comes ahead of them."""
+    """Memory is released right after the copies, and taken ahead of them."""
     params = allocate_elastic(NBYTES // 2, torch.bfloat16, torch.device("cuda", 0), "param")
     moments = allocate_elastic(NBYTES // 4, torch.float32, torch.device("cuda", 0), "relay")
     grads = allocate_elastic(NBYTES // 4, torch.float32, torch.device("cuda", 0), "grad")
@@ -68,7 +69,7 @@ def test_an_offload_and_an_onload_take_little_more_than_their_copies() -> None:
         OffloadItem("moments", "optimizer", moments),
     ]
     offloader = Offloader(Items(lambda: items))
-    offloader.offload()  # takes memory of the host
+    offloader.offload()  # Allocates host memory.
     offloader.onload()
     with timed() as out:
         offloader.offload()

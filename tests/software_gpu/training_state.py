@@ -1,4 +1,4 @@
-"""Training state on the device and an offloader of it, as Megatron's: elastic parameters and gradients, plain Adam."""
+"""Training state on the device as in Megatron: elastic parameters and gradients, plain Adam."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Guards, Kind, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
 
-_NUM_CHUNKS = 1.2  # of parameters in bfloat16, so that there are two
+_NUM_CHUNKS = 1.2  # Of bfloat16 parameters, so that there are two chunks.
 _PLAIN_NUMELS = (1_000, 400_000, 37_777)
 _COPIED: tuple[Kind, ...] = ("param", "optimizer")
 
 
 class TrainingState:
-    """The owner of the tensors, which also trains: it computes on a stream of its own, and does not wait for it.
+    """Owner of the tensors, which also trains: it writes on a side stream and does not wait for it.
 
     Args:
-        seed: of all values.
-        chunk_nbytes: of the elastic memory, in which everything is measured.
+        seed: seed of all values.
+        chunk_nbytes: chunk size of the elastic memory; all sizes depend on it.
 
     Attributes:
-        offloader: of this state.
-        guard: where the offloader says what is away.
-        kept: what parameters and optimizer hold, elsewhere.
+        offloader: offloader of this state.
+        guard: the offloader's record of offloaded tensors.
+        kept: copies of parameters and optimizer state.
     """
 
     def __init__(self, seed: int, chunk_nbytes: int = device_pages.CHUNK_NBYTES) -> None:
         device = torch.device("cuda", 0)
         self._generator = torch.Generator(device).manual_seed(seed)
-        self.chunk_nbytes, self.numel = chunk_nbytes, int(chunk_nbytes * _NUM_CHUNKS) // 2
+        self.chunk_nbytes = chunk_nbytes
+        self.numel = int(chunk_nbytes * _NUM_CHUNKS) // 2
         with mock.patch.object(device_pages, "CHUNK_NBYTES", chunk_nbytes):
             self._param = allocate_elastic(self.numel, torch.bfloat16, device, "param")
             self._grad = allocate_elastic(self.numel, torch.float32, device, "grad")
@@ -52,7 +53,7 @@ class TrainingState:
             yield OffloadItem(f"adam {number}", "optimizer", tensor, "copy")
 
     def train(self) -> None:
-        """Write new values, the last of them on another stream, and return while that is under way."""
+        """Write new values, the last ones on another stream, and return without a wait."""
         copied = [self._param, *self._adam]
         for tensor in (*copied, self._grad):
             tensor.normal_(generator=self._generator)
@@ -63,15 +64,16 @@ class TrainingState:
         self.kept = [self._param.clone(), on_host, *(tensor.clone() for tensor in self._adam[1:])]
 
     def parts(self, generator: random.Random) -> list[Part]:
-        """The parameters, cut in places that fit no chunk."""
+        """Return the parameters, split at positions that are no chunk boundaries."""
         cuts = [0, *sorted(generator.randrange(self.numel) for _ in range(4)), self.numel]
         return [Part(self._param, start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def require_intact(self, *, has_dropped: bool = True) -> None:
-        """Compare all values, and gradients with zeros if they were dropped. Raises AssertionError."""
+        """Compare all values, and gradients with zeros if they were dropped. Raises
+        AssertionError."""
         for tensor, kept in zip([self._param, *self._adam], self.kept, strict=True):
             assert torch.equal(tensor.cpu(), kept.cpu())
-        assert not (has_dropped and self._grad.any()), "gradients are dropped, and come back as zeros"
+        assert not (has_dropped and self._grad.any()), "dropped gradients must be restored as zeros"
 
 
 Way = Callable[[TrainingState, random.Random], None]
@@ -113,21 +115,21 @@ WAYS_TO_LEAVE: dict[str, Way] = {
     "begun in the background": lambda state, _generator: state.offloader.begin_offload(_COPIED),
     "called off and again": _called_off,
 }
-"""What happens before `offload`."""
+"""Actions before `offload`."""
 WAYS_TO_COME: dict[str, Way] = {
     "whole": lambda _state, _generator: None,
     "in the background": _in_background,
     "some first": _some_first,
     "read only first": _read_only_first,
 }
-"""What happens before `onload`."""
+"""Actions before `onload`."""
 
 
 def leave_and_come_back(state: TrainingState, leave: str, come: str, seed: int) -> None:
     """Train, offload in one way, onload in another, and compare."""
     generator = random.Random(seed)
     state.train()
-    with mock.patch.object(offload_items, "_PIECE_NBYTES", state.chunk_nbytes * 5 // 8 + 6):  # cuts chunks
+    with mock.patch.object(offload_items, "_PIECE_NBYTES", state.chunk_nbytes * 5 // 8 + 6):  # Splits chunks.
         WAYS_TO_LEAVE[leave](state, generator)
         state.offloader.offload()
         WAYS_TO_COME[come](state, generator)

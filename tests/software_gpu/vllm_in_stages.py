@@ -1,4 +1,5 @@
-"""vLLM with two pipeline stages, and then with two replicas, in the default configuration, on each of two ranks.
+"""vLLM with two pipeline stages and then with two replicas, in the default configuration, on two
+ranks.
 
 python -m tests.software_gpu.vllm_in_stages MODEL OUT
 """
@@ -19,7 +20,7 @@ LAYOUTS = {"stages": {"infer_pipeline_parallel_size": 2}, "replicas": {}}
 
 
 def main(model: Path, out: Path) -> None:
-    """Write what each layout completes, and how it refuses to score a prompt."""
+    """Write the completions of each layout, and its error for scoring a prompt."""
     observed = {}
     for name, layout in LAYOUTS.items():
         keys = {"gpu_memory_utilization": MEMORY_SHARE, "enforce_eager": True, **layout}
@@ -27,7 +28,7 @@ def main(model: Path, out: Path) -> None:
         worker = workers.build_worker(model, {"tensor_model_parallel_size": 2}, generate)
         with worker.rollout_context():
             answers = worker.generate_sequences(PROMPTS, workers.GREEDY)
-            observed[name] = {"tokens": [list(each[0].token_ids) for each in answers], "refusal": ""}
+            observed[name] = {"tokens": [list(answer[0].token_ids) for answer in answers], "refusal": ""}
             try:
                 worker.inference.prompt_logprobs(PROMPTS)
             except StateError as error:

@@ -1,4 +1,4 @@
-"""A transformers model sharded by FSDP2, with AdamW, and every way that torch's public API has to write it."""
+"""A transformers model sharded by FSDP2, with AdamW, and every public way to write it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Fsdp2(Subject):
             ends.callback(train.close)
         else:
             train = build_actor(config, table, job, ends)
-            self.model, self.optimizer = train.model, train.optimizer
+            self.model = train.model
+            self.optimizer = train.optimizer
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
@@ -54,7 +55,8 @@ class Fsdp2(Subject):
         super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0
-        self.writes, self.steps = self._writes(), self._steps()
+        self.writes = self._writes()
+        self.steps = self._steps()
         self.loads = {
             "load_state_dict": lambda parts: self.model.load_state_dict(self._as_state(parts), strict=False),
             "set_model_state_dict": lambda parts: set_model_state_dict(
@@ -68,7 +70,8 @@ class Fsdp2(Subject):
         }
 
     def named(self) -> dict[str, torch.Tensor]:
-        reshard(self.model)  # as FSDP2 leaves them; a forward pass that was cut short leaves gathered ones
+        # An interrupted forward pass leaves gathered parameters.
+        reshard(self.model)
         return dict(self.model.named_parameters())
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -86,16 +89,16 @@ class Fsdp2(Subject):
         whole = {name: _whole(tensor) for name, tensor in self.named().items()}
         if self.saves:
             return {name: whole[name] for name in self.inference.tensors}
-        found = {}
+        tensors = {}
         for name in self.inference.tensors:
             inner = f"base_model.model.{name}"
             base = inner.removesuffix(".weight") + _BASE
             if base not in whole:
-                found[name] = whole[inner]
+                tensors[name] = whole[inner]
                 continue
             a, b = (whole[base.replace(_BASE, f".lora_{letter}.default.weight")] for letter in "AB")
-            found[name] = whole[base] + b @ a * (LORA["lora_alpha"] / LORA["r"])
-        return found
+            tensors[name] = whole[base] + b @ a * (LORA["lora_alpha"] / LORA["r"])
+        return tensors
 
     def forward(self) -> torch.Tensor:
         self._seed += 1
@@ -166,14 +169,14 @@ class Fsdp2(Subject):
 
     def _lerp(self, chance: random.Random) -> None:
         several = self._several(chance)
-        torch._foreach_lerp_(several, [each * _factor(chance) for each in several], 0.5)
+        torch._foreach_lerp_(several, [tensor * _factor(chance) for tensor in several], 0.5)
 
     def _ema(self, chance: random.Random) -> None:
         several = self._several(chance)
-        get_ema_multi_avg_fn(0.9)(several, [each * _factor(chance) for each in several], 1)
+        get_ema_multi_avg_fn(0.9)(several, [tensor * _factor(chance) for tensor in several], 1)
 
     def _collect(self, chance: random.Random, collective: Callable[[torch.Tensor], object]) -> None:
-        """Into a part of this rank's memory, as a user's own averaging of weights does."""
+        """Run `collective` on this rank's part of a tensor, as users who average weights do."""
         tensor = self._some(chance)
         if _is_even(tensor):
             collective(_local(tensor))
@@ -184,13 +187,13 @@ class Fsdp2(Subject):
             _local(tensor).div_(self.job.world_size)
 
     def _adamw(self, chance: random.Random, **kernel: bool) -> None:
-        parts = [_local(each) for each in self._several(chance) if _local(each).numel()]
-        zeros = [torch.zeros_like(each) for each in parts]
+        parts = [part for part in map(_local, self._several(chance)) if part.numel()]
+        zeros = [torch.zeros_like(part) for part in parts]
         adamw(
             parts,
-            [torch.full_like(each, _factor(chance)) for each in parts],
+            [torch.full_like(part, _factor(chance)) for part in parts],
             zeros,
-            [each.clone() for each in zeros],
+            [zero.clone() for zero in zeros],
             [],
             [torch.zeros((), device=self.job.device) for _ in parts],
             **kernel,
@@ -199,11 +202,12 @@ class Fsdp2(Subject):
         )
 
     def _as_state(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = self.named()
-        return {name: _sharded_like(own[name], part) for name, part in parts.items()}
+        parameters = self.named()
+        return {name: _sharded_like(parameters[name], part) for name, part in parts.items()}
 
     def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        state, names = self.optimizer.state_dict(), {p: name for name, p in self.named().items()}
+        state = self.optimizer.state_dict()
+        names = {p: name for name, p in self.named().items()}
         order = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
         return {
             f"{key} of {order[index]}": _local(value)

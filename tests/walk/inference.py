@@ -1,4 +1,4 @@
-"""Inference sides: one without an engine, where every rank holds every tensor whole in memory, and vLLM."""
+"""Inference sides: vLLM, and a substitute where every rank holds all whole tensors in memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class MemoryInference(FakeInference):
-    """What `HybridEngine` takes for an `InferenceEngine`, as far as switches go.
+    """Substitute for an `InferenceEngine` of `HybridEngine` that supports switches only.
 
     Args:
-        job: of all ranks.
-        tensors: canonical tensors and their shapes.
-        dtype: name of the one in which they come.
+        job: the job of all ranks.
+        tensors: shapes by canonical name.
+        dtype: name of the dtype in which tensors arrive.
     """
 
     def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
         super().__init__(Script(), job.rank, tensors)
-        self.job, self.adaptor, self.dtype = job, self, dtype
+        self.job = job
+        self.adaptor = self
+        self.dtype = dtype
         self.near_end: object = None
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -39,18 +41,16 @@ class MemoryInference(FakeInference):
 
 
 class Served:
-    """vLLM, of which log-probabilities are seen. As much of `MemoryInference` as a walk asks for.
-
-    Args:
-        engine: built for this job.
-    """
+    """vLLM with the attributes of `MemoryInference` that a walk needs; its output is
+    log-probabilities."""
 
     def __init__(self, engine: InferenceEngine) -> None:
-        self.engine, self.dtype = engine, "float32"
+        self.engine = engine
+        self.dtype = "float32"
         self.tensors: Mapping[str, tuple[int, ...]] = {}
 
     def spoil(self) -> None:
-        """Change one weight as nobody should, in what vLLM computes with."""
+        """Corrupt a live weight of vLLM."""
         with torch.no_grad():
             self.engine.adaptor.model.get_submodule("model.norm").weight.data[:4] *= 2
 
@@ -65,7 +65,7 @@ def scored_batch() -> dict[str, torch.Tensor]:
 def inference_for(
     train: Any, config: HybridConfig, table: ModelTable, job: Job, ends: ExitStack, *, serve: bool
 ) -> tuple[Any, MemoryInference | Served]:
-    """What the engine gets, and what the walk looks at."""
+    """Return the inference side for the engine, and the view of it that the walk inspects."""
     if not serve:
         shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
         inference = MemoryInference(job, shapes, config.actor_config.params_dtype)

@@ -1,13 +1,15 @@
-"""Exceptions at any call of a switch: where CPython lets a signal handler run, and where memory or threads run out.
+"""Exceptions at any call of a switch, as raised by signal handlers or for lack of memory or
+threads.
 
     points = Points()
-    points.record("train->infer", switch)            # once or more: what is called on the way
+    points.record("train->infer", switch)            # once or more: records all calls of the switch
     interruption = points.interruption("train->infer", chance, KeyboardInterrupt)
-    interruption.run(switch)                         # raises it at one of these calls, anywhere below
-    interruption.where                               # "memory/arena.py:Arena.reserve", None if it did not come to it
+    interruption.run(switch)                         # raises the exception at one of these calls
+    interruption.where                               # "memory/arena.py:Arena.reserve"; None if not reached
 
-CPython looks for signals when a Python function begins or goes on (a generator), and when a function of C has returned.
-These are the events of `sys.setprofile`, and what a profile function raises is raised at that very place.
+CPython runs signal handlers when a Python function begins or a generator resumes, and when a C
+function has returned. `sys.setprofile` reports the same events, and an exception of a profile
+function is raised in place.
 """
 
 from __future__ import annotations
@@ -28,30 +30,34 @@ _OURS = ("hybrid_engine", "megatron_patches")
 
 
 class Cancelled(BaseException):
-    """What ends a task from outside, and is no Exception."""
+    """Cancellation of a task from outside; not an Exception."""
 
 
 class Interruption:
-    """One exception that is to come. It is not kept: its traceback would keep what it went through alive.
+    """An exception to raise at a call.
 
     Attributes:
-        name: of its class.
-        where: it came; None so far.
+        name: name of its class.
+        where: the call at which it was raised; None before.
     """
 
+    # Holds a factory: the traceback of an exception would keep all objects of its frames alive.
     def __init__(self, make: Callable[[], BaseException], at: str, call: int) -> None:
-        self.name, self._make, self._at, self._call = type(make()).__name__, make, at, call
+        self.name = type(make()).__name__
         self.where: str | None = None
+        self._make = make
+        self._at = at
+        self._call = call
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call it, and raise at that place."""
-        sys.setprofile(self._look)
+        """Call `function` and raise the exception at the chosen call."""
+        sys.setprofile(self._profile)
         try:
             function()
         finally:
             sys.setprofile(None)
 
-    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if self.where is None and _place(frame, event, argument) == self._at:
             self._call -= 1
             if self._call == 0:
@@ -60,41 +66,42 @@ class Interruption:
 
 
 class Points:
-    """The calls that were seen, by what was done."""
+    """Recorded calls by action, such as "train->infer"."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Counter[str]] = {}
+        self._recorded: dict[str, Counter[str]] = {}
 
-    def known(self, what: str) -> int:
-        return len(self._seen.get(what, ()))
+    def known(self, action: str) -> int:
+        return len(self._recorded.get(action, ()))
 
-    def record(self, what: str, function: Callable[[], object]) -> None:
-        """Call it, and note every call below, of this thread."""
-        once: Counter[str] = Counter()
+    def record(self, action: str, function: Callable[[], object]) -> None:
+        """Call `function` and record every call that it makes in this thread."""
+        calls: Counter[str] = Counter()
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
             if (place := _place(frame, event, argument)) is not None:
-                once[place] += 1
+                calls[place] += 1
 
         sys.setprofile(note)
         try:
             function()
         finally:
             sys.setprofile(None)
-            self._seen[what] = self._seen.get(what, Counter()) | once
+            self._recorded[action] = self._recorded.get(action, Counter()) | calls
 
-    def interruption(self, what: str, chance: random.Random, make: Callable[[], BaseException]) -> Interruption:
-        """Raise what `make` makes at one of the calls seen: each place is as likely, then each of its calls."""
-        seen = self._seen[what]
-        ours = [place for place in seen if place.startswith(_OURS)]
-        at = chance.choice(sorted(ours if ours and chance.random() < 0.6 else seen))
-        return Interruption(make, at, chance.randint(1, seen[at]))
+    def interruption(self, action: str, chance: random.Random, make: Callable[[], BaseException]) -> Interruption:
+        """Choose a recorded place at random, then one of its calls, for an exception of `make`."""
+        calls = self._recorded[action]
+        ours = [place for place in calls if place.startswith(_OURS)]
+        at = chance.choice(sorted(ours if ours and chance.random() < 0.6 else calls))
+        return Interruption(make, at, chance.randint(1, calls[at]))
 
 
 @contextmanager
 def no_new_threads() -> Iterator[None]:
-    """A limit on the number of processes is reached."""
-    start: Any = threading._start_new_thread  # below `Thread.start`, which undoes its own
+    """Refuse new threads, as at a limit on the number of processes."""
+    # Below `Thread.start`, which cleans up after a failure.
+    start: Any = threading._start_new_thread
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -107,7 +114,7 @@ def no_new_threads() -> Iterator[None]:
 
 
 def _place(frame: FrameType, event: str, argument: Any) -> str | None:
-    """Name of what is called, or has returned; None for what signals do not interrupt, and for the harness."""
+    """Return the name of a call or return; None for the harness and for events without signals."""
     if event not in ("call", "c_return"):
         return None
     code = frame.f_code

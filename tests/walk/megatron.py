@@ -1,4 +1,4 @@
-"""A Megatron model with DDP and the distributed optimizer, and every way that its users have to write it."""
+"""A Megatron model with DDP and the distributed optimizer, and every way to write it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ class Megatron(Subject):
 
         table = table_for(config.hf_config())
         train = build_actor(config, table, job, ends)
-        self.chunks, self.optimizer = train.actor.chunks, train.actor.optimizer
+        self.chunks = train.actor.chunks
+        self.optimizer = train.actor.optimizer
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
         engine.start()
         super().__init__(engine, job, inference, exact=not serve)
-        self.vocab_size, self._seed = table.dims.vocab_size, 0
-        self.writes, self.steps = self._writes(), self._steps()
+        self.vocab_size = table.dims.vocab_size
+        self._seed = 0
+        self.writes = self._writes()
+        self.steps = self._steps()
         self.loads = {"load_state_dict": self._load}
         self.reads = {
             "state_dict": lambda: self._shown(self.chunks[0].state_dict()),
@@ -55,21 +58,23 @@ class Megatron(Subject):
         return {name: tensor.detach() for name, tensor in self.named().items()}
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        of_the_model = {each.untyped_storage().data_ptr() for each in self.named().values()}
+        state: dict[str, torch.Tensor] = {}
+        model_storages = {parameter.untyped_storage().data_ptr() for parameter in self.named().values()}
         for number, optimizer in enumerate(self._members()):
             adam = optimizer.optimizer
-            for place, parameter in enumerate(each for group in adam.param_groups for each in group["params"]):
-                if parameter.untyped_storage().data_ptr() not in of_the_model:  # float32 ones are the model's own
-                    found[f"main parameter {number}.{place}"] = parameter.detach()
+            parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(parameters):
+                # For float32 parameters the main parameters are the model's.
+                if parameter.untyped_storage().data_ptr() not in model_storages:
+                    state[f"main parameter {number}.{index}"] = parameter.detach()
                 for key, value in adam.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        found[f"{key} of main parameter {number}.{place}"] = value
-        return found
+                        state[f"{key} of main parameter {number}.{index}"] = value
+        return state
 
     def canonical(self) -> dict[str, torch.Tensor]:
         weights = self.engine.train.weights.merged
-        weights.prepare()  # sums with adapters, where there are some
+        weights.prepare()  # Adds LoRA adapters, if any.
         whole = whole_weights(weights)
         dtype = getattr(torch, self.inference.dtype)
         return {name: whole[name].to(self.job.device, dtype) for name in self.inference.tensors}
@@ -81,7 +86,7 @@ class Megatron(Subject):
         self.optimizer.step()
 
     def _share(self) -> dict[str, torch.Tensor]:
-        """Of a batch, which other tensor parallel ranks have too."""
+        """Return this rank's share of a new batch, the same on all tensor parallel ranks."""
         self._seed += 1
         limits = self.engine.train.limits
         batch = workers.batch(seed=self._seed)
@@ -94,7 +99,7 @@ class Megatron(Subject):
             "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(p.detach() * _factor(chance)),
             "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), _factor(chance)),
             "foreach_mul_ on .data": lambda chance: torch._foreach_mul_(
-                [each.data for each in self._several(chance)], _factor(chance)
+                [parameter.data for parameter in self._several(chance)], _factor(chance)
             ),
             "ema multi_avg_fn": self._ema,
             "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(_factor(chance)),
@@ -109,7 +114,7 @@ class Megatron(Subject):
             "optimizer.step": self._with_gradients(lambda: self.optimizer.step()),
             "half steps": self._with_gradients(lambda: self._half_steps([self.optimizer])),
             "half steps of the chain": self._with_gradients(lambda: self._half_steps(self._members())),
-            "steps of the chain": self._with_gradients(lambda: [each.step() for each in self._members()]),
+            "steps of the chain": self._with_gradients(lambda: [member.step() for member in self._members()]),
             "main params, copied": self._main_parameters,
             "reload_model_params": lambda chance: self.optimizer.reload_model_params(),
             "moments": self._moments,
@@ -164,10 +169,10 @@ class Megatron(Subject):
 
     def _ema(self, chance: random.Random) -> None:
         several = self._several(chance)
-        get_ema_multi_avg_fn(0.9)(several, [each * _factor(chance) for each in several], 1)
+        get_ema_multi_avg_fn(0.9)(several, [tensor * _factor(chance) for tensor in several], 1)
 
     def _all_reduce(self, chance: random.Random) -> None:
-        """Averages replicas; sharded parameters of several ranks are mixed, which is a write as any other."""
+        # Averages replicas, and mixes sharded parameters, which is a write like any other.
         parameter = self._some(chance)
         parameter.data.mul_(_factor(chance))
         if self.engine.train.limits.dp_size == self.job.world_size:
@@ -181,11 +186,11 @@ class Megatron(Subject):
     def _load(self, parts: Mapping[str, torch.Tensor]) -> None:
         for number, chunk in enumerate(self.chunks):
             prefix = f"chunk{number}."
-            own = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
-            chunk.load_state_dict(own, strict=False)
+            state = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+            chunk.load_state_dict(state, strict=False)
 
     def _through_records(self, chance: random.Random) -> None:
-        """As a checkpoint of another format is read: into the flat buffers."""
+        """Write the flat buffers, as the import of another checkpoint format does."""
         factor = _factor(chance)
         for flat in self.engine.train.weights.base.buffers().values():
             flat.mul_(factor)
@@ -194,18 +199,18 @@ class Megatron(Subject):
         return {f"chunk0.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        """What is in the inner optimizers' state dicts, which Megatron's checkpoints are made of."""
-        if any(optimizer.optimizer.state for optimizer in self._members()):  # else Megatron has none to give
+        """Return the inner optimizers' state dicts, from which Megatron makes checkpoints."""
+        if any(optimizer.optimizer.state for optimizer in self._members()):  # Megatron fails without state.
             self.optimizer.state_dict()
-        found = {}
+        tensors = {}
         for number, optimizer in enumerate(self._members()):
-            for place, state in optimizer.optimizer.state_dict()["state"].items():
-                found |= {
-                    f"{key} of main parameter {number}.{place}": value
+            for index, state in optimizer.optimizer.state_dict()["state"].items():
+                tensors |= {
+                    f"{key} of main parameter {number}.{index}": value
                     for key, value in state.items()
                     if isinstance(value, torch.Tensor)
                 }
-        return found
+        return tensors
 
 
 def _factor(chance: random.Random) -> float:

@@ -1,9 +1,9 @@
-"""What the weights are, known without the product: the trainer's own tensors, copied whenever they are there.
+"""Expected weights, obtained without the product: copies of the trainer's own tensors.
 
-shadow = Shadow(subject)            # in a context in which all is on the device
-shadow.read()                       # after everything that may have written
-shadow.different(kinds)             # in any later context: names of what has other bits, or no memory
-shadow.canonical                    # what the inference side must hold
+shadow = Shadow(subject)            # in a context where everything is on the device
+shadow.read()                       # after every possible write
+shadow.different(kinds)             # in any later context: names of tensors with other bits or no memory
+shadow.canonical                    # tensors that the inference side must hold
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybrid_engine.ranks.job import Job
 from tests.walk.inference import MemoryInference, Served, scored_batch
 
 Write = Callable[[random.Random], object]
-"""Something that a user does; the same on every rank, which draw the same numbers."""
+"""An action of a user. It is the same on all ranks, which draw the same random numbers."""
 
 Tensors = dict[str, torch.Tensor]
 Kept = tuple[Tensors, Tensors, Tensors | None]
@@ -30,13 +30,16 @@ Kept = tuple[Tensors, Tensors, Tensors | None]
 
 @dataclass
 class Subject(ABC):
-    """A trainer with an engine around it, and what a user can do with it.
+    """A trainer in an engine, and the actions of its users.
 
     Attributes:
-        writes: to parameters alone, wherever these are on the device.
-        steps: which need gradients and optimizer state, too.
-        loads: name -> writes known values, given as {name of a parameter: this rank's part}; wherever a user calls it.
-        reads: name -> {name of a parameter or of optimizer state: what a user gets to see of it on this rank}.
+        writes: writes to parameters alone, possible when these are on the device.
+        steps: writes that also need gradients and optimizer state.
+        loads: writes of known values, given as {parameter: this rank's part}; callable at any time.
+        reads: functions that return {parameter or optimizer state: the part that users see on this
+            rank}.
+        exact: False if values of the inference side are computed, and so round differently.
+        saves: whether the trainer has checkpoints.
     """
 
     engine: HybridEngine[Any]
@@ -46,20 +49,20 @@ class Subject(ABC):
     steps: Mapping[str, Write] = field(default_factory=dict)
     loads: Mapping[str, Callable[[Mapping[str, torch.Tensor]], object]] = field(default_factory=dict)
     reads: Mapping[str, Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=dict)
-    exact: bool = True  # False where the inference side has sums, or computes, which rounds otherwise
-    saves: bool = True  # whether the trainer has checkpoints of its own
+    exact: bool = True
+    saves: bool = True
 
     @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters and buffers, as memory."""
+        """Return this rank's parameters and buffers, without copies."""
 
     @abstractmethod
     def optimizer_state(self) -> Mapping[str, torch.Tensor]:
-        """Moments, step counters, main parameters."""
+        """Return moments, step counters and main parameters."""
 
     @abstractmethod
     def canonical(self) -> dict[str, torch.Tensor]:
-        """Whole tensors of a checkpoint, as the inference side is to have them. Collective."""
+        """Return the whole canonical tensors that the inference side must hold. Collective."""
 
     @abstractmethod
     def forward(self) -> object:
@@ -67,14 +70,14 @@ class Subject(ABC):
 
     @abstractmethod
     def step(self) -> object:
-        """The optimizer's own step. Collective."""
+        """Step the optimizer. Collective."""
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """What the inference side must have, or compute. Collective."""
+        """Return the tensors that the inference side must hold or compute. Collective."""
         if not isinstance(self.inference, Served):
             return self.canonical()
         train = self.engine.train
-        rows = {name: each.chunk(train.dp_size)[train.dp_rank] for name, each in scored_batch().items()}
+        rows = {name: tensor.chunk(train.dp_size)[train.dp_rank] for name, tensor in scored_batch().items()}
         return {"log-probabilities": train.gather_over_data_parallel(train.log_probs(rows))[:, :-1]}
 
     def save(self, path: Path) -> None:
@@ -92,61 +95,64 @@ class Shadow:
         self.canonical: dict[str, torch.Tensor] | None = None
 
     def read(self, kinds: Collection[str] = ("param", "optimizer")) -> None:
-        """Collective. Raises AssertionError where a tensor has no memory."""
+        """Copy the current tensors. Collective. Raises AssertionError if a tensor has no memory."""
         self.parameters = _copied(self._subject.parameters())
         if "optimizer" in kinds:
             self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = _copied(self._subject.expected())
 
     def read_own(self) -> None:
-        """As `read`, of this rank alone: what the inference side must have is not known afterwards."""
-        self.parameters, self.optimizer = _copied(self._subject.parameters()), _copied(self._subject.optimizer_state())
+        """Copy this rank's tensors only; `canonical` is then unknown."""
+        self.parameters = _copied(self._subject.parameters())
+        self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = None
 
     def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Parameters were written where nothing can be gathered."""
-        self.parameters, self.canonical = {**self.parameters, **_copied(parameters)}, None
+        """Take over parameters written at a time when nothing can be gathered."""
+        self.parameters = {**self.parameters, **_copied(parameters)}
+        self.canonical = None
 
     def different(self, kinds: Collection[str] = ("param", "optimizer")) -> list[str]:
-        """What of the trainer's has changed."""
-        found = {"param": self._subject.parameters, "optimizer": self._subject.optimizer_state}
+        """Return the differences between the trainer's tensors and the copies."""
+        readers = {"param": self._subject.parameters, "optimizer": self._subject.optimizer_state}
         kept = {"param": self.parameters, "optimizer": self.optimizer}
-        return [name for kind in kinds for name in differences(kept[kind], found[kind]())]
+        return [name for kind in kinds for name in differences(kept[kind], readers[kind]())]
 
     def copy(self) -> Kept:
-        """All of it; nothing of it is ever written in place."""
+        """Return the state for `restore`, without copies: nothing is written in place."""
         return self.parameters, self.optimizer, self.canonical
 
     def restore(self, kept: Kept) -> None:
-        """What `copy` gave is what there is."""
+        """Restore a state that `copy` returned."""
         self.parameters, self.optimizer, self.canonical = kept
 
 
 def differences(
-    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, exact: bool = True
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], *, exact: bool = True
 ) -> list[str]:
-    """Names of tensors that are not the same, and why."""
-    whys = {name: _why(expected.get(name), found.get(name), exact) for name in sorted({*expected, *found})}
-    return [f"{name} {why}" for name, why in whys.items() if why]
+    """Return the names of tensors that differ, each with the difference."""
+    texts = {name: _difference(expected.get(name), actual.get(name), exact) for name in sorted({*expected, *actual})}
+    return [f"{name} {text}" for name, text in texts.items() if text]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether reading it is safe: a storage that was resized to nothing is read at address 0."""
+    """Return whether reading is safe: a read of a storage resized to 0 bytes accesses address 0."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
 
 
-def _why(one: torch.Tensor | None, other: torch.Tensor | None, exact: bool) -> str:
-    if one is None or other is None:
-        return "is new" if one is None else "is gone"
-    if not has_memory(other):
+def _difference(expected: torch.Tensor | None, actual: torch.Tensor | None, exact: bool) -> str:
+    if expected is None or actual is None:
+        return "is new" if expected is None else "is gone"
+    if not has_memory(actual):
         return "has no memory"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"is {other.dtype} {tuple(other.shape)}, not {one.dtype} {tuple(one.shape)}"
-    if torch.equal(_bits(one), _bits(other)) or (not exact and torch.allclose(one, other, rtol=1e-4, atol=1e-5)):
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return f"is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    is_close = not exact and torch.allclose(expected, actual, rtol=1e-4, atol=1e-5)
+    if is_close or torch.equal(_bits(expected), _bits(actual)):
         return ""
-    return "is zero" if not other.any() else "differs"
+    return "is zero" if not actual.any() else "differs"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,6 +160,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if bare := [name for name, tensor in tensors.items() if not has_memory(tensor)]:
-        raise AssertionError(f"no memory: {', '.join(bare[:3])} of {len(bare)}")
+    if released := [name for name, tensor in tensors.items() if not has_memory(tensor)]:
+        raise AssertionError(f"{len(released)} tensors have no memory, such as {', '.join(released[:3])}")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

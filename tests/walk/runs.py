@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from random import Random
@@ -36,47 +36,52 @@ SIZES = {"num_hidden_layers": 2, "intermediate_size": 256}
 def walks(
     directory: str, trainer: str, seeds: Sequence[int], num_steps: int, faults: float, seconds: float = 1e9
 ) -> list[Findings]:
-    """A rank function: a walk for each seed, each with a new engine, while there is time."""
-    started, found = time.monotonic(), []
+    """Run a walk with a new engine for each seed on this rank, until `seconds` have passed."""
+    started = time.monotonic()
+    findings = []
     for seed in seeds:
         if time.monotonic() - started > seconds:
             break
         with walking(directory, trainer, seed, _settings(Random(seed)), faults) as walk:
-            found.append(walk.run(num_steps))
-        _keep(directory, found[-1])
-        if found[-1].parted and int(os.environ["WORLD_SIZE"]) > 1:
+            findings.append(walk.run(num_steps))
+        _keep(directory, findings[-1])
+        if findings[-1].parted and int(os.environ["WORLD_SIZE"]) > 1:
             break
-    return found
+    return findings
 
 
 def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) -> list[Findings]:
-    """A rank function: every call in every state, from number `first` on; a new engine after each that is wrong."""
+    """Make every call in every state from number `first` on, with a new engine after a wrong
+    one."""
     settings = {"incremental": "auto", "prefetch": "auto", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
-    started, names, found = time.monotonic(), [""], []
+    started = time.monotonic()
+    names = [""]
+    findings = []
     while first < len(names) and time.monotonic() - started < seconds:
         with walking(directory, trainer, first, settings, 0.0) as walk:
             names = walk.plans()
-            found.append(walk.follow(names[first:]))
-        _keep(directory, found[-1])
-        first += found[-1].counts["plans"]
-    return found
+            findings.append(walk.follow(names[first:]))
+        _keep(directory, findings[-1])
+        first += findings[-1].counts["plans"]
+    return findings
 
 
 @contextmanager
 def walking(directory: str, trainer: str, seed: int, settings: Mapping[str, Any], faults: float) -> Iterator[Walk]:
-    path, place = written_model(Path(directory)), Path(directory) / f"checkpoint-{seed}"
+    path = written_model(Path(directory))
+    checkpoint = Path(directory) / f"checkpoint-{seed}"
     faulthandler.enable()
     with ExitStack() as ends:
         config = configured(path, trainer, settings)
         job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds, host="here")))
         subject = subject_of(path, trainer, config, job, ends)
-        yield Walk(subject, Points(), seed, place, faults=faults, settings=f"{trainer} {settings}")
-    shutil.rmtree(place, ignore_errors=True)
+        yield Walk(subject, Points(), seed, checkpoint, faults=faults, settings=f"{trainer} {settings}")
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _keep(directory: str, found: Findings) -> None:
-    """On the disk, should a rank die in a later walk."""
-    (Path(directory) / f"{found.seed}.found{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+def _keep(directory: str, findings: Findings) -> None:
+    """Keep findings on the disk, because a rank may die in a later walk."""
+    (Path(directory) / f"{findings.seed}.findings{os.environ['RANK']}").write_bytes(pickle.dumps(findings))
 
 
 def written_model(directory: Path) -> Path:
@@ -115,7 +120,7 @@ def configured(path: Path, trainer: str, settings: Mapping[str, Any]) -> HybridC
 
 
 def subject_of(path: Path, trainer: str, config: HybridConfig, job: Job, ends: ExitStack) -> Subject:
-    """A trainer with an engine around it, which end with `ends`."""
+    """Build a trainer in an engine; `ends` closes both."""
     if trainer.startswith("fsdp2"):
         from tests.walk.fsdp2 import Fsdp2
 
@@ -125,45 +130,45 @@ def subject_of(path: Path, trainer: str, config: HybridConfig, job: Job, ends: E
     return Megatron(config, job, ends, serve="vllm" in trainer)
 
 
-def report(found: Iterable[Findings]) -> str:
-    found = list(found)
-    counts: Counter[str] = sum((each.counts for each in found), Counter())
-    refused: Counter[str] = sum((each.refused for each in found), Counter())
-    places: Counter[str] = sum((each.interrupted for each in found), Counter())
-    lines = [f"{len(found)} walks, {sum(each.parted for each in found)} parted: {dict(counts)}"]
+def report(walks: Sequence[Findings]) -> str:
+    counts: Counter[str] = sum((walk.counts for walk in walks), Counter())
+    refused: Counter[str] = sum((walk.refused for walk in walks), Counter())
+    places: Counter[str] = sum((walk.interrupted for walk in walks), Counter())
+    lines = [f"{len(walks)} walks, {sum(walk.parted for walk in walks)} parted: {dict(counts)}"]
     lines.append(f"faults at {len(places)} places; refused: {dict(refused.most_common(12))}")
-    lines += [f"WRONG seed {each.seed}: {each.wrong}" for each in found if each.wrong]
+    lines += [f"WRONG seed {walk.seed}: {walk.wrong}" for walk in walks if walk.wrong]
     return "\n".join(lines)
 
 
-def story(found: Findings, last: int = 14) -> str:
-    """How a walk came to what is wrong."""
-    return "\n".join([f"seed {found.seed}, {found.settings}", *found.history[-last:], f"=> {found.wrong}"])
+def story(findings: Findings, last: int = 14) -> str:
+    """Return the last actions of a walk and its wrong behaviour."""
+    head = f"seed {findings.seed}, {findings.settings}"
+    return "\n".join([head, *findings.history[-last:], f"=> {findings.wrong}"])
 
 
 def launched(
     engines: Ranks, num_ranks: int, function: Callable[..., Any], *call: Any, timeout: float
 ) -> list[Findings]:
-    """Walks on new ranks, until one that ends them: a rank dies in it, or the ranks lose each other."""
+    """Walk on new ranks until a rank dies or the ranks lose each other."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            found: list[Findings] = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
-            return found
+            findings: list[Findings] = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
+            return findings
         except AssertionError as crashed:
-            done = sorted(Path(directory).glob("*.found0"), key=lambda path: path.stat().st_mtime)
+            done = sorted(Path(directory).glob("*.findings0"), key=lambda path: path.stat().st_mtime)
             return [*(pickle.loads(path.read_bytes()) for path in done), _crash(Path(directory), crashed)]
 
 
 def _crash(directory: Path, error: AssertionError) -> Findings:
-    """What is known of a walk in which a rank died."""
+    """Return the findings of a walk in which a rank died, from its journal."""
     journals = sorted(directory.glob("checkpoint-*-rank0.txt"), key=lambda path: path.stat().st_mtime)
     if not journals:
         raise error
     first, *history = journals[-1].read_text().splitlines()
     frames = [line.strip() for line in str(error).splitlines() if line.strip().startswith('File "/')]
-    why = next((word for word in ("Segfault", "outlived", "SIGABRT") if word in str(error)), str(error)[-300:])
+    reason = next((word for word in ("Segfault", "exceeded", "SIGABRT") if word in str(error)), str(error)[-300:])
     seed = int(journals[-1].name.split("-")[1]) + max(0, sum(line.startswith("plan ") for line in history) - 1)
-    return Findings(seed, first.partition(", ")[2], f"a rank died: {why} {frames[:6]}", history)
+    return Findings(seed, first.partition(", ")[2], f"a rank died: {reason} {frames[:6]}", history)
 
 
 def main() -> None:
@@ -176,24 +181,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--plans", action="store_true", help="every call once, in place of random walks")
     parser.add_argument("--last", type=int, default=12)
-    given = parser.parse_args()
-    first, _, end = given.seeds.partition(":")
+    options = parser.parse_args()
+    first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
-    found: list[Findings] = []
-    ended = time.monotonic() + given.seconds
-    while seeds and (left := ended - time.monotonic()) > 0:
-        function, *call = walks, given.trainer, seeds, given.steps, given.faults, left
-        if given.plans:
-            function, *call = plans, given.trainer, seeds.start, left
-        fresh = launched(Ranks(with_engines=True), given.ranks, function, *call, timeout=left + 90)
-        for each in fresh:
-            if each.wrong:
-                print(story(each, given.last), end="\n\n", flush=True)
-        found += fresh
-        if not fresh or (given.plans and not fresh[-1].wrong.startswith("a rank died")):
+    findings: list[Findings] = []
+    deadline = time.monotonic() + options.seconds
+    while seeds and (left := deadline - time.monotonic()) > 0:
+        function, *call = walks, options.trainer, seeds, options.steps, options.faults, left
+        if options.plans:
+            function, *call = plans, options.trainer, seeds.start, left
+        new = launched(Ranks(with_engines=True), options.ranks, function, *call, timeout=left + 90)
+        for walk in new:
+            if walk.wrong:
+                print(story(walk, options.last), end="\n\n", flush=True)
+        findings += new
+        if not new or (options.plans and not new[-1].wrong.startswith("a rank died")):
             break
-        seeds = range(fresh[-1].seed + 1, seeds.stop)
-    print(report(found))
+        seeds = range(new[-1].seed + 1, seeds.stop)
+    print(report(findings))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The random walk. Every rank draws the same numbers, and so goes the same way.
+"""The random walk. All ranks draw the same random numbers and therefore take the same path.
 
-A step is a visit to a context, or a call outside of any. What the trainer has is known to a `Shadow` that is read after
-everything that may write; what the inference side has is compared with it in every rollout, and the trainer's own
-tensors in every other context. A call is right, or it is refused with one of the product's errors and changes nothing;
-where a fault was put into it, it may fail (`Attempts`).
+A step is a visit to a context, or a call outside of contexts. A `Shadow` copies the trainer's
+tensors after every possible write. Every rollout compares the inference side with it; every other
+context compares the trainer's own tensors. A call is right, or it is refused with an error of the
+product and changes nothing. A call with an injected fault may fail (`Attempts`).
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
     *(KeyboardInterrupt, lambda: SystemExit(143), lambda: Cancelled("by ray")),
     *(lambda: MemoryError("injected"), lambda: OSError(28, "injected"), lambda: RuntimeError("injected")),
 )
-MOST_REFUSED = 6  # visits one after the other, without a fault in them, until the engine counts as stuck
+# Consecutive refused visits without a fault after which the engine counts as stuck.
+MAX_REFUSED = 6
 
 
 class Wrong(Exception):
-    """What should not be. Ends the walk."""
+    """Wrong behaviour; ends the walk."""
 
 
 class Parted(Exception):
-    """The ranks have lost each other: nothing more can be asked of this job."""
+    """The ranks have lost each other, so that this job cannot continue."""
 
 
 @dataclass
 class Findings:
-    """Of one walk, on one rank.
+    """Findings of a walk on one rank.
 
     Attributes:
-        wrong: what ended it too early; empty when all was right.
-        history: what was done, the last last.
-        counts: steps, switches, faults, refusals and what was compared.
-        refused: what was refused, by call.
-        interrupted: where exceptions came.
+        wrong: wrong behaviour that ended the walk; empty if there was none.
+        history: actions in their order.
+        counts: numbers of steps, switches, faults and comparisons.
+        refused: numbers of refusals, by call and error.
+        interrupted: numbers of injected exceptions, by place.
         parted: whether the ranks lost each other after a fault.
     """
 
@@ -64,93 +65,99 @@ class Findings:
 
 
 class Attempts:
-    """See the module.
+    """Calls with injected faults, and their permitted outcomes.
 
     Args:
-        subject: what is walked over.
-        points: where exceptions can come.
-        found: what comes of it.
-        journal: gets the history, too: a read of released memory ends the process.
+        subject: trainer and engine of the walk.
+        points: calls at which exceptions can be raised.
+        findings: receives the findings.
+        journal: file for the history, because a read of released memory kills the process.
     """
 
-    def __init__(self, subject: Subject, points: Points, found: Findings, journal: Path) -> None:
-        self.subject, self.found = subject, found
-        self.chance = random.Random(found.seed)
+    def __init__(self, subject: Subject, points: Points, findings: Findings, journal: Path) -> None:
+        self.subject = subject
+        self.findings = findings
+        self.chance = random.Random(findings.seed)
         self._points = points
         self._num_refused = 0
         self._journal = journal.open("w")
-        self._note(f"seed {found.seed}, {found.settings}")
+        self._note(f"seed {findings.seed}, {findings.settings}")
         self._group = dist.new_group(backend="gloo")
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
         self._journal.close()
 
-    def _fault(self, what: str, faulty: bool) -> Interruption | None:
-        """What is to go wrong on this rank. Others may be spared an error, and never a signal."""
-        number, make = self.chance.getrandbits(32), self.chance.choice(ERRORS)
+    def _fault(self, action: str, faulty: bool) -> Interruption | None:
+        """Draw the fault of this rank. A signal hits all ranks, an error only one."""
+        number = self.chance.getrandbits(32)
+        make = self.chance.choice(ERRORS)
         hit = self.chance.randrange(self.subject.job.world_size)
-        if not faulty or not self._points.known(what):
+        if not faulty or not self._points.known(action):
             return None
         if isinstance(make(), Exception) and hit != self.subject.job.rank:
             return None
-        return self._points.interruption(what, random.Random(number + self.subject.job.rank), make)
+        return self._points.interruption(action, random.Random(number + self.subject.job.rank), make)
 
-    def _tried(self, what: str, call: Callable[[], object], fault: Interruption | None) -> bool:
-        """Whether a call succeeded, on all ranks. It may fail by a fault, on any rank, or be refused."""
-        has_gradients, records = torch.is_grad_enabled(), self.chance.random() < 0.05
+    def _tried(self, action: str, call: Callable[[], object], fault: Interruption | None) -> bool:
+        """Return whether a call succeeded on all ranks. It may be refused, or fail by a fault."""
+        has_gradients = torch.is_grad_enabled()
+        records = self.chance.random() < 0.05
         text = ""
         try:
             if fault is not None:
                 fault.run(call)
-            elif records or not self._points.known(what):
-                self._points.record(what, call)
+            elif records or not self._points.known(action):
+                self._points.record(action, call)
             else:
                 call()
         except Wrong:
             raise
         except BaseException as error:
-            text = "parted" if isinstance(error, LostRankError) else said(error)
+            text = "parted" if isinstance(error, LostRankError) else describe(error)
             if not isinstance(error, HybridEngineError) and (fault is None or fault.where is None):
                 text = f"raw: {text}"
-        torch.set_grad_enabled(has_gradients)  # what was interrupted may be torch's own context
-        return self._agreed(what, text, None if fault is None else fault.where, fault)
+        torch.set_grad_enabled(has_gradients)  # An interrupted context of torch may leave it changed.
+        return self._agreed(action, text, None if fault is None else fault.where, fault)
 
-    def _agreed(self, what: str, text: str, where: str | None, fault: Interruption | None) -> bool:
-        """Bring together how a call ended on each rank."""
-        everyone = self._gathered((text, where))
-        places = [place for _, place in everyone if place is not None]
-        self.found.interrupted.update(places)
-        self.found.counts["faults"] += len(places)
-        for words, place in everyone:
+    def _agreed(self, action: str, text: str, where: str | None, fault: Interruption | None) -> bool:
+        """Combine the outcomes of a call on all ranks."""
+        outcomes = self._gathered((text, where))
+        places = [place for _, place in outcomes if place is not None]
+        self.findings.interrupted.update(places)
+        self.findings.counts["faults"] += len(places)
+        for rank_text, place in outcomes:
             if place is not None:
                 error = "another rank's" if fault is None else fault.name
-                self._note(f"  {error} at {place}: {words[:90] or 'swallowed'}")
-        texts = [words for words, _ in everyone if words]
-        if any(words == "parted" or "ranks have parted" in words for words in texts):
+                self._note(f"  {error} at {place}: {rank_text[:90] or 'swallowed'}")
+        texts = [rank_text for rank_text, _ in outcomes if rank_text]
+        if any(rank_text == "parted" or "ranks have parted" in rank_text for rank_text in texts):
             raise Parted
-        if (raw := next((words for words in texts if words.startswith("raw: ")), None)) and not places:
-            raise Wrong(f"{what}: {raw}")
+        raw = [rank_text for rank_text in texts if rank_text.startswith("raw: ")]
+        if raw and not places:
+            raise Wrong(f"{action}: {raw[0]}")
         if not texts:
             self._num_refused = 0
         elif not places:
-            self._refused(what, texts[0])
+            self._refused(action, texts[0])
         return not texts
 
     @contextmanager
-    def _its(self, what: str) -> Iterator[None]:
+    def _assertions_as_wrong(self, action: str) -> Iterator[None]:
         try:
             yield
         except AssertionError as error:
-            raise Wrong(f"{what}: {error}") from error
+            raise Wrong(f"{action}: {error}") from error
 
     def _refused(self, name: str, error: object) -> None:
-        self.found.refused[f"{name}: {type(error).__name__ if isinstance(error, Exception) else str(error)[:60]}"] += 1
+        self.findings.refused[
+            f"{name}: {type(error).__name__ if isinstance(error, Exception) else str(error)[:60]}"
+        ] += 1
         self._note(f"  refused: {str(error)[:120]}")
         if "->" in name:
             self._num_refused += 1
-            if self._num_refused >= MOST_REFUSED:
-                raise Wrong(f"stuck: {error}")
+            if self._num_refused >= MAX_REFUSED:
+                raise Wrong(f"{MAX_REFUSED} refused switches in a row: {error}")
 
     def _gathered(self, value: Any) -> list[Any]:
         if self.subject.job.world_size == 1:
@@ -160,13 +167,12 @@ class Attempts:
         return values
 
     def _note(self, text: str) -> None:
-        """Also in a file: a read of released memory ends the process."""
-        self.found.history.append(text)
+        self.findings.history.append(text)
         self._journal.write(f"{text}\n")
         self._journal.flush()
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
@@ -174,18 +180,18 @@ KINDS = {State.TRAIN: ("param", "optimizer"), State.FORWARD: ("param",)}
 TOUR = [State(name) for name in ("infer", "train", "forward", "infer", "idle", "infer", "forward", "train")] + [
     *(State.IDLE, State.FORWARD, State.IDLE, State.TRAIN)
 ]
-ELSEWHERE = (State.INFER, State.FORWARD, State.IDLE)
+OTHER_STATES = (State.INFER, State.FORWARD, State.IDLE)
 
 
 class Walk(Attempts):
-    """See the module.
+    """A random walk, or a list of planned calls.
 
     Args:
-        subject: what is walked over.
-        points: where exceptions can come; none are known yet.
-        seed: of all choices.
-        path: for checkpoints; the same on all ranks.
-        faults: how likely an exception is in a visit.
+        subject: trainer and engine of the walk.
+        points: calls at which exceptions can be raised; still empty.
+        seed: seed of all choices.
+        path: directory for checkpoints, the same on all ranks.
+        faults: probability of an exception in a visit.
     """
 
     def __init__(
@@ -193,10 +199,12 @@ class Walk(Attempts):
     ) -> None:
         journal = Path(f"{path}-rank{subject.job.rank}.txt")
         super().__init__(subject, points, Findings(seed, settings), journal)
-        self.engine, self._path, self._faults = subject.engine, path, faults
+        self.engine = subject.engine
+        self._path = path
+        self._faults = faults
         self._checkpoint: Kept | None = None
-        themes = sorted(subject.writes)
-        self._writes = self.chance.sample(themes, 4)  # few, or each would hide what another one misses
+        # Only four kinds: a kind of write that is detected would hide one that is missed.
+        self._writes = self.chance.sample(sorted(subject.writes), 4)
         self._steps = self.chance.sample(sorted(subject.steps), 2)
         calls = sorted(self._calls_outside())
         self._calls = self.chance.sample(calls, 2) if self.chance.random() < 0.5 else []
@@ -214,37 +222,39 @@ class Walk(Attempts):
             self._shadow.read()
 
     def plans(self) -> list[str]:
-        """Names for `follow`: every call in every state."""
+        """Return the plans for `follow`: every call in every state."""
         writes = sorted([*self.subject.writes, *self.subject.loads])
         return [
             *(f"infer: {name}" for name in ("near end, no threads", "refused", "near end", "prefetch")),
             *(f"{state}: {name}" for state in KINDS for name in writes),
             *(f"train: {name}" for name in sorted(self.subject.steps)),
-            *(f"{state}, outside: {name}" for state in ELSEWHERE for name in sorted(self._calls_outside())),
+            *(f"{state}, outside: {name}" for state in OTHER_STATES for name in sorted(self._calls_outside())),
         ]
 
     def run(self, num_steps: int) -> Findings:
         return self._walked(lambda: self._wander(num_steps))
 
     def follow(self, plans: Sequence[str]) -> Findings:
-        """Take each of these calls after a rollout and a step, and see whether all is right."""
-        return self._walked(lambda: [self._go(plan) for plan in plans])
+        """Make each of these calls after a rollout and a step, and check everything."""
+        return self._walked(lambda: [self._run_plan(plan) for plan in plans])
 
     def _wander(self, num_steps: int) -> None:
         if self.chance.random() < 0.7:
             self._tour()
         for _ in range(num_steps):
-            self.found.counts["steps"] += 1
+            self.findings.counts["steps"] += 1
             self._step()
         self._visit(State.INFER)
         self._visit(State.TRAIN)
 
-    def _go(self, plan: str) -> None:
+    def _run_plan(self, plan: str) -> None:
         self._note(f"plan {plan}")
-        self.found.counts["plans"] += 1
+        self.findings.counts["plans"] += 1
         where, _, name = plan.partition(": ")
-        state, is_outside = State(where.removesuffix(", outside")), where.endswith("outside")
-        first = "moments" if "threads" in name else "step"  # without state: no copy may have been made before
+        state = State(where.removesuffix(", outside"))
+        is_outside = where.endswith("outside")
+        # Without threads there may be no host copy yet, so the optimizer must have no state.
+        first = "moments" if "threads" in name else "step"
         self._visit(State.INFER)
         self._visit(State.TRAIN, lambda: self._train(first))
         self._visit(State.INFER)
@@ -272,21 +282,22 @@ class Walk(Attempts):
         try:
             walk()
         except Wrong as wrong:
-            self.found.wrong = str(wrong)
+            self.findings.wrong = str(wrong)
         except Parted:
-            self.found.parted = True
+            self.findings.parted = True
         finally:
             self.close()
-        return self.found
+        return self.findings
 
     def _tour(self) -> None:
-        """Go every way once, and learn where an exception can come."""
+        """Make every switch once, and record its calls."""
         for target in TOUR:
-            what = f"{self.engine.sharding.state}->{target}"
-            self._points.record(what, lambda to=target: self.engine.sharding.enter(to))
-            self._look(target)
+            action = f"{self.engine.sharding.state}->{target}"
+            self._points.record(action, lambda to=target: self.engine.sharding.enter(to))
+            self._check(target)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps
+    # ---------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         if self._calls and self.chance.random() < 0.2:
@@ -297,16 +308,15 @@ class Walk(Attempts):
         self._visit(target, *actions, faulty=self.chance.random() < self._faults)
 
     def _visit(self, target: State, *actions: Callable[[], None], faulty: bool = False) -> None:
-        """Enter a context, look, do something, leave."""
-        what = f"{self.engine.sharding.state.value}->{target.value}"
-        self._note(what)
+        """Enter a context, check it, run the actions and leave it."""
+        switch = f"{self.engine.sharding.state.value}->{target.value}"
+        self._note(switch)
         context = self.engine.sharding.entered(target)
-        entered = self._tried(what, context.__enter__, self._fault(what, faulty))
-        if not entered:
+        if not self._tried(switch, context.__enter__, self._fault(switch, faulty)):
             return
-        self.found.counts["switches"] += 1
+        self.findings.counts["switches"] += 1
         leave: BaseException | None = None
-        self._look(target)
+        self._check(target)
         for action in actions:
             action()
         if self.chance.random() < 0.1:
@@ -315,24 +325,24 @@ class Walk(Attempts):
             context.__exit__(type(leave) if leave else None, leave, None)
         except BaseException as error:
             if error is not leave:
-                raise Wrong(f"leaving {target.value}: {said(error)}") from error
+                raise Wrong(f"leaving {target.value}: {describe(error)}") from error
 
     def _act(self, state: State) -> None:
         if state is State.INFER:
             self._in_rollout(self.chance.choice(self._in_rollouts))
         elif state is State.TRAIN and self.chance.random() < 0.6:
             name = self.chance.choice([*self._steps, *(["save", "load"] if self.subject.saves else [])])
-            self._do(f"{name}", lambda: self._step_or_checkpoint(name), state)
+            self._do(name, lambda: self._step_or_checkpoint(name), state)
         elif state is State.TRAIN or (state is State.FORWARD and self._writes_in_forward):
             name = self.chance.choice([*self._writes, *sorted(self.subject.loads)])
             self._do(f"{name} in {state.value}", lambda: self._write(name), state)
 
-    def _do(self, what: str, call: Callable[[], object], state: State) -> None:
-        """A write where all it needs is on the device: it may be refused, and else it is read back."""
-        self._note(what)
+    def _do(self, action: str, call: Callable[[], object], state: State) -> None:
+        """Write in a state where everything needed is on the device, then read the result back."""
+        self._note(action)
         faulty = self.subject.job.world_size == 1 and self.chance.random() < self._faults / 2
-        self._tried(what, call, self._fault(what, faulty))
-        with torch.no_grad(), self._its("reading back"):
+        self._tried(action, call, self._fault(action, faulty))
+        with torch.no_grad(), self._assertions_as_wrong("reading back"):
             self._shadow.read(KINDS[state])
 
     @torch.no_grad()
@@ -349,8 +359,8 @@ class Walk(Attempts):
         elif name == "load":
             if self._checkpoint is not None:
                 self.subject.load(self._path)
-                expected, self._checkpoint = self._checkpoint, None
-                self._shadow.restore(expected)
+                self._shadow.restore(self._checkpoint)
+                self._checkpoint = None
                 self._compare("loading a checkpoint", KINDS[State.TRAIN])
         else:
             self.subject.steps[name](self.chance)
@@ -360,44 +370,46 @@ class Walk(Attempts):
         factor = self.chance.uniform(0.8, 1.2)
         return {name: self._shadow.parameters[name] * factor for name in names}
 
-    # -- in rollouts and outside ---------------------------------------------------------------------------------------
+    # -- in rollouts and outside
+    # ---------------------------------------------------------------------------------------
 
-    def _in_rollout(self, chosen: str) -> None:
-        if chosen == "call":
+    def _in_rollout(self, action: str) -> None:
+        if action == "call":
             self._outside(self.chance.choice(self._calls))
-        elif chosen == "refused":
+        elif action == "refused":
             for name, call in {"forward": self.subject.forward, "step": self.subject.step}.items():
                 self._must_refuse(name, call)
-        elif chosen == "spoil":
+        elif action == "spoil":
             self._spoil()
         elif self.engine.config.generate_config.prefetch == "auto":
-            self._note(chosen)
-            if chosen == "prefetch":
-                self._tried(chosen, self.engine.prefetch, self._fault(chosen, self.chance.random() < self._faults))
-            elif chosen == "near end":
-                fault = self._fault(chosen, self.chance.random() < self._faults)
-                self._tried(chosen, self.engine.sharding.near_end, fault)
+            self._note(action)
+            if action == "prefetch":
+                self._tried(action, self.engine.prefetch, self._fault(action, self.chance.random() < self._faults))
+            elif action == "near end":
+                fault = self._fault(action, self.chance.random() < self._faults)
+                self._tried(action, self.engine.sharding.near_end, fault)
             else:
                 with no_new_threads():
                     self.engine.sharding.near_end()
 
     def _spoil(self) -> None:
-        """A live weight changes where `verify: full` must see it at the next switch, or send it again."""
+        """Corrupt a live weight, which `verify: full` must detect or overwrite at the next
+        switch."""
         inference = self.subject.inference
         assert isinstance(inference, Served)
         self._note("spoiling a live weight")
         inference.spoil()
-        self.found.counts["spoilt"] += 1
+        self.findings.counts["spoilt"] += 1
         for target in (State.TRAIN, State.INFER):
             try:
                 self.engine.sharding.enter(target)
             except HybridEngineError as error:
                 self._refused(f"spoilt, to {target}", error)
         if self.engine.sharding.state is State.INFER:
-            self._look(State.INFER)
+            self._check(State.INFER)
 
     def _calls_outside(self) -> dict[str, Callable[[], None]]:
-        """What a user calls between contexts, at the end of a script, or by mistake in a rollout."""
+        """Return the calls of users between contexts, at the end of a script, or in a rollout."""
         calls: dict[str, Callable[[], None]] = {
             **({"save_checkpoint": self._save_outside} if self.subject.saves else {}),
         }
@@ -415,27 +427,27 @@ class Walk(Attempts):
             self._checkpoint = self._shadow.copy()
 
     def _read_outside(self, name: str) -> None:
-        seen: dict[str, Any] = {}
-        if self._accepted(name, lambda: seen.update(self.subject.reads[name]())):
+        read: dict[str, Any] = {}
+        if self._accepted(name, lambda: read.update(self.subject.reads[name]())):
             kept = {**self._shadow.parameters, **self._shadow.optimizer}
-            wrong = differences({key: kept[key] for key in seen.keys() & kept.keys()}, seen)
+            wrong = differences({key: kept[key] for key in read.keys() & kept.keys()}, read)
             self._require(not wrong, f"{name} in {self.engine.sharding.state.value}: {_few(wrong)}")
 
     def _load_outside(self, name: str) -> None:
-        """What is loaded counts from now on, wherever the weights are."""
+        """Load weights, which are the expected ones from now on in any state."""
         known = self._known()
         if self._accepted(name, lambda: self.subject.loads[name](known)):
             self._shadow.take_up(known)
 
     def _accepted(self, name: str, call: Callable[[], object]) -> bool:
-        """Whether a call was not refused; on all ranks alike."""
+        """Return whether a call was accepted; the same on all ranks."""
         try:
             call()
         except HybridEngineError as error:
             self._refused(name, error)
             return False
         except Exception as error:
-            raise Wrong(f"{name} in {self.engine.sharding.state.value}: {said(error)}") from error
+            raise Wrong(f"{name} in {self.engine.sharding.state.value}: {describe(error)}") from error
         return True
 
     def _must_refuse(self, name: str, call: Callable[[], object]) -> None:
@@ -445,17 +457,18 @@ class Walk(Attempts):
         if self._accepted(name, call):
             raise Wrong(f"{name} in a rollout is not refused")
 
-    # -- what is compared ----------------------------------------------------------------------------------------------
+    # -- comparisons
+    # ---------------------------------------------------------------------------------------------------
 
-    def _look(self, state: State) -> None:
+    def _check(self, state: State) -> None:
         if state is State.INFER:
-            if self._shadow.canonical is None:  # written where the oracle could not gather
+            if self._shadow.canonical is None:  # The oracle could not gather after the last write.
                 return
             live = self.subject.inference.whole()
             wrong = differences(self._shadow.canonical, live, exact=self.subject.exact)
-            self.found.counts["rollouts compared"] += 1
+            self.findings.counts["rollouts compared"] += 1
             report = self.engine.sharding.last_report
-            self.found.counts["bytes skipped"] += 0 if report is None else report.bytes_skipped
+            self.findings.counts["bytes skipped"] += 0 if report is None else report.bytes_skipped
             self._require(not wrong, f"stale or wrong in a rollout: {_few(wrong)}")
         elif state in KINDS:
             self._compare(f"in {state.value}", KINDS[state])
@@ -463,15 +476,15 @@ class Walk(Attempts):
                 self._shadow.read(KINDS[state])
 
     def _compare(self, where: str, kinds: tuple[str, ...]) -> None:
-        self.found.counts["training states compared"] += 1
+        self.findings.counts["training states compared"] += 1
         wrong = self._shadow.different(kinds)
         self._require(not wrong, f"lost {where}: {_few(wrong)}")
 
     def _require(self, condition: bool, text: str) -> None:
-        """Raise on every rank where it is not so on any."""
-        texts = self._gathered("" if condition else text)
-        if first := next((f"rank {rank}: {each}" for rank, each in enumerate(texts) if each), None):
-            raise Wrong(first)
+        """Raise `Wrong` on all ranks if `condition` is false on any."""
+        for rank, rank_text in enumerate(self._gathered("" if condition else text)):
+            if rank_text:
+                raise Wrong(f"rank {rank}: {rank_text}")
 
 
 def _few(names: list[str]) -> str:

@@ -1,11 +1,11 @@
-"""One zoo of small models, for all tests.
+"""Small models for all tests.
 
-families.py            the registry: a family, its published config, its sizes; tiny_config, served_config
-published_configs.py   config.json of published models, for the matrix and the sizes of real models
+families.py            registry of families with published configs and sizes; tiny_config, served_config
+published_configs.py   config.json of published models, for the matrix and for sizes of real models
 sizes.py               short names of parallel sizes
-tiny_models.py         transformers writes and computes them: save_model, train_hf_model, mtp_losses
-megatron_models.py     Megatron holds them, on ranks: running, load_canonical, whole_weights
-checkpoint_shapes.py   names, shapes and dtypes of a checkpoint on disk, for random ones
-tokenizers.py          of numbers and of characters, with chat templates
+tiny_models.py         models in transformers: save_model, train_hf_model, mtp_losses
+megatron_models.py     models in Megatron, on ranks: running, load_canonical, whole_weights
+checkpoint_shapes.py   names, shapes and dtypes of a checkpoint on disk, to write random ones
+tokenizers.py          tokenizers of numbers and of characters, with chat templates
 workers.py             small jobs with both engines
 """

@@ -1,4 +1,4 @@
-"""Abilities of every engine, and those of an engine that builds its trainer."""
+"""Abilities of every engine, and further ones of an engine that builds its trainer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ BY_THE_OWNER = (
     "save_checkpoint",
     "load_checkpoint",
 )
-"""Names of `ActorHybridWorker` alone: the loop of a model's owner does these by itself."""
+"""Names of `ActorHybridWorker` only; owners of a model implement these in their loop."""
 
 
 @torch.no_grad()
 def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool:
-    """Whether weights that were saved as a Hugging Face checkpoint, lost, and loaded are the same to the bit.
+    """Return whether weights saved as a Hugging Face checkpoint, overwritten, and loaded are
+    bitwise equal.
 
-    In the end the model has what it had, with its padding, of which a checkpoint has nothing.
+    Restores the model including its padding, which a checkpoint does not contain.
     """
     first, second = (Path(engine.job.agreement.gather(tempfile.mkdtemp(), str, "a directory")[0]) for _ in range(2))
     with engine.train_context():
@@ -39,21 +40,21 @@ def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool
             weight.fill_(7.0)
         engine.load_hf_checkpoint(first)
         engine.save_hf_checkpoint(second)
-        stored, loaded = _tensors_of(first), _tensors_of(second)
+        stored = _tensors_of(first)
+        loaded = _tensors_of(second)
         for weight, kept in zip(weights, before, strict=True):
             weight.copy_(kept)
         engine.train.reload_main_params()
-    engine.barrier("all have read")
+    engine.barrier("read of the checkpoints")
     for directory in (first, second):
         shutil.rmtree(directory, ignore_errors=True)
-    same = [torch.equal(stored[name], loaded.get(name, torch.empty(0))) for name in stored]
-    return (
-        all(same) and stored.keys() == loaded.keys() and not any(bool((each == 7.0).all()) for each in loaded.values())
-    )
+    is_equal = all(torch.equal(stored[name], loaded.get(name, torch.empty(0))) for name in stored)
+    is_overwritten = any(bool((tensor == 7.0).all()) for tensor in loaded.values())
+    return is_equal and stored.keys() == loaded.keys() and not is_overwritten
 
 
 def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in load_file(path).items()}
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""Names, shapes and dtypes of a checkpoint on disk for a config of any family, with the tensors that it repeats.
+"""Names, shapes and dtypes of a checkpoint on disk for a config of any family, with repeated
+tensors.
 
-They are the tables': models/test_families.py compares these with what transformers writes, for each family.
+They come from the product's tables, which models/test_families.py compares with checkpoints of
+transformers.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from hybrid_engine.models import table_for
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """HF names and shapes of a checkpoint on disk for a config.json."""
+    """Return the shapes of a checkpoint on disk, by Hugging Face name."""
     table = table_for(config)
     return {**table.shapes, **{copy: table.shapes[original] for copy, original in table.copies.items()}}
 
 
 def checkpoint_dtypes(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors of such a checkpoint whose dtype is not the model's."""
+    """Return the dtypes of tensors of such a checkpoint that differ from the model's dtype."""
     return dict(table_for(config).dtypes)

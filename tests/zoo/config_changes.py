@@ -1,10 +1,11 @@
-"""Single changes of a family's config.json, whether or not the family has such a key.
+"""Single changes of a family's config.json, including keys that the family does not have.
 
     for change in changes_of("qwen3"):
         config = wide_config("qwen3") | change
 
-Keys come from the family's own classes, ours and transformers', from the source of vLLM's model and configuration, and
-from other families (`VALUES`). Some changes set two keys, of which one alone does nothing.
+Keys come from the family's classes in this project and in transformers, from the source of vLLM's
+model and configuration, and from other families (`VALUES`). Some changes set two keys that have an
+effect only together.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ NUM_POSITIONS = 256
 
 
 def wide_config(family: str) -> dict[str, Any]:
-    """As `served_config`, of every family, in float32 and for longer sequences."""
+    """Return a config of any family for vLLM's kernels, in float32 and for longer sequences."""
     length = {"n_positions": NUM_POSITIONS} if family == "gpt2" else {"max_position_embeddings": NUM_POSITIONS}
     sizes = {**SERVED_SIZES, **FAMILIES[family].served}
     return FAMILIES[family].config(sizes, {"torch_dtype": "float32", **length})
 
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
+WINDOWED = "sliding_attention"
+FULL = "full_attention"
 _KINDS = ([WINDOWED, FULL], [FULL, WINDOWED], [WINDOWED, WINDOWED])
 _MODEL_TYPES = [str(family.published["model_type"]) for family in FAMILIES.values()]
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -77,12 +79,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     **{"swiglu_limit": (0.5,), "router_bias": (True,), "moe_router_activation": ("sigmoid",), "index_topk": (16,)},
     **{"num_nextn_predict_layers": (0, 1), "hc_mult": (2,), "compress_ratios": ([4, 4],), "kv_lora_rank": (304,)},
     **{"q_lora_rank": (20, None), "qk_nope_head_dim": (64,), "v_head_dim": (64,)},
-    # which class it is
+    # class and dtype
     **{"model_type": (*_MODEL_TYPES, "mistral", "kimi_k2", "phi3"), "text_config": ({"hidden_size": 32},)},
     **{"per_layer_config": ({"1": {"rms_norm_eps": 0.1}},), "quantization_config": ({"quant_method": "fp8"},)},
     **{"torch_dtype": ("float16",), "dtype": ("float16",), "is_encoder_decoder": (True,)},
 }
-"""Key -> values that change what some model computes."""
+"""Values by key, each of which changes the computation of some model."""
 
 _SCALED = {"factor": 2.0, "original_max_position_embeddings": NUM_POSITIONS // 2}
 _YARN = {"rope_type": "yarn", **_SCALED}
@@ -96,7 +98,7 @@ ROTATIONS: list[dict[str, Any]] = [
     *({**_YARN, **more} for more in ({"mscale": 0.7, "mscale_all_dim": 0.9}, {"mscale": 0.7}, {"truncate": False})),
     *({**_YARN, **more} for more in ({"mscale_all_dim": 0.9}, {"attn_factor": 1.5}, {"extrapolation_factor": 0.5})),
     *({**_YARN, **more} for more in ({"apply_yarn_scaling": False}, {"original_max_position_embeddings": None})),
-    {**_YARN, "factor": 1.0},  # vLLM rotates as many positions as that: fewer than there are tokens
+    {**_YARN, "factor": 1.0},  # vLLM then has rotations for fewer positions than there are tokens.
     *({**_LLAMA3, **more} for more in ({}, {"low_freq_factor": 2.0}, {"factor": 8.0})),
     *({**_LONG, **more} for more in (_SCALED, {"factor": 2.0})),
     *({"rope_type": "default", **more} for more in ({}, {"partial_rotary_factor": 0.5}, {"mrope_section": [4, 6, 6]})),
@@ -104,7 +106,7 @@ ROTATIONS: list[dict[str, Any]] = [
     {FULL: {"rope_type": "default", "rope_theta": 500.0}},
     {FULL: {"rope_type": "linear", "factor": 2.0}, WINDOWED: {"rope_type": "default", "rope_theta": 500.0}},
 ]
-"""What `rope_parameters` may hold, and `rope_scaling` as transformers 4 writes it."""
+"""Values of `rope_parameters`, and of `rope_scaling` as written by transformers 4."""
 
 TOGETHER: list[Change] = [
     *({"sliding_window": 64, "layer_types": kinds} for kinds in _KINDS),
@@ -121,15 +123,15 @@ TOGETHER: list[Change] = [
 
 
 def changes_of(family: str) -> list[Change]:
-    """All changes, each once; none that leaves the config as it is."""
+    """Return all distinct changes that have an effect on the config."""
     config = wide_config(family)
-    found = {json.dumps(change): change for change in _changes(family, config)}
-    return [change for change in found.values() if {**config, **change} != config]
+    distinct = {json.dumps(change): change for change in _changes(family, config)}
+    return [change for change in distinct.values() if {**config, **change} != config]
 
 
 def _changes(family: str, config: dict[str, Any]) -> Iterator[Change]:
     values = {key: _other_values(value) for key, value in _own_values(family, config).items()} | VALUES
-    yield from ({key: value} for key, each in values.items() for value in each)
+    yield from ({key: value} for key, options in values.items() for value in options)
     for rotation in ROTATIONS:
         if "type" not in rotation:
             yield {"rope_parameters": rotation if FULL in rotation else {"rope_theta": 10000.0, **rotation}}
@@ -139,7 +141,7 @@ def _changes(family: str, config: dict[str, Any]) -> Iterator[Change]:
 
 
 def _own_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of the family with the value that they have, or that they have where they are left out."""
+    """Return the family's keys with their values, or with the defaults of missing keys."""
     import transformers
 
     architecture = config["architectures"][0]
@@ -147,19 +149,19 @@ def _own_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
     config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
     written = config_class.from_dict(config).to_dict()
     aliases = {alias: written.get(name) for alias, name in config_class.attribute_map.items()}
-    of_every_model = transformers.PreTrainedConfig().to_dict()  # decides about inputs, outputs and files
-    own = {key: value for key, value in written.items() if key not in of_every_model}
+    general = transformers.PreTrainedConfig().to_dict()  # These keys concern inputs, outputs and files.
+    specific = {key: value for key, value in written.items() if key not in general}
     defaults = {field.alias or name: field.default for name, field in fields.items()}
-    return {**dict(_read_by_vllm(architecture)), **aliases, **own, **defaults, **config}
+    return {**dict(_read_by_vllm(architecture)), **aliases, **specific, **defaults, **config}
 
 
 def _read_by_vllm(architecture: str) -> Iterator[tuple[str, Any]]:
-    """Keys that vLLM's source looks up in a config, with their literal defaults."""
+    """Yield the keys that vLLM's source reads from a config, with their literal defaults."""
     from transformers import PreTrainedConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
     classes = ModelRegistry.models[architecture].load_model_cls().__mro__
-    modules = {each.__module__ for each in classes if each.__module__.startswith("vllm.")}
+    modules = {cls.__module__ for cls in classes if cls.__module__.startswith("vllm.")}
     modules |= {"vllm.config.model", "vllm.transformers_utils.config", "vllm.model_executor.models.config"}
     modules.add("vllm.transformers_utils.model_arch_config_convertor")
     for module in sorted(modules):
@@ -177,7 +179,7 @@ def _read_by_vllm(architecture: str) -> Iterator[tuple[str, Any]]:
 
 
 def _other_values(value: Any) -> tuple[Any, ...]:
-    """Values of the same type; of names and sections those in `VALUES`, for any other would be made up."""
+    """Return other values of the same type; those of names and sections are in `VALUES`."""
     match value:
         case bool():
             return (not value,)
@@ -186,6 +188,6 @@ def _other_values(value: Any) -> tuple[Any, ...]:
         case float():
             return (value / 2, value * 4) if value > 1e-3 else (0.1,)
         case None:
-            return (2,)  # which is also true
+            return (2,)  # Also true.
         case _:
             return (2,) if value is PydanticUndefined else ()

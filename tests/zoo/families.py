@@ -1,10 +1,10 @@
-"""One registry of the families: what decides the architecture, and the sizes at which tests use it.
+"""Registry of the families: keys that decide the architecture, and the sizes of test models.
 
-    tiny_config("qwen3", tie_word_embeddings=True)     # a few thousand elements, to be computed exactly
-    served_config("qwen3", vocab_size=128)             # heads as large as vLLM's kernels ask for
+    tiny_config("qwen3", tie_word_embeddings=True)     # a few thousand elements, for exact computations
+    served_config("qwen3", vocab_size=128)             # heads as large as vLLM's kernels require
 
-Both are the config.json of a published model (published_configs.py) with other sizes. The sizes differ from each
-other wherever a rule could mix them up, and are multiples of as little as possible.
+Both return the config.json of a published model (published_configs.py) with other sizes. Sizes that
+a rule could confuse differ from each other, and they have as few common divisors as possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from tests.zoo import published_configs as published
 
-# 130 tokens: not a multiple of anything Megatron pads to. head_dim is not hidden_size / num_attention_heads.
+# Megatron must pad 130 tokens to any multiple. head_dim differs from hidden_size /
+# num_attention_heads.
 SIZES: dict[str, Any] = {
     **{"vocab_size": 130, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
@@ -26,7 +27,7 @@ SIZES: dict[str, Any] = {
 SERVED_SIZES: dict[str, Any] = {
     **SIZES,
     **{"hidden_size": 64, "intermediate_size": 96},
-    "head_dim": 32,  # the least that vLLM's attention on CPU takes
+    "head_dim": 32,  # The minimum of vLLM's attention on CPU.
     **{"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000.0},
     "torch_dtype": "bfloat16",
 }
@@ -35,11 +36,11 @@ YARN: dict[str, Any] = {
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9},
 }
 
-# At their real values soft caps and windows would not show in tiny models.
+# With the published values soft caps and windows would have no effect in tiny models.
 _GEMMA: dict[str, Any] = {"sliding_window": 5, "query_pre_attn_scalar": 6, "pad_token_id": None}
 _SERVED_GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-# Latent attention: 8 rotary and 6 other elements in a query, 10 in a value.
+# Latent attention: a query has 8 rotary and 6 other elements, a value has 10.
 _LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "moe_intermediate_size": 12, "num_hidden_layers": 3, "n_routed_experts": 8},
     **{"num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 20},
@@ -58,13 +59,13 @@ _GPT2: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """An architecture.
 
     Attributes:
-        transformers: what the names of its classes there begin with.
+        transformers: prefix of its class names in transformers.
         published: config.json of a published model.
-        tiny, served: keys that differ from `published` besides SIZES and SERVED_SIZES.
-        without: keys of the sizes that its configs do not have.
+        tiny, served: changed keys in addition to SIZES and SERVED_SIZES.
+        without: keys in SIZES or SERVED_SIZES that its configs do not have.
     """
 
     transformers: str
@@ -81,7 +82,7 @@ class Family:
 _NO_GPT2_KEYS = tuple(name for name in SERVED_SIZES if name not in {*_GPT2, "torch_dtype"})
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", published.LLAMA_2_7B),
-    # knows no head_dim
+    # The config has no head_dim.
     "qwen2": Family(
         "Qwen2",
         {**published.QWEN2_5_0_5B, "tie_word_embeddings": False},
@@ -135,7 +136,7 @@ FAMILIES: dict[str, Family] = {
         published.DEEPSEEK_V3,
         tiny={**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
         served={**_SERVED_LATENT, "q_lora_rank": 40, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
-        without=("head_dim", "topk_method", "scoring_func"),  # transformers 5 writes neither
+        without=("head_dim", "topk_method", "scoring_func"),  # Not written by transformers 5.
     ),
 }
 
@@ -148,7 +149,7 @@ SERVED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 100}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
 }
-"""Every family that vLLM serves, and what else changes how it cuts a model: name -> (family, changes)."""
+"""Families that vLLM serves, and variants that it shards differently: name -> (family, changes)."""
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -156,13 +157,13 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def served_config(variant: str, **changes: Any) -> dict[str, Any]:
-    """A model that vLLM's kernels can compute; `variant` is one of SERVED_VARIANTS."""
+    """Return a config for vLLM's kernels; `variant` is one of SERVED_VARIANTS."""
     family, changed = SERVED_VARIANTS[variant]
     return FAMILIES[family].config({**SERVED_SIZES, **FAMILIES[family].served}, {**changed, **changes})
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> Path:
-    """A bare directory, as a user has before there are weights: config.json; returns it."""
+    """Write a directory with config.json only, as for a model without weights; return it."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config)))
     return directory

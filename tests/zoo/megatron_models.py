@@ -1,7 +1,7 @@
-"""Megatron actors of the models in `tiny_models`, on real ranks.
+"""Megatron actors for the models of `tiny_models`, on real ranks.
 
 with running(path, ActorConfig(...)) as run:      # in a function that `engines.launch` runs
-    load_canonical(run, path)                     # Megatron holds the checkpoint's weights
+    load_canonical(run, path)                     # copies the checkpoint's weights to Megatron
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Run:
 
 @contextlib.contextmanager
 def running(path: Path, config: ActorConfig) -> Iterator[Run]:
-    """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
+    """Build Megatron's parallel state, model, DDP and optimizer on this rank, for the block."""
     with parallel_state_of(config):
         from hybrid_engine.trainer.megatron.build import build_actor, end_training
         from hybrid_engine.trainer.megatron.train_engine import TrainEngine
@@ -53,7 +53,7 @@ def running(path: Path, config: ActorConfig) -> Iterator[Run]:
 
 
 def reference_of(run: Run, path: Path) -> TrainEngine:
-    """A frozen model of the same layout, its weights still random, on the run's groups."""
+    """Build a frozen model of the same layout with random weights, on the run's groups."""
     from hybrid_engine.trainer.megatron.build import build_reference
     from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
@@ -63,7 +63,7 @@ def reference_of(run: Run, path: Path) -> TrainEngine:
 
 @contextlib.contextmanager
 def parallel_state_of(config: ActorConfig) -> Iterator[None]:
-    """The patches, a gloo process group (kept for the next one), and Megatron's parallel state."""
+    """Apply the patches and initialise Megatron's parallel state; keep the process group."""
     import megatron_patches
 
     megatron_patches.apply()
@@ -72,7 +72,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     from hybrid_engine.trainer.megatron.build import destroy_parallel_state, initialize_parallel_state
 
     initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
-    dist.barrier()  # a test that ends at once would close what others are still connecting
+    dist.barrier()  # A short test would otherwise close connections that other ranks are still opening.
     try:
         yield
     finally:
@@ -81,7 +81,8 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
 
 def load_canonical(run: Run, path: Path) -> None:
     """Write the checkpoint into Megatron's parameters through the adaptor's records."""
-    canonical, buffers = read_canonical(path), run.engine.weights.base.buffers()
+    canonical = read_canonical(path)
+    buffers = run.engine.weights.base.buffers()
     with torch.no_grad():
         for shard in run.engine.weights.base.layout().shards:
             view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
@@ -90,40 +91,41 @@ def load_canonical(run: Run, path: Path) -> None:
 
 
 def whole_weights(weights: Any) -> dict[str, torch.Tensor]:
-    """The checkpoint tensors that the ranks' training weights hold together, read through the records; on every rank,
-    in host memory.
+    """Assemble the checkpoint tensors from all ranks' training weights, through the records.
 
-    A region that several ranks hold must be the same on all of them.
+    Returns them on every rank, in host memory. Raises AssertionError if ranks hold different values
+    of a region.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    own = (weights.layout(), {name: flat.cpu().clone() for name, flat in weights.buffers().items()})
-    dist.all_gather_object(everyone, own)
-    layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
-    found = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    buffers = {name: flat.cpu().clone() for name, flat in weights.buffers().items()}
+    dist.all_gather_object(by_rank, (weights.layout(), buffers))
+    layout = Layout.merge(rank_layout for rank_layout, _ in by_rank)
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}
     for shard in layout.shards:
-        values = view_of(everyone[shard.place.buffer.rank][1], shard).float()
-        target = found[shard.region.tensor][region_slices(shard)]
+        values = view_of(by_rank[shard.place.buffer.rank][1], shard).float()
+        target = tensors[shard.region.tensor][region_slices(shard)]
         assert torch.all(target.isnan() | (target == values)), f"ranks differ in {shard.region}"
         target.copy_(values)
-    return found
+    return tensors
 
 
 def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The part of a flat buffer that a record speaks of."""
-    flat, place = buffers[shard.place.buffer.name], shard.place
+    """Return the part of a flat buffer that a record describes."""
+    place = shard.place
+    flat = buffers[place.buffer.name]
     assert flat.dim() == 1
     assert flat.is_contiguous()
     return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
 
 
 def region_slices(shard: Shard) -> tuple[slice, ...]:
-    """The record's region, to index the canonical tensor with."""
+    """Return the region of a record as an index into the canonical tensor."""
     return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
 
 
 def negative_log_likelihood(
     _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The report shares the loss's memory, as an unsuspecting user's would."""
+    """Return the loss, and a report that shares its memory, as reports of users may."""
     loss = -log_probs.mean()
     return loss, {"loss": loss.detach()}

@@ -1,5 +1,8 @@
-"""The same sequences padded on the right, on the left, and packed; and what a trainer makes of each. Each sequence has
-a temperature of its own."""
+"""The same sequences padded on the right, padded on the left, and packed, and a trainer's results
+for each.
+
+The temperatures of the sequences differ.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hybrid_engine.trainer.batches.token_outputs import Outputs
 from tests.zoo.shares import share_of
 
 LENGTHS = (11, 5, 4, 12, 7, 8, 3, 13)
-"""Tokens of each sequence that are computed; packed in this order two fill a row of 16, but for one token."""
+"""Computed tokens of each sequence; pairs fill rows of 16, except the third with 15."""
 TEMPERATURES = torch.tensor([0.7, 1.0, 1.3, 0.6, 1.7, 0.7, 0.8, 1.1])
 WIDTH = 24
 TOP_K = 3
@@ -24,14 +27,14 @@ Batch = dict[str, torch.Tensor]
 
 
 def batches() -> dict[str, Batch]:
-    """By the way in which sequences are put into rows; tokens of padding are others each time."""
+    """Return the batches by arrangement of the sequences. Each has other padding tokens."""
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator) for length in LENGTHS]
     right, left, packed = _rows(8, WIDTH, 0), _rows(8, WIDTH, 9), _rows(4, 16, 7)
     for number, (sequence, length) in enumerate(zip(sequences, LENGTHS, strict=True)):
         _put(right, number, 0, sequence)
         right["temperature"][number] = left["temperature"][number] = TEMPERATURES[number]
-        _put(left, number, WIDTH - length - (number % 2), sequence)  # some with padding on both sides
+        _put(left, number, WIDTH - length - (number % 2), sequence)  # Odd rows have padding on both sides.
         start = 0 if number % 2 == 0 else LENGTHS[number - 1]
         _put(packed, number // 2, start, sequence, number % 2 + 1)
         packed["temperature"][number // 2, start : start + length] = TEMPERATURES[number]
@@ -56,17 +59,17 @@ def _put(rows: Batch, row: int, start: int, sequence: torch.Tensor, number: int 
     columns = slice(start, start + len(sequence) - 1)
     rows["tokens"][row, columns], rows["labels"][row, columns] = sequence[:-1], sequence[1:]
     rows["attention_mask"][row, columns] = number
-    # of every batch the mean over its tokens
+    # The sum of weighted values is then the mean over the tokens of the batch.
     rows["weights"][row, columns] = len(rows["tokens"]) / sum(LENGTHS)
 
 
 def by_sequence(values: torch.Tensor, way: str) -> torch.Tensor:
-    """Values [B, S, ...] of all tokens, one sequence after another."""
+    """Return the values of all tokens, sequence by sequence, from `values` [B, S, ...]."""
     return values[batches()[way]["weights"] > 0]
 
 
 def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of all tokens, with a bonus for entropy; values of padding are not looked at. `ratio`: how far it is from 1."""
+    """Return a loss over all tokens with an entropy bonus; "ratio gap" is max |ratio - 1|."""
     weights = micro_batch["weights"]
     ratio = (log_probs - micro_batch["old_log_probs"]).exp()
     policy = -(log_probs * weights).sum(1).mean()
@@ -77,12 +80,12 @@ def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> di
 
 @dataclass(frozen=True)
 class Read:
-    """What a trainer makes of one way.
+    """Results of a trainer for one arrangement.
 
     Attributes:
-        scores: [tokens, ...] by name.
-        report: of a training step that changes nothing.
-        padding: whether any value of padding is not 0.
+        scores: scores [tokens, ...] by name.
+        report: report of a training step without effect.
+        padding: whether a score of padding is not 0.
     """
 
     scores: dict[str, torch.Tensor]
@@ -91,40 +94,49 @@ class Read:
 
 
 def read_all(engine: Any) -> dict[str, Read]:
-    """By way. The weights stay: the learning rate is 0 from now on."""
+    """Return the results by arrangement; set the learning rate to 0 to keep the weights."""
     engine.set_learning_rate(0.0)
-    found = {}
+    results = {}
     for way, batch in batches().items():
-        own = share_of(engine, batch)
-        scores = {name: engine.gather_over_data_parallel(value) for name, value in engine.scores(own, OUTPUTS).items()}
-        old_log_probs = engine.log_probs(own)
-        alone = engine.gather_over_data_parallel(old_log_probs)
-        assert torch.equal(alone, scores["log_probs"]), "asking for more changes log-probabilities"
-        report = engine.train_step({**own, "old_log_probs": old_log_probs.to(own["tokens"].device)}, loss, OUTPUTS)
+        share = share_of(engine, batch)
+        scores = {
+            name: engine.gather_over_data_parallel(value) for name, value in engine.scores(share, OUTPUTS).items()
+        }
+        old_log_probs = engine.log_probs(share)
+        log_probs = engine.gather_over_data_parallel(old_log_probs)
+        assert torch.equal(log_probs, scores["log_probs"]), "further outputs change log-probabilities"
+        report = engine.train_step({**share, "old_log_probs": old_log_probs.to(share["tokens"].device)}, loss, OUTPUTS)
         is_padding = batch["weights"] == 0
         padding = any(bool(value[is_padding].any()) for value in scores.values())
-        found[way] = Read({name: by_sequence(value, way) for name, value in scores.items()}, report, padding)
-    return found
+        results[way] = Read({name: by_sequence(value, way) for name, value in scores.items()}, report, padding)
+    return results
 
 
-def assert_all_ways_agree(found: Mapping[str, Read], atol: float) -> None:
-    """Left padding is right padding bitwise, everything else up to rounding, as a loss adds up other rows."""
-    right = found["right"]
-    assert [read.report["ratio gap"] for read in found.values()] == [0.0] * len(found), "before a step nothing changed"
+def assert_all_ways_agree(results: Mapping[str, Read], atol: float) -> None:
+    """Check that results of left and right padding are bitwise equal, and all others equal up to
+    rounding.
+
+    Rounding differs because the loss sums other rows.
+    """
+    right = results["right"]
+    assert [read.report["ratio gap"] for read in results.values()] == [0.0] * len(results), (
+        "log-probabilities differ before a step"
+    )
     for name, values in right.scores.items():
-        assert torch.equal(values, found["left"].scores[name]), name
+        assert torch.equal(values, results["left"].scores[name]), name
     for way in ("no mask", "left", "packed", "packed by position"):
         for name in ("log_probs", "entropy", "top_log_probs"):
-            torch.testing.assert_close(found[way].scores[name], right.scores[name], atol=atol, rtol=0)
+            torch.testing.assert_close(results[way].scores[name], right.scores[name], atol=atol, rtol=0)
         for name, value in right.report.items():
-            assert abs(found[way].report[name] - value) < max(1e-4 * abs(value), atol), (way, name)
-    assert [way for way, read in found.items() if read.padding] == ["no mask", "packed by position"]
+            assert abs(results[way].report[name] - value) < max(1e-4 * abs(value), atol), (way, name)
+    assert [way for way, read in results.items() if read.padding] == ["no mask", "packed by position"]
 
 
-def assert_is_that_of_logits(found: Read, model: torch.nn.Module) -> None:
-    """Log-probabilities, entropy, most likely tokens and the gradient of a transformers model, sequence by sequence."""
+def assert_is_that_of_logits(result: Read, model: torch.nn.Module) -> None:
+    """Compare log-probabilities, entropy, top tokens and gradient with a transformers model."""
     model.zero_grad()
-    batch, log_probs, entropies, tops = batches()["no mask"], [], [], []
+    batch = batches()["no mask"]
+    log_probs, entropies, tops = [], [], []
     for row, length in enumerate(LENGTHS):
         logits = model(batch["tokens"][row : row + 1, :length], use_cache=False).logits[0].double()
         whole = (logits / TEMPERATURES[row]).log_softmax(-1)
@@ -132,7 +144,8 @@ def assert_is_that_of_logits(found: Read, model: torch.nn.Module) -> None:
         entropies.append(-(whole.exp() * whole).sum(-1))
         tops.append(whole.topk(TOP_K, dim=-1).values)
     for name, parts in (("log_probs", log_probs), ("entropy", entropies), ("top_log_probs", tops)):
-        torch.testing.assert_close(found.scores[name].double(), torch.cat(parts).detach(), atol=2e-5, rtol=0)
+        torch.testing.assert_close(result.scores[name].double(), torch.cat(parts).detach(), atol=2e-5, rtol=0)
     (-torch.cat(log_probs).mean() - 0.5 * torch.cat(entropies).mean()).backward()
-    norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm().item()
-    assert abs(found.report["grad_norm"] - norm) < 1e-3 * norm
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    assert abs(result.report["grad_norm"] - norm) < 1e-3 * norm

@@ -1,7 +1,5 @@
-"""The configs of published models, one or two for each family: the keys that decide the architecture.
-
-What a user has in a bare directory.
-"""
+"""Configs of published models, one or two per family, with the keys that decide the
+architecture."""
 
 from __future__ import annotations
 
@@ -128,7 +126,7 @@ GPT2: dict[str, Any] = {
     **{"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256},
 }
 
-# Of families that are above; not in PUBLISHED.
+# Further models of these families, not in PUBLISHED.
 QWEN_1_5_MOE = {
     **QWEN2_5_0_5B,
     **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048},

@@ -1,4 +1,4 @@
-"""transformers models sharded by FSDP2, as their users do it."""
+"""transformers models, sharded by FSDP2 in the usual ways."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from hybrid_engine.backends.fsdp.names import transformers_model
 
 
 def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:
-    """Shard each decoder layer and then the model; with replicas over a mesh of 2 dims (HSDP)."""
+    """Shard each decoder layer and then the model, with several replicas by HSDP."""
     num_shards = dist.get_world_size() // replicas
-    mesh = (
-        init_device_mesh("cpu", (num_shards,))
-        if replicas == 1
-        else init_device_mesh("cpu", (replicas, num_shards), mesh_dim_names=("replicate", "shard"))
-    )
+    if replicas == 1:
+        mesh = init_device_mesh("cpu", (num_shards,))
+    else:
+        mesh = init_device_mesh("cpu", (replicas, num_shards), mesh_dim_names=("replicate", "shard"))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
 def shard_over_tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
-    """TP of two, as transformers' own plans cut, and FSDP2 over it; norms and embeddings are split by FSDP2 alone."""
+    """Apply TP=2 with transformers' own plan, then FSDP2, which alone shards norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
     plan = {
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -37,7 +36,7 @@ def shard_over_tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
         **{"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()},
     }
     for layer in decoder_layers(model):
-        parallelize_module(layer, mesh["tp"], plan)  # type: ignore[arg-type]  # a dict is invariant in its values
+        parallelize_module(layer, mesh["tp"], plan)  # type: ignore[arg-type]  # dict is invariant
         fully_shard(layer, mesh=mesh["fsdp"])
     return fully_shard(model, mesh=mesh["fsdp"])
 
@@ -51,7 +50,7 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
-    """The model of a config.json with changes, fp32, all of its values random; the same on every rank."""
+    """Build a float32 model with random values, the same on all ranks, from a changed config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -64,11 +63,11 @@ def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, path: Path, dtype: torch.dtype) -> None:
-    """Write the weights as transformers does, on rank 0, beside the config.json that is there. Collective."""
+    """Write the weights by transformers on rank 0 and keep the existing config.json. Collective."""
     state: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # a tied head is the embedding
+        if id(tensor) not in seen:  # A tied head is the embedding.
             whole = _whole(tensor.detach())
             state[name] = whole if name.endswith("e_score_correction_bias") else whole.to(dtype)
             seen.add(id(tensor))

@@ -1,4 +1,4 @@
-"""A rank's part of a batch, for engines that are driven without a worker."""
+"""A rank's part of a batch, for engines without a worker."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Limited(Protocol):
 
 
 def share_of(engine: Limited, batch: Batch) -> Batch:
-    """This data parallel rank's consecutive part of a global batch. Raises BatchError with every violation."""
+    """Return this data parallel rank's consecutive part of a global batch. Raises BatchError."""
     return own_share(batch, engine.limits, needs_labels=False)

@@ -1,8 +1,7 @@
-"""Tiny Hugging Face models, as transformers writes and computes them.
+"""Tiny Hugging Face models, written and computed by transformers.
 
 path = save_model(directory, "qwen3", tie_word_embeddings=True)
-path = save_model(directory, "deepseek_v3", mtp_layers=1)   # transformers writes all but the mtp layers, which it
-                                                            # does not have; their tensors are random
+path = save_model(directory, "deepseek_v3", mtp_layers=1)   # transformers has no MTP layers; their tensors are random
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from tests.zoo.families import FAMILIES, SIZES, read_config, tiny_config
 
 
 def build_hf_model(family: str, mtp_layers: int = 0, **overrides: Any) -> torch.nn.Module:
-    """A transformers model of one of FAMILIES, fp32, in which every parameter and router bias is random and matters.
+    """Build a float32 model of a family in which every parameter and router bias is random and has
+    an effect.
 
-    Its config has `mtp_layers`; transformers makes the layers before them only.
+    The config lists `mtp_layers`, which transformers does not build.
     """
     import transformers
 
@@ -31,7 +31,7 @@ def build_hf_model(family: str, mtp_layers: int = 0, **overrides: Any) -> torch.
     name = FAMILIES[family].transformers
     config = getattr(transformers, f"{name}Config").from_dict(tiny_config(family, **overrides))
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    # other implementations of attention leave out soft caps
+    # Other implementations of attention ignore soft caps.
     config._attn_implementation = "eager"
     model = getattr(transformers, name.removesuffix("Text") + suffix)(config).float().eval()
     randomise(model, family)
@@ -39,7 +39,7 @@ def build_hf_model(family: str, mtp_layers: int = 0, **overrides: Any) -> torch.
 
 
 def randomise(model: torch.nn.Module, family: str) -> None:
-    """Give every parameter and router bias a value that matters, the same for the same shapes."""
+    """Set every parameter and router bias to random values large enough to matter."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,13 +50,13 @@ def randomise(model: torch.nn.Module, family: str) -> None:
 
 
 def norm_base(family: str, name: str) -> float:
-    """What the weights of a norm lie around: 1, or 0 where the model adds 1; 0 for everything that is no norm."""
+    """Return the mean of a norm's weights: 1, or 0 if the model adds 1; 0 for other weights."""
     is_norm = name.endswith("weight") and ("norm" in name or ".ln_" in name)
     return 1.0 if is_norm and not family.startswith("gemma") else 0.0
 
 
 def save_model(directory: Path, family: str, mtp_layers: int = 0, **overrides: Any) -> Path:
-    """Write such a model, with random tensors for the layers that transformers leaves out; returns the directory."""
+    """Write a model of `build_hf_model`, with random MTP layers; return the directory."""
     build_hf_model(family, mtp_layers, **overrides).save_pretrained(directory)
     if mtp_layers:
         table = table_for(read_config(directory))
@@ -75,7 +75,7 @@ def read_canonical(path: Path) -> dict[str, torch.Tensor]:
 
 
 def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens and the labels that follow them, [num_sequences, length]; the same on every rank."""
+    """Return random tokens and their labels [num_sequences, length], the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(SIZES["vocab_size"], (num_sequences, length + 1), generator=generator)
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
@@ -88,9 +88,10 @@ def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def train_hf_model(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], num_steps: int, weight_decay: float, eps: float = 1e-8
 ) -> tuple[list[float], list[float], torch.Tensor]:
-    """Losses, gradient norms and final log-probabilities of steps with torch's Adam at a learning rate of 3e-3.
+    """Train with torch's AdamW at learning rate 3e-3; return losses, gradient norms and final
+    log-probabilities.
 
-    As Megatron does it: norms and biases do not decay, gradients are clipped to norm 1.
+    As in Megatron, norms and biases have no weight decay and gradients are clipped to norm 1.
     """
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
@@ -113,43 +114,45 @@ def train_hf_model(
 
 
 def build_mtp_layer(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], layer: int) -> torch.nn.Module:
-    """transformers' own layer for multi-token prediction, with the checkpoint tensors of layer number `layer`.
+    """Build transformers' layer for multi-token prediction from the checkpoint `tensors` of layer
+    `layer`.
 
-    Args:
-        model: the DeepSeek-V3 model the layer belongs to.
-        tensors: the checkpoint.
+    `model` is the DeepSeek-V3 model of the checkpoint.
     """
     from transformers.modeling_layers import MtpLayer
 
     decoder_layer = model.model.layers[-1]
     result = MtpLayer(model.config, type(decoder_layer), type(decoder_layer.input_layernorm), layer).eval()
     prefix = f"model.layers.{layer}."
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    state = {name: own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+    remaining = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    state = {name: remaining.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
     state = {f"{name}.weight": tensor for name, tensor in state.items()}
-    state["post_norm.weight"] = own.pop("shared_head.norm.weight")
+    state["post_norm.weight"] = remaining.pop("shared_head.norm.weight")
     experts = range(model.config.n_routed_experts)
 
     def stacked(projection: str) -> torch.Tensor:
-        return torch.stack([own.pop(f"mlp.experts.{expert}.{projection}_proj.weight") for expert in experts])
+        return torch.stack([remaining.pop(f"mlp.experts.{expert}.{projection}_proj.weight") for expert in experts])
 
     state["mtp_block.mlp.experts.gate_up_proj"] = torch.cat([stacked("gate"), stacked("up")], dim=1)
     state["mtp_block.mlp.experts.down_proj"] = stacked("down")
-    state |= {f"mtp_block.{name}": tensor for name, tensor in own.items()}
+    state |= {f"mtp_block.{name}": tensor for name, tensor in remaining.items()}
     result.load_state_dict(state)
     return result
 
 
 def mtp_losses(path: Path, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> list[float]:
-    """Mean loss of each layer for multi-token prediction, computed with transformers' layers.
+    """Return the mean loss of each layer for multi-token prediction, computed with transformers'
+    layers.
 
-    Layer k sees at token t the embedding of token t + k + 1, and predicts the label after it; what would lie past the
-    end counts as token 0, is masked in the loss, and is seen by no token before it. A `mask` in the batch has the same
-    number of ones in every sequence.
+    At token t, layer k reads the embedding of token t + k + 1 and predicts the next label.
+    Positions past the end count as token 0, are masked in the loss, and are invisible to earlier
+    tokens. A `mask` in the batch must have the same number of ones in every sequence.
     """
     mask = batch.get("mask", torch.ones(batch["tokens"].shape))
-    tensors, num_layers = read_canonical(path), model.config.num_hidden_layers
-    tokens, labels, losses = batch["tokens"], batch["labels"], []
+    tensors = read_canonical(path)
+    num_layers = model.config.num_hidden_layers
+    tokens, labels = batch["tokens"], batch["labels"]
+    losses = []
     length = tokens.shape[1]
     with torch.no_grad():
         hidden = model.model(tokens).last_hidden_state
@@ -161,6 +164,6 @@ def mtp_losses(path: Path, model: torch.nn.Module, batch: Mapping[str, torch.Ten
             layer = build_mtp_layer(model, tensors, num_layers + index)
             embedded = model.model.embed_tokens(tokens)
             hidden = layer(embedded, hidden, angles, future, positions, None)
-            losses_here = -label_log_probs(model.lm_head(hidden), labels)[:, : length - index - 1]
-            losses.append(losses_here[mask[:, index + 1 :] == 1].mean().item())
+            token_losses = -label_log_probs(model.lm_head(hidden), labels)[:, : length - index - 1]
+            losses.append(token_losses[mask[:, index + 1 :] == 1].mean().item())
     return losses

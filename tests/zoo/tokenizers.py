@@ -1,4 +1,4 @@
-"""Tokenizers that need no files from elsewhere."""
+"""Tokenizers that need no external files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHARACTERS_TEMPLATE = (
 
 
 def save_numbers(path: Path, template: str | None = NUMBERS_TEMPLATE) -> None:
-    """A number below 130 is a token; 9 is a special one, which ends a text."""
+    """Save a tokenizer whose tokens are the numbers below 130; 9 is the end-of-sequence token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -28,7 +28,7 @@ def save_numbers(path: Path, template: str | None = NUMBERS_TEMPLATE) -> None:
 
 
 def save_characters(path: Path, template: str = CHARACTERS_TEMPLATE, **special: str) -> None:
-    """A printable character is a token: 101 of them. `special`: eos_token and the like, which are some of them."""
+    """Save a tokenizer of the 101 printable characters; `special` are names such as eos_token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Small jobs with both real engines, as rank functions for tests.harness.launch: what the end-to-end tests run."""
+"""Small jobs with both real engines, for functions that tests.harness.launch runs on ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
-    """A directory with the config.json of a small model: 4 layers, 4 heads over 2 KV heads, a vocabulary to pad."""
+    """Write the config.json of a model with 4 layers and a vocabulary that needs padding."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "torch_dtype": "float32"}
     return write_config(directory, served_config(family, **{**sizes, **changes}))
 
@@ -26,7 +26,7 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
 def configuration(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> HybridConfig:
-    """A configuration with sizes that keep a test short; `more`: other keys of it."""
+    """Return a configuration with sizes for short tests; `more` are further top-level keys."""
     values = {
         "model": str(model),
         "random_weights": True,
@@ -38,7 +38,7 @@ def configuration(
             "optimizer": {"lr": 1e-2},
             **actor,
         },
-        # vLLM zeroes its cache at each build and switch.
+        # The cache is small, because vLLM zeroes it at each build and switch.
         "generate_config": {
             **{"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120},
             **(generate or {}),
@@ -61,6 +61,6 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 def cross_entropy(
     micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss whose report still hangs on the graph."""
+    """Return a loss, and a report that is still part of the graph."""
     loss = -log_probs.mean()
     return loss, {"loss": loss}

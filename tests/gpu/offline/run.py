@@ -1,9 +1,11 @@
-"""Unpacks this folder of an offline bundle, and runs the checks on GPUs with what has been unpacked so far.
+"""Unpack this folder of an offline bundle, and run the checks on GPUs with all folders unpacked so
+far.
 
-    python3 1/run.py PLACE --unpack                   each folder in turn, in any order
-    python3 2/run.py PLACE [pytest's options]         the last one: stages 1 and 2 unless -k says otherwise
+    python3 1/run.py PLACE --unpack                   for each folder, in any order
+    python3 2/run.py PLACE [pytest's options]         for the last folder: stages 1 and 2 unless -k selects others
 
-PLACE is a folder that is made, and stays between the calls. Needs Python's own library only.
+PLACE is a folder that is created, and kept between the calls. Requires only Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 USAGE = 4
-"""Exit status when something is missing, as pytest's for wrong usage."""
+"""Exit status if something is missing, as pytest's for wrong usage."""
 PYTEST = (
     *("-v", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--timeout", "240"),
     *("--device", "cuda", "-k", "stage1 or stage2", "--vllm", "attention_backend=TRITON_ATTN"),
 )
-"""Options, which later ones override; FlashAttention's extension is not carried."""
+"""Options, which later ones override; the bundle does not contain FlashAttention's extension."""
 
 
 def unpack(folder: Path, place: Path, manifest: dict[str, Any]) -> list[str]:
-    """Keep this folder's parts in PLACE, and unpack the archives that are whole; returns those that are not.
+    """Copy this folder's parts to PLACE, and unpack complete archives; return messages about the
+    others.
 
-    Raises SystemExit for a part that is not the one that was packed.
+    Raises SystemExit for a damaged part.
     """
     (place / "parts").mkdir(parents=True, exist_ok=True)
     missing = []
@@ -54,7 +57,7 @@ def unpack(folder: Path, place: Path, manifest: dict[str, Any]) -> list[str]:
         with whole.open("wb") as file:
             for path, _ in parts:
                 file.write(path.read_bytes())
-        if archive["name"].startswith("stage1"):  # files that a newer tree has no longer
+        if archive["name"].startswith("stage1"):  # A newer tree may lack some files.
             shutil.rmtree(place / "tree", ignore_errors=True)
         with tarfile.open(whole) as tar:
             tar.extractall(place, filter="data")
@@ -65,12 +68,12 @@ def unpack(folder: Path, place: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def digest_of(path: Path) -> str | None:
-    """SHA-256 of a file; None where there is none."""
+    """Return the SHA-256 of a file; None if there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Variables of the checks: what was unpacked comes first, and nothing is asked of a network."""
+    """Return the environment of the checks: unpacked modules first, and no network."""
     libraries = [str(path) for entry in sys.path for path in sorted(Path(entry or ".").glob("nvidia/*/lib"))]
     shared = {
         "PYTHONPATH": [
@@ -82,27 +85,23 @@ def environment(place: Path) -> dict[str, str]:
     }
     paths = {name: os.pathsep.join(filter(None, values)) for name, values in shared.items()}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    absent = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # vLLM's sampler imports FlashInfer, which the bundle leaves out
+    absent = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # The bundle does not contain FlashInfer.
     return {**os.environ, **paths, **offline, **absent, "COLUMNS": "200"}
 
 
 def main(arguments: list[str]) -> int:
-    """Unpack; then run pytest, whose exit status is returned."""
+    """Unpack, run pytest, and return its exit status."""
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return USAGE
-    folder, place, options = (
-        Path(__file__).resolve().parent,
-        Path(arguments[0]).absolute(),
-        arguments[1:],
-    )
+    folder = Path(__file__).resolve().parent
+    place = Path(arguments[0]).absolute()
+    options = arguments[1:]
     manifest = json.loads((folder / "manifest.json").read_text())
     missing = unpack(folder, place, manifest)
-    made_for, here = (
-        f"Python {manifest['python']} and torch {manifest['torch']}",
-        f"Python {sys.version.split()[0]} and torch {_torch()}",
-    )
-    print(f"made for {made_for}; this machine has {here}", *missing, sep="\n", file=sys.stderr)
+    expected = f"Python {manifest['python']} and torch {manifest['torch']}"
+    actual = f"Python {sys.version.split()[0]} and torch {_torch()}"
+    print(f"made for {expected}; this machine has {actual}", *missing, sep="\n", file=sys.stderr)
     if "--unpack" in options:
         return 0
     checks = place / "tree" / "tests" / "gpu"

@@ -1,10 +1,10 @@
 """pytest plugin: Megatron-LM's unit tests on CPU and gloo.
 
-Loaded by name in the ranks that test_unit_tests.py starts; in that process `tests` is Megatron-LM's. It
-applies our groups before a test is collected, gives the test modules the `torch` that Megatron itself sees, and reads
-CUDA as CPU while a test runs. The environment says what to do:
+Ranks started by test_unit_tests.py load it by name; in these processes `tests` is Megatron-LM's
+package. It applies our groups of patches before collection, gives test modules the patched `torch`
+that Megatron sees, and replaces CUDA devices by the CPU while a test runs. Environment variables:
 
-    MEGATRON_LM_GROUPS     groups of patches, with commas
+    MEGATRON_LM_GROUPS     groups of patches, separated by commas
     MEGATRON_LM_OUTCOMES   folder for outcomes, a file of JSON lines per rank
 """
 
@@ -32,15 +32,16 @@ from megatron_patches.cpu import cuda_names
 SECONDS_FOR_A_PEER = 40
 
 GROUPS = os.environ["MEGATRON_LM_GROUPS"].split(",")
-NUM_RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+NUM_RANKS = int(os.environ["WORLD_SIZE"])
+RANK = int(os.environ["RANK"])
 OUTCOMES = Path(os.environ["MEGATRON_LM_OUTCOMES"]) / f"rank{RANK}.jsonl"
 
-_NUM_MADE_OF: Counter[tuple[int, ...]] = Counter()
-"""Ranks -> process groups made of them since torch.distributed was initialized."""
+_NUM_GROUPS: Counter[tuple[int, ...]] = Counter()
+"""Number of process groups made since torch.distributed was initialized, by their ranks."""
 
 
 class CudaIsCpu(cuda_names.CudaSpelling):
-    """While active, each call of torch that names a CUDA device means the CPU."""
+    """Mode in which calls of torch that name a CUDA device use the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,18 +52,18 @@ class CudaIsCpu(cuda_names.CudaSpelling):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before the conftest, which asks for Transformer Engine and would download data sets."""
+    """Patch before the conftest, which requires Transformer Engine and would download data sets."""
     megatron_patches.apply(GROUPS)
-    if "hooks" in GROUPS:  # so that the one on buffers does something
+    if "hooks" in GROUPS:  # Otherwise the hook on buffers would have no effect.
         megatron_patches.set_buffer_allocator(_allocate)
-    _download_nothing()
-    _say_that_transformer_engine_is_missing()
+    _skip_downloads()
+    _report_missing_transformer_engine()
     _replace_adam()
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report() -> Generator[None, None, None]:
-    """Some test modules import a name of Transformer Engine's at their head that only a few of their tests use."""
+    """Provide Transformer Engine's modules, which some test modules import but hardly use."""
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8")
     sys.modules.update({name: ModuleType(name) for name in names})
     sys.modules[names[-1]].fp8_autocast = None
@@ -72,7 +73,7 @@ def pytest_make_collect_report() -> Generator[None, None, None]:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A line for a file that could not be read or skips itself."""
+    """Write the outcome of a file that could not be imported or was skipped."""
     if report.outcome != "passed":
         _write(report.nodeid, report.outcome, _reason(report))
 
@@ -88,9 +89,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
-    """Groups do not outlive their test or class: gloo's would hold threads, and what a failed test left in them.
+    """Seed the test, and destroy process groups at the end of a test or class.
 
-    A test that seeds nothing has a rank's own random numbers, whatever ran before it.
+    Groups of gloo would keep threads and leftovers of failed tests. Each rank has a fixed seed.
     """
     torch.manual_seed(RANK)
     with CudaIsCpu():
@@ -100,7 +101,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A line for what ends a test: its call, or a phase before or after it that did not pass."""
+    """Write the outcome of a test's call, and of any other phase that did not pass."""
     if report.when == "call" or report.outcome != "passed":
         _write(report.nodeid, report.outcome, _reason(report))
 
@@ -120,7 +121,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 class AdamW(torch.optim.AdamW):
-    """As NVIDIA's: with no learning rate until the scheduler sets one, and with a count of steps before the first."""
+    """AdamW like NVIDIA's: no initial learning rate, and a step count from the start."""
 
     def __init__(self, params: Any, lr: float | None = None, **kwargs: Any) -> None:
         super().__init__(params, 1e-3 if lr is None else lr, **kwargs)
@@ -139,15 +140,15 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device, kind: str) -
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _download_nothing() -> None:
-    """The conftest of Megatron-LM fetches data sets for tests that are not run here."""
+def _skip_downloads() -> None:
+    """Skip the downloads of data sets in Megatron-LM's conftest; tests here need none."""
     from tests.test_utils.python_scripts import download_unit_tests_dataset
 
     download_unit_tests_dataset.download_and_extract_asset = lambda **_unused: None
 
 
 def _destroy_groups() -> None:
-    """With all that Megatron and its tests keep of them."""
+    """Destroy all process groups, and state of Megatron and its tests that refers to them."""
     from megatron.core import parallel_state
     from megatron.core.resharding import refit
 
@@ -160,8 +161,8 @@ def _destroy_groups() -> None:
         dist.destroy_process_group()
 
 
-def _say_that_transformer_engine_is_missing() -> None:
-    """The tests ask for its version, which raises a TypeError where there is none."""
+def _report_missing_transformer_engine() -> None:
+    """Without Transformer Engine, Megatron's check of its version would raise a TypeError."""
     import megatron.core.utils
 
     megatron.core.utils.is_te_min_version = lambda version, check_equality=True: False
@@ -170,12 +171,12 @@ def _say_that_transformer_engine_is_missing() -> None:
 def _replace_adam() -> None:
     import megatron.core.optimizer
 
-    namespace = megatron.core.optimizer.torch  # that of group "cpu", which is applied
+    namespace = megatron.core.optimizer.torch  # The namespace that group "cpu" has installed.
     vars(namespace)["optim"] = cuda_names.Namespace(torch.optim, {"AdamW": AdamW})
 
 
 def _torch_of_tests() -> ModuleType:
-    """What Megatron's modules see, with as many devices as ranks and with gloo for NCCL."""
+    """Return the `torch` that Megatron sees, with a device per rank and gloo for NCCL."""
     namespace = cuda_names.torch_on_cpu(torch)
     vars(namespace.cuda)["device_count"] = lambda: NUM_RANKS
     vars(namespace.distributed).update(
@@ -186,16 +187,16 @@ def _torch_of_tests() -> ModuleType:
 
 
 def _init_process_group(backend: str | None = None, **kwargs: Any) -> None:
-    """On keys of the store that no other test has used."""
+    # The prefix separates the keys of different tests.
     if "store" in kwargs:
         kwargs["store"] = dist.PrefixStore(os.environ["PYTEST_CURRENT_TEST"], kwargs["store"])
     kwargs["timeout"] = datetime.timedelta(seconds=SECONDS_FOR_A_PEER)
-    _NUM_MADE_OF.clear()
+    _NUM_GROUPS.clear()
     dist.init_process_group("gloo", **kwargs)
 
 
 def _new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
-    """Tests make groups of which only the members know; NCCL allows that, gloo if all agree on the name."""
+    # In tests only the members create a group. gloo allows that if all agree on the name.
     return dist.new_group(ranks, **{**kwargs, "use_local_synchronization": True, "backend": None})
 
 
@@ -204,15 +205,15 @@ def _init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh
 
 
 def _name_group(ranks: Sequence[int]) -> str:
-    """A name on which the members agree. torch counts all groups of a rank, of which each may have others."""
-    _NUM_MADE_OF[tuple(ranks)] += 1
-    return f"{list(ranks)}, the {_NUM_MADE_OF[tuple(ranks)]}. of these"
+    """Return a name common to all members; torch's depends on the rank's number of groups."""
+    _NUM_GROUPS[tuple(ranks)] += 1
+    return f"{list(ranks)}, the {_NUM_GROUPS[tuple(ranks)]}. of these"
 
 
 def _redirect(module: ModuleType, namespace: ModuleType) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    submodules = getattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_submodules", None)  # since 0.17
+    submodules = getattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_submodules", None)  # Since 0.17.
     for attr, value in list(vars(module).items()):
         if value is torch:
             setattr(module, attr, namespace)
@@ -225,9 +226,11 @@ def _redirect(module: ModuleType, namespace: ModuleType) -> None:
 
 
 def _local_spec(*args: Any, **kwargs: Any) -> Any:
-    """Transformer Engine and grouped GEMM have no CPU build; Megatron's own layers hold parameters of the same sizes.
+    """Return Megatron's own layers, whose parameters have the sizes of Transformer Engine's and
+    grouped GEMM.
 
-    They take random numbers from a generator per mode of parallelism, which not every test seeds.
+    Their random numbers come from a generator per mode of parallelism, which some tests do not
+    seed.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed

@@ -1,4 +1,4 @@
-// The lock, the bytes that each process has of each device, counts of calls, calls that a test lets fail, reports.
+// The lock, the bytes of each device per process, counts of calls, injected failures, and reports.
 #include "driver.h"
 
 #include <bitset>
@@ -32,7 +32,7 @@ Held::~Held() {
     lock_of_thread = nullptr;
 }
 
-// Without Python's lock, which a kernel that another thread computes may need. Who has it may be waiting for ours.
+// Without Python's lock, which a kernel of another thread may need: its holder may be waiting for our lock.
 void Held::wait() {
     using HasLock = int (*)();
     using GiveUp = void* (*)();
@@ -69,24 +69,24 @@ struct ProcessAccount {
     int64_t taken[kMostDevices];
 };
 
-// Physical memory that processes hold.
+// Physical memory held by processes.
 struct PhysicalMemory {
     uint64_t file;
     int64_t nbytes;
     int device;
     Processes holders;
-    bool may_be_open;  // a descriptor of it was given out, which keeps it without holders, too
+    bool may_be_open;  // a descriptor was exported, which keeps the memory even without holders
 };
 
 struct Accounts {
     std::atomic<int> owner;
     ProcessAccount processes[kMostProcesses];
-    size_t num_memories;  // entries behind it are free, and so are those that nobody holds
+    size_t num_memories;  // later entries are free, and so are entries without holders
     PhysicalMemory memories[kMostMemories];
 };
 
-// Memory of all processes of one machine, which the launcher names; filled with zeros at first. Without a name the
-// machine is this process's own.
+// Memory of all processes of a machine, which the launcher names; initially zeros. Without a name the machine
+// consists of this process.
 void* map_shared_memory(const char* name, size_t nbytes) {
     const char* id = getenv("SOFTWARE_GPU_ID");
     if (!id) {
@@ -122,7 +122,7 @@ static Accounts& accounts() {
     return *shared;
 }
 
-// The functions below are called while the accounts are held, up to those that hold them.
+// The functions below require that the accounts are locked, up to those that lock them.
 
 static Processes living_processes() {
     Processes living;
@@ -137,7 +137,7 @@ static int own_number;  // of this process's account
 
 static void close_account() {
     ProcessAccount& own = accounts().processes[own_number];
-    if (own.pid == getpid()) {  // and not of a forked child's parent
+    if (own.pid == getpid()) {  // not of the parent of a forked child
         own.pid = 0;
     }
 }
@@ -150,7 +150,7 @@ static int new_number() {
         }
         accounts().processes[i] = {getpid(), {}};
         for (size_t k = 0; k < accounts().num_memories; k++) {
-            accounts().memories[k].holders.reset(i);  // who had the number before has died
+            accounts().memories[k].holders.reset(i);  // the previous process with this number has died
         }
         atexit(close_account);
         return i;
@@ -168,12 +168,12 @@ static bool is_held(const PhysicalMemory& memory, const Processes& living) {
     return (memory.holders & living).any() || memory.may_be_open;
 }
 
-// Memory files of devices that any process has open. One that is on its way through a socket is not seen, nor those of
-// processes whose files this one may not look at.
+// Memory files of devices that any process has open. Does not include files in transit through a socket, and files of
+// processes that this one may not inspect.
 static std::set<uint64_t> open_memory_files() {
     std::set<uint64_t> files;
     const std::string prefix = std::string("/memfd:") + kMemoryFileName;
-    std::error_code error;  // processes and files go meanwhile
+    std::error_code error;  // processes and files may disappear meanwhile
     for (const auto& process : std::filesystem::directory_iterator("/proc", error)) {
         if (!isdigit(process.path().filename().string()[0])) {
             continue;
@@ -191,7 +191,7 @@ static std::set<uint64_t> open_memory_files() {
     return files;
 }
 
-// Free what was given out and nobody has any more.
+// Free exported memory that no process holds any more.
 static void forget_closed(const Processes& living) {
     std::vector<PhysicalMemory*> unheld;
     for (size_t i = 0; i < accounts().num_memories; i++) {
@@ -274,7 +274,7 @@ void give(int device, int64_t nbytes) {
     own_account().taken[machine_device(device)] -= nbytes;
 }
 
-// How often this process holds each memory.
+// How many times this process holds each memory.
 static std::map<uint64_t, int>& num_holds = *new std::map<uint64_t, int>;
 
 bool hold(int device, uint64_t file, int64_t nbytes) {
@@ -323,13 +323,13 @@ struct Failure {
     int error;
 };
 
-// Of their own lock: other libraries count, too, outside of the driver's lock.
-// They outlive threads that run until the process has ended.
+// With a separate lock, because other libraries also count, outside of the driver's lock.
+// Never destroyed: threads may run until the process has ended.
 static std::mutex& counts_mutex = *new std::mutex;
 static std::map<std::string, uint64_t>& counts = *new std::map<std::string, uint64_t>;
 static std::map<std::string, Failure>& failures = *new std::map<std::string, Failure>;
 
-// The caller holds the counts' lock.
+// The caller holds the lock of the counts.
 static CUresult asked_failure(const char* name) {
     auto failure = failures.find(name);
     if (failure == failures.end() || failure->second.num_left == 0) {
@@ -352,7 +352,7 @@ CUresult count(const char* name) {
 
 // -- reports -----------------------------------------------------------------------------------------------------
 
-// Where Python is: what it was running when it came here, if it is Python that called.
+// The Python frame that called the driver, if any.
 static void write_python_stack(int descriptor) {
     using Write = void (*)(int, void*);
     using State = void* (*)();
@@ -426,7 +426,7 @@ void software_gpu_give(int device, int64_t nbytes) {
     give(device, nbytes);
 }
 
-// Leave so much of a device free: the rest is taken, instead of what was taken so before. Less than 0: all of it.
+// Leave `nbytes` of a device free and take the rest, replacing an earlier limit. If negative, leave all.
 void software_gpu_leave(int device, int64_t free_nbytes) {
     static int64_t withheld[kMostDevices];
     Held held;

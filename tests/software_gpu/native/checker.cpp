@@ -1,9 +1,9 @@
 // Happens-before over streams, events and waits of the host, by vector clocks.
 //
-// Every operation of a stream has a number. A clock says of other streams up to which number all is over. A stream
-// learns by waiting for an event, and the host by synchronizing: what the host knows, all later operations know. An
-// access after the number that is known conflicts if it overlaps and one of the two writes. Order between processes is
-// in peers.cpp.
+// Every operation of a stream has a number. A clock holds, for each other stream, the number up to which everything
+// is over. A stream advances its clock by waiting for an event, and the host by synchronizing; all later operations
+// know what the host knows. An access with a higher number conflicts if it overlaps and one of the two is a write.
+// Order between processes is in peers.cpp.
 #include "driver.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace software_gpu {
 
-// These outlive threads that run until the process has ended.
+// Never destroyed: threads may run until the process has ended.
 static Clock& host_clock = *new Clock;
 static thread_local Clock heard_by_thread;
 
@@ -200,7 +200,7 @@ void host_waited_for(Stream& stream, uint64_t number, const Clock& known) {
     }
 }
 
-// Up to what is over: another thread may have put more there meanwhile.
+// Only up to operations that are over: another thread may have queued more meanwhile.
 void host_waited_for_all(int device) {
     for (Stream* stream : all_streams()) {
         if (device < 0 || stream->device == device) {

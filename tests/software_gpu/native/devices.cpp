@@ -1,5 +1,5 @@
-// Devices, contexts, errors and modules: an H100 as far as programs ask. Modules are loaded and their kernels are named,
-// but code of a GPU cannot run: launching it is an error that says its name.
+// Devices, contexts, errors and modules of a simulated H100. Modules are loaded and their kernels have names, but GPU
+// code cannot run: launching it is an error with the kernel's name.
 #include "driver.h"
 
 #include <cstdio>
@@ -10,7 +10,7 @@
 
 namespace software_gpu {
 
-constexpr int64_t kContextNbytes = int64_t(500) << 20;  // about what a context takes on hardware
+constexpr int64_t kContextNbytes = int64_t(500) << 20;  // approximately the memory of a context on hardware
 constexpr int kDriverVersion = 13000;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
@@ -22,7 +22,7 @@ static int number_in_environment(const char* name, int otherwise) {
     return text ? atoi(text) : otherwise;
 }
 
-// The machine's devices that this process sees, by their order here. As the real driver does, it looks once.
+// The machine's devices that this process sees, in its order. Determined once, as by the real driver.
 static const std::vector<int>& visible_devices() {
     static const std::vector<int>* visible;
     if (visible) {
@@ -42,7 +42,7 @@ static const std::vector<int>& visible_devices() {
             long device = strtol(part, &end, 10);
             bool is_known = end != part && device >= 0 && device < num_of_machine;
             if (!is_known) {
-                break;  // what follows a wrong entry is invisible, too
+                break;  // entries after a wrong one are invisible too
             }
             devices->push_back(device);
         }
@@ -105,7 +105,7 @@ static std::map<int, int>& attributes() {
     static std::map<int, int> of_an_h100 = {
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
-        // An H100 has 132. vLLM starts so many programs of a kernel, and here they run one after another.
+        // An H100 has 132. vLLM starts this many programs of a kernel, which run sequentially here.
         {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 8},
         {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
         {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
@@ -192,7 +192,7 @@ static CUresult refuse_kernel(const char* name) {
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
 }
 
-// This library itself: names are looked up here and nowhere else.
+// This library, the only place where names are looked up.
 static void* own_library() {
     static void* library = [] {
         Dl_info info;
@@ -202,7 +202,7 @@ static void* own_library() {
     return library;
 }
 
-// The newest version of a function: programs ask by its first name.
+// The newest version of a function; programs request it by its base name.
 static void* function_named(const char* name) {
     for (const char* suffix : {"_v3", "_v2", ""}) {
         std::string symbol = std::string(name) + suffix;
@@ -219,7 +219,7 @@ using namespace software_gpu;
 
 extern "C" {
 
-// What all devices answer from now on, for a test of another GPU than an H100.
+// Override an attribute of all devices from now on, to test a GPU other than an H100.
 void software_gpu_set_attribute(int attribute, int value) { attributes()[attribute] = value; }
 
 CUresult cuInit(unsigned) {

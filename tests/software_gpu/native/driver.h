@@ -1,6 +1,6 @@
-// Parts of libcuda.so.1 that its files share: one lock, regions of memory, streams with their clocks, accounts.
+// Declarations shared by the files of libcuda.so.1: the lock, regions of memory, streams with clocks, accounts.
 //
-// Each public function of the driver takes the lock once, by `driver_call`, and nothing below it takes it again.
+// Each public function of the driver takes the lock once, by `driver_call`; functions below it do not take it.
 #pragma once
 #include "interface.h"
 
@@ -22,18 +22,18 @@ namespace software_gpu {
 
 // -- the lock ----------------------------------------------------------------------------------------------------
 
-// Held by a thread that is inside the driver. Waits release it, so that others can finish what is waited for.
+// Held by a thread inside the driver. Waits release it, so that other threads can finish the awaited work.
 class Held {
 public:
     Held();
     ~Held();
     Held(const Held&) = delete;
 
-    // Let others in until something has happened, or for some milliseconds.
+    // Release the lock until a notification, or for some milliseconds.
     static void wait();
-    // Run something of the caller's, which may call the driver itself.
+    // Run a function of the caller, which may call the driver itself.
     static void run_released(const std::function<void()>& function);
-    // Wake up who waits.
+    // Wake up waiting threads.
     static void notify();
 };
 
@@ -41,7 +41,7 @@ public:
 
 constexpr int kHost = -1;
 
-// Devices that this process sees are numbered from 0; CUDA_VISIBLE_DEVICES says which of the machine's they are.
+// Devices that this process sees are numbered from 0; CUDA_VISIBLE_DEVICES selects them.
 int num_devices();
 int machine_device(int device);
 constexpr int kAnyDevice = -1;
@@ -50,26 +50,26 @@ int device_of_context();  // of this thread, or kAnyDevice
 void set_current_device(int device);
 bool can_access_peer(int device, int other);
 size_t device_nbytes();
-// The context of a device; the first call for it takes the memory that a context has.
+// Return the context of a device; the first call for a device takes a context's memory.
 CUcontext primary_context(int device);
 int attribute(int device, CUdevice_attribute attribute);
 
 // -- accounts ----------------------------------------------------------------------------------------------------
 
-// Bytes of a device that all processes of this machine have taken; kept in shared memory.
+// Bytes of a device taken by all processes of this machine; kept in shared memory.
 void* map_shared_memory(const char* name, size_t nbytes);
 bool take(int device, int64_t nbytes);
 void give(int device, int64_t nbytes);
 int64_t taken(int device);
 bool has_free(int device, int64_t nbytes);
-// Physical memory, by the number of its file, which several processes may hold: it is taken until none of them does.
-// A process says so once for each of its handles of the memory; false if the device has not so many bytes.
+// Physical memory, identified by the number of its file. It is taken while any process holds it. A process registers
+// each of its handles; the result is false if the device has too little memory.
 bool hold(int device, uint64_t file, int64_t nbytes);
 void drop(uint64_t file);
-// From now on the memory is also taken while a descriptor of it is open, in any process.
+// From now on the memory is also taken while any process has a descriptor of it open.
 void keep_while_open(uint64_t file);
 
-// Held by a process that uses a table of shared memory, which names it; from one that has died it is taken.
+// A lock on a table of shared memory that names its owner; the lock of a dead process can be taken over.
 class SharedHeld {
 public:
     explicit SharedHeld(std::atomic<int>& owner);
@@ -95,21 +95,21 @@ struct Region {
     size_t nbytes;
     RegionKind kind;
     int device;
-    int descriptor = -1;          // the memory file of what cuMemAlloc gave
-    bool is_registered = false;   // host memory of the program's own
+    int descriptor = -1;          // memory file of an allocation by cuMemAlloc
+    bool is_registered = false;   // ordinary host memory registered by the program
     Allocation* allocation = nullptr;
-    std::map<int, CUmemAccess_flags> rights = {};  // of mapped memory: what each device may do; none: nothing
-    uint64_t shared_file = 0;     // what the system calls the memory file, once another process may have it
+    std::map<int, CUmemAccess_flags> rights = {};  // access of each device to mapped memory; missing: none
+    uint64_t shared_file = 0;     // system's id of the memory file, if another process may have it
     uint64_t id = 0;
 
     uint64_t end() const { return start + nbytes; }
 };
 
-// An address range without memory of its own.
+// A reserved address range without memory.
 struct Reservation {
     uint64_t start;
     size_t nbytes;
-    void* mapping;                // begins before `start`, which is aligned
+    void* mapping;                // starts before the aligned `start`
     size_t mapping_nbytes;
     int device;
     uint64_t id;
@@ -125,20 +125,20 @@ Reservation* reservation_at(uint64_t address);
 Region& add_region(Region region);
 uint64_t new_id();
 
-// Whether a device may touch all of it.
+// Whether a device may access all of the bytes.
 bool is_accessible(uint64_t address, size_t nbytes, int device = kAnyDevice);
 bool may_touch(const Region& region, int device);
-// Whether some of it is mapped for other devices only.
+// Whether some of the bytes are mapped for other devices only.
 bool is_withheld(uint64_t address, size_t nbytes, int device);
-// Whether it is ordinary memory of the host, which copies may touch and kernels may not.
+// Whether it is ordinary host memory, which copies may access and kernels may not.
 bool is_pageable(uint64_t address);
 
-// What the name of each memory file begins with; the number of its device follows.
+// Prefix of the names of memory files, followed by the number of the device.
 constexpr char kMemoryFileName[] = "software_gpu.device";
-// A memory file of a device, filled with a pattern so that nobody takes new memory for zeros; -1 without memory.
+// Create a memory file of a device, filled with a pattern so that new memory is not zero; -1 if memory is short.
 int new_memory_file(int device, size_t nbytes);
 int device_of_memory_file(int descriptor);
-// What the system calls a file.
+// The system's id of a file.
 uint64_t file_number(int descriptor);
 
 // -- order -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ uint64_t file_number(int descriptor);
 struct Stream;
 struct Graph;
 
-// What is known of other streams: all that they had up to a number is over before what comes next.
+// Knowledge about other streams: all operations up to a number are over before the next operation.
 using Clock = std::unordered_map<const Stream*, uint64_t>;
 void learn(Clock& clock, const Stream* stream, uint64_t number);
 void learn(Clock& clock, const Clock& other);
@@ -161,7 +161,7 @@ public:
     };
 
     void add(uint64_t start, uint64_t end, uint64_t number, const char* what);
-    // Call `use` with the start of each access after a number that overlaps, and the access.
+    // Call `use` with the start of each overlapping access after a number, and the access.
     void each_overlapping(
         uint64_t start, uint64_t end, uint64_t after, const std::function<void(uint64_t, const Access&)>& use
     ) const;
@@ -174,11 +174,11 @@ private:
     std::map<uint64_t, Access> by_start_;
 };
 
-// Say what the last operation of a stream touches, and report who else does without an order between them.
+// Declare the accesses of a stream's last operation; report unordered conflicting accesses.
 void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what);
-// The same among the branches of a graph, for the one whose node runs.
+// Likewise among the branches of a graph, for the branch whose node runs.
 void check_access_in_graph(Graph& graph, uint64_t start, size_t nbytes, bool writes, const char* what);
-// Report operations on memory that goes away although nobody waited for them; they are run first.
+// Report operations on memory that is released without a wait for them, after running them.
 void check_release(uint64_t start, size_t nbytes, const char* what);
 // Bytes of a memory file that several processes may have mapped.
 struct SharedAccess {
@@ -187,24 +187,25 @@ struct SharedAccess {
     uint64_t end;
 };
 
-// Where bytes lie in memory files that another process may have; false if none of them does.
+// Positions of bytes in memory files that another process may have; false if there are none.
 bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses);
-// Have other processes know what is pending on bytes that they may have from now on.
+// Publish pending accesses to bytes that other processes may have from now on.
 void publish_accesses(const Region& region);
-// Report who else touches them, and keep what this process does until its host has waited for it.
+// Report conflicting accesses of other processes; keep this process's accesses until its host has waited for them.
 void check_shared_access(const Stream& stream, const SharedAccess& access, bool writes, const char* what);
 void forget_shared_accesses(const Stream& stream, uint64_t number);
 void host_waited_for(Stream& stream, uint64_t number, const Clock& known);
 void host_waited_for_all(int device);
-// A thread that asked heard that a stream is over up to a number. Others, such as NCCL's watchdog, do not know.
+// A thread has learned by a query that a stream is over up to a number. Other threads, such as NCCL's watchdog, have
+// not.
 void thread_heard_of(const Stream& stream, uint64_t number, const Clock& known);
 
 // -- streams -----------------------------------------------------------------------------------------------------
 
 struct Operation {
     uint64_t number = 0;
-    std::function<void()> run;                     // without the driver's lock if `is_released`
-    std::function<bool(bool is_waiting)> is_ready;  // also does what has to come before; none: always
+    std::function<void()> run;                     // runs without the driver's lock if `is_released`
+    std::function<bool(bool is_waiting)> is_ready;  // also runs required earlier work; none: always ready
     bool is_released = false;
 };
 
@@ -215,7 +216,7 @@ struct Touched {
     const char* what;
 };
 
-// When the last operation of a stream begins at the earliest, and what timeline.cpp knew before it.
+// Earliest start of a stream's last operation, and the state of timeline.cpp before it.
 struct TimedOperation {
     double begin = 0;
     std::array<double, 4> nbytes = {};
@@ -235,9 +236,9 @@ struct Stream {
     uint64_t num_put = 0;
     uint64_t num_done = 0;
     std::deque<Operation> queue;
-    std::thread::id launcher;                      // who computes an operation of it now, without the lock
-    int depth = 0;                                 // of the launches of that thread, one within another
-    uint64_t open_number = 0;                      // of the operation that is computed
+    std::thread::id launcher;                      // thread that computes an operation now, without the lock
+    int depth = 0;                                 // nesting depth of that thread's launches
+    uint64_t open_number = 0;                      // number of the operation being computed
     Clock known;
     Accesses reads;
     Accesses writes;
@@ -248,49 +249,49 @@ struct Stream {
 
     bool is_blocking() const { return !(flags & CU_STREAM_NON_BLOCKING); }
     bool is_open_elsewhere() const { return depth && launcher != std::this_thread::get_id(); }
-    // Up to which number all is over. What a thread waits for while it computes is part of what it computes.
+    // Number up to which all is over. Waits of a thread during a computation are part of the computation.
     uint64_t num_over() const { return is_open_elsewhere() ? open_number - 1 : num_done; }
 };
 
-// What was put on streams while they were captured, in that order, which keeps the order between them.
+// Operations queued on captured streams, in their order, which also is the order between the streams.
 struct Graph {
     struct Node {
         Operation operation;
         Stream* branch;
-        Clock known;                               // by its branch, of the others
+        Clock known;                               // by its branch, about the others
         std::vector<Touched> accesses = {};
     };
 
     uint64_t id = new_id();
     CUstreamCaptureMode mode;
-    std::thread::id thread = std::this_thread::get_id();  // that captures
-    Stream* origin;                                // where the capture began
+    std::thread::id thread = std::this_thread::get_id();  // the capturing thread
+    Stream* origin;                                // stream of the capture
     bool is_open = true;                           // until its capture ends
-    bool is_valid = true;                          // until something is done that a capture forbids
+    bool is_valid = true;                          // until a forbidden call
     std::vector<Node> nodes = {};
-    std::map<Stream*, std::unique_ptr<Stream>> branches = {};  // of captured streams; gone after the first launch
+    std::map<Stream*, std::unique_ptr<Stream>> branches = {};  // of captured streams; removed after the first launch
     Stream* running = nullptr;                     // branch whose node runs
 };
 
 Stream& stream_of(CUstream handle);
 std::vector<Stream*> all_streams();
-// Put an operation on a stream; it runs when somebody waits for it, and not before.
+// Queue an operation on a stream. It runs when a thread waits for it, and not before.
 Operation& put(Stream& stream, std::function<void()> run);
-// Run what a stream has up to a number. Without `is_waiting` it stops at what another thread has to finish.
+// Run a stream's operations up to a number. Without `is_waiting`, stop at work that another thread has to finish.
 bool run_up_to(Stream& stream, uint64_t number, bool is_waiting = true);
 void run_all(int device);
-// The error of a call that waits, or does what no graph can repeat, while a capture forbids this thread such calls. The
-// capture is invalid from then on.
+// Error of a call that waits, or that a graph cannot repeat, if a capture forbids such calls to this thread.
+// Invalidates the capture.
 CUresult refuse_unsafe_call();
-// The same for a call that waits for all of a device.
+// Likewise for a call that waits for a whole device.
 CUresult refuse_wait_for_device(int device);
-// An error that stays until the process ends, as after an illegal address.
+// An error that persists until the process ends, as after an illegal address.
 CUresult lasting_error();
 void set_lasting_error(CUresult error);
 
 // -- the timeline ------------------------------------------------------------------------------------------------
 
-// The host made a call; an operation was put on a stream, and touches bytes; a stream, or the host, waits for another.
+// Events of the timeline: a call of the host; a queued operation and its bytes; a wait of a stream or of the host.
 void timeline_call(const char* name);
 void timeline_put(Stream& stream);
 void timeline_use(Stream& stream, uint64_t address, size_t nbytes, bool writes);
@@ -299,10 +300,10 @@ void timeline_host_waits(const Stream& stream, uint64_t number);
 
 // -- public functions --------------------------------------------------------------------------------------------
 
-// CUDA_SUCCESS after cuInit in this process. A child that is forked afterwards has no driver, and cannot get one.
+// CUDA_SUCCESS after cuInit in this process. A child forked afterwards has no driver and cannot get one.
 CUresult driver_state();
 
-// Count a call, fail it if a test asked for that, and run it under the lock.
+// Count a call, fail it if a test requested that, and run it under the lock.
 template <class Body>
 CUresult driver_call(const char* name, Body body) {
     if (CUresult error = driver_state()) {
@@ -315,7 +316,7 @@ CUresult driver_call(const char* name, Body body) {
     return body();
 }
 
-// The same for a call that a capture may forbid.
+// Likewise for a call that a capture may forbid.
 template <class Body>
 CUresult unsafe_call(const char* name, Body body) {
     return driver_call(name, [&] {

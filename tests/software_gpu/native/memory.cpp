@@ -1,5 +1,5 @@
-// Memory of the device and page-locked memory of the host: allocation, attributes of pointers, handles for other
-// processes. Memory of the device is a memory file, so that other processes can map it too.
+// Device memory and page-locked host memory: allocation, attributes of pointers, handles for other processes. Device
+// memory is a memory file, so that other processes can map it.
 #include "driver.h"
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 
 namespace software_gpu {
 
-constexpr size_t kAllocationNbytes = 512;              // cuMemAlloc rounds up to it
-constexpr size_t kMostPatternNbytes = size_t(64) << 20;  // larger memory keeps its zeros: filling it would take long
+constexpr size_t kAllocationNbytes = 512;              // cuMemAlloc rounds up to a multiple
+constexpr size_t kMostPatternNbytes = size_t(64) << 20;  // larger memory stays zero, because filling it takes long
 constexpr unsigned char kPattern = 0xA5;
 
 std::map<uint64_t, Region>& regions() {
-    static auto* all = new std::map<uint64_t, Region>;  // outlives what runs at exit
+    static auto* all = new std::map<uint64_t, Region>;  // never destroyed, because code runs at exit
     return *all;
 }
 
@@ -169,7 +169,7 @@ static CUresult free_memory(CUdeviceptr address) {
     if (!region || region->start != address || region->kind != RegionKind::device) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    // The real one waits for all work of the device, too.
+    // The real function also waits for all work of the device.
     run_all(region->device);
     host_waited_for_all(region->device);
     check_release(region->start, region->nbytes, "memory of the device is freed");  // by streams of other devices
@@ -274,7 +274,7 @@ static CUresult pointer_attribute(void* value, CUpointer_attribute attribute, CU
 
 // -- handles for other processes ---------------------------------------------------------------------------------
 
-// What a CUipcMemHandle holds: a memory file of a living process.
+// Contents of a CUipcMemHandle: a memory file of a living process.
 struct IpcHandle {
     int pid;
     int descriptor;
@@ -327,8 +327,8 @@ int software_gpu_is_accessible(uint64_t address, size_t nbytes) {
     return is_accessible(address, nbytes, device_of_context());
 }
 
-// The device is that of the thread's context, so there has to be one. The calls of virtual_memory.cpp name the device
-// themselves: cuda.h has no CUDA_ERROR_INVALID_CONTEXT among their errors, and an initialized driver is enough for them.
+// The device is that of the thread's context, which is required. The calls of virtual_memory.cpp specify the device:
+// cuda.h lists no CUDA_ERROR_INVALID_CONTEXT among their errors, and an initialized driver suffices.
 CUresult cuMemAlloc(CUdeviceptr* address, size_t nbytes) {
     return unsafe_call("cuMemAlloc", [&] {
         return device_of_context() == kAnyDevice ? CUDA_ERROR_INVALID_CONTEXT : allocate(address, nbytes);
@@ -417,7 +417,7 @@ CUresult cuPointerGetAttributes(unsigned num, CUpointer_attribute* attributes, v
     return driver_call("cuPointerGetAttributes", [&] {
         for (unsigned i = 0; i < num; i++) {
             if (pointer_attribute(values[i], attributes[i], address) != CUDA_SUCCESS) {
-                memset(values[i], 0, sizeof(int));  // what the real one says of memory that it does not know
+                memset(values[i], 0, sizeof(int));  // the real driver's result for unknown memory
             }
         }
         return CUDA_SUCCESS;

@@ -1,18 +1,18 @@
 // libnccl.so.2: NCCL for processes of one machine, over shared memory. Its public functions.
 //
-// A communicator has a thread, which carries out its calls one by one in the order in which they were made. A call
-// first waits for what its stream has before it, and its stream goes on after it, as with a kernel of NCCL. All calls
-// are made of sends and receives: a rank says in shared memory where its bytes lie and what they mean, and the other
-// copies them from there. Ranks that mean different calls, types, counts, operations or roots are reported, and both
-// fail; hardware would hang or mix up bytes. Reductions add in the order of the ranks, so all get the same bits.
+// A communicator has a thread, which carries out its calls in their order. A call first waits for earlier work of its
+// stream, and the stream continues after it, as with a kernel of NCCL. All calls consist of sends and receives: a
+// rank publishes in shared memory where its bytes are and their meaning, and the other copies them from there.
+// Mismatching calls, types, counts, operations or roots are reported, and both ranks fail; hardware would hang or mix
+// up bytes. Reductions add in the order of ranks, so that all ranks get the same bits.
 //
 //   nccl.cpp                 public functions
-//   nccl_groups.cpp          calls between ncclGroupStart and ncclGroupEnd; what each reads and writes
+//   nccl_groups.cpp          calls between ncclGroupStart and ncclGroupEnd, and their reads and writes
 //   nccl_communicator.cpp    communicators: the queue of calls, the thread, abort, parts, suspension
 //   nccl_collectives.cpp     collectives as exchanges of blocks
 //   nccl_reductions.cpp      their arithmetic
-//   nccl_exchange.cpp        messages between two ranks in shared memory, and how ranks meet
-//   nccl_calls.cpp           what ranks have to agree about; errors
+//   nccl_exchange.cpp        messages between two ranks in shared memory, and their rendezvous
+//   nccl_calls.cpp           attributes on which ranks must agree; errors
 #include "nccl_groups.h"
 
 #include <atomic>
@@ -25,7 +25,7 @@ using namespace software_gpu::nccl;
 
 static int current_device() {
     CUdevice device = 0;
-    // A thread without a context uses the first device, as with the runtime.
+    // A thread without a context uses the first device, as in the runtime.
     return cuCtxGetDevice(&device) == CUDA_SUCCESS ? device : 0;
 }
 
@@ -101,8 +101,7 @@ ncclResult_t ncclMemFree(void* pointer) {
 
 // -- communicators --------------------------------------------------------------------------------------------------
 
-// The name of the shared memory, which no other process takes at any time. It begins as the accounts' name does, so who
-// started the processes finds what they left.
+// A unique name of the shared memory. It has the prefix of the accounts' name, so that the launcher finds leftovers.
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     static std::atomic<int> num_ids;
     const char* machine = getenv("SOFTWARE_GPU_ID");
@@ -118,7 +117,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id, 
     return make_communicator("ncclCommInitRank", comm, num_ranks, id, rank, current_device());
 }
 
-// A communicator that need not block does so all the same: each of its calls is over when it returns.
+// A non-blocking communicator also blocks: each of its calls is over when it returns.
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int num_ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
     return make_communicator("ncclCommInitRankConfig", comm, num_ranks, id, rank, current_device());
 }
@@ -211,7 +210,7 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
     return ncclSuccess;
 }
 
-// Every buffer is as good as a registered one.
+// Every buffer counts as registered.
 ncclResult_t ncclCommRegister(const ncclComm_t, void* buffer, size_t, void** handle) {
     return public_call("ncclCommRegister", [&] {
         *handle = buffer;
@@ -225,7 +224,7 @@ ncclResult_t ncclCommDeregister(const ncclComm_t, void*) {
 
 // -- memory of communicators ----------------------------------------------------------------------------------------
 
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 7)  // which brought them
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 7)  // which introduced them
 
 ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     return public_call("ncclCommSuspend", [&] {

@@ -1,4 +1,4 @@
-// Calls of NCCL as ranks have to agree about them, and what a call that fails says.
+// Attributes of NCCL's calls on which ranks must agree, and messages of failed calls.
 #pragma once
 #include "interface.h"
 
@@ -11,13 +11,13 @@ namespace software_gpu::nccl {
 
 // -- errors ---------------------------------------------------------------------------------------------------------
 
-// Keep the text for ncclGetLastError, and return the result.
+// Store the text for ncclGetLastError, and return the result.
 ncclResult_t fail(ncclResult_t result, const std::string& text);
 ncclResult_t invalid_argument(const std::string& text);
 const std::string& last_error();  // of this thread
-// What a test asked for: a result of NCCL, or an error of the driver. The call is counted.
+// The result of NCCL, or error of the driver, that a test has injected. Counts the call.
 ncclResult_t injected_result(const char* name);
-// The same for what happens after the call has returned, as when a link breaks. Only ncclCommGetAsyncError says so.
+// Likewise for failures after the call has returned, such as a broken link; only ncclCommGetAsyncError reports them.
 ncclResult_t injected_result_on_the_way(const char* name);
 
 // -- calls ----------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ std::string name_of(ncclDataType_t type);
 std::string name_of(ncclRedOp_t operation);
 size_t nbytes_of(ncclDataType_t type);
 
-// What all ranks have to agree about: a collective call, or a send with its receive.
+// Attributes on which all ranks must agree: of a collective call, or of a send and its receive.
 struct Meaning {
     Call call;
     ncclDataType_t type = ncclInt8;

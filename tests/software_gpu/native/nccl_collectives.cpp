@@ -1,4 +1,4 @@
-// How each collective exchanges its blocks.
+// Implementation of collectives by exchanges of blocks.
 #include "nccl_collectives.h"
 
 #include <cstring>
@@ -21,7 +21,7 @@ void share_blocks(Exchange& exchange, const Meaning& meaning, char* blocks, size
     exchange.run();
 }
 
-// All ranks hear from all others, also where no bytes are meant for them: so they notice that they disagree.
+// All ranks exchange messages with all others, even without bytes for them, so that they detect mismatches.
 static void broadcast(Exchange& exchange, const Collective& task) {
     for (int peer : exchange.peers()) {
         exchange.send(task.meaning, peer, task.source);
@@ -56,7 +56,7 @@ static void all_to_all(Exchange& exchange, const Collective& task) {
     copy_block(task.destination + own_at, source + own_at, nbytes);
 }
 
-// A rank's part of elements that all ranks share as evenly as they can.
+// A rank's part of elements that all ranks share as evenly as possible.
 struct Slice {
     size_t start;
     size_t count;
@@ -68,7 +68,7 @@ struct Slice {
     }
 };
 
-// Get all ranks' contributions to the own slice, and reduce them.
+// Receive all ranks' contributions to this rank's slice, and reduce them.
 static void reduce_slice(
     Exchange& exchange, const Collective& task, const std::function<Slice(int)>& slice_of, char* result
 ) {
@@ -97,7 +97,7 @@ static void reduce_scatter(Exchange& exchange, const Collective& task) {
     reduce_slice(exchange, task, slice_of, task.destination);
 }
 
-// Each rank reduces a slice, and all get all slices.
+// Each rank reduces a slice, and all ranks get all slices.
 static void all_reduce(Exchange& exchange, const Collective& task) {
     size_t element_nbytes = nbytes_of(task.meaning.type);
     auto slice_of = [&](int rank) { return Slice::of(task.meaning.count, rank, exchange.num_ranks()); };

@@ -18,10 +18,10 @@ struct Collective {
 // Carry out this rank's part. Throws Interrupted.
 void carry_out(Exchange& exchange, const Collective& task);
 
-// Tell all others the own block of a buffer, and get theirs.
+// Send this rank's block of a buffer to all others, and receive theirs.
 void share_blocks(Exchange& exchange, const Meaning& meaning, char* blocks, size_t nbytes);
 
-// What each rank contributes to a reduction: the same number of elements, one rank's after another's.
+// Contributions of all ranks to a reduction, in the order of ranks and of equal size.
 struct Contributions {
     const char* bytes;
     int num_ranks;

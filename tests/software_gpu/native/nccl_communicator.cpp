@@ -1,4 +1,4 @@
-// What communicators do. Each has a thread, which carries out its calls one by one in the order in which they were made.
+// Communicators. Each has a thread, which carries out its calls in their order.
 #include "nccl_communicator.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ int64_t memory_of_each_communicator() {
     return nbytes ? strtoll(nbytes, nullptr, 0) : 0;
 }
 
-// Signals are for the threads of the program.
+// Signals are handled by threads of the program.
 static void block_signals() {
     sigset_t all;
     sigfillset(&all);
@@ -31,7 +31,7 @@ ncclResult_t Communicator::open() {
         return fail(ncclSystemError, "no shared memory for " + name_);
     }
     mailboxes_.join();
-    // The thread keeps the communicator alive: an abort does not wait for it.
+    // The thread keeps the communicator alive, because an abort does not wait for it.
     thread_ = std::thread([self = shared_from_this()] {
         block_signals();
         self->run_thread();
@@ -113,7 +113,7 @@ void Communicator::put_on_streams(Work& work) {
     }
 }
 
-// The driver keeps the accesses with the graph, and checks them at each launch.
+// The driver keeps the accesses with the graph and checks them at each launch.
 ncclResult_t Communicator::capture(const Work& work, CUstream stream) {
     auto* replay = new Replay{shared_from_this(), {work.call, work.carry_out}};
     if (software_gpu_capture(stream, Replay::run, replay, Replay::release)) {
@@ -125,7 +125,7 @@ ncclResult_t Communicator::capture(const Work& work, CUstream stream) {
     return ncclSuccess;
 }
 
-// The launch of a graph waits here, so that calls keep the order in which the program makes them and launches graphs.
+// The launch of a graph waits here, so that calls keep the order of the program's calls and launches.
 void Communicator::Replay::run(void* self) {
     auto* replay = static_cast<Replay*>(self);
     if (replay->communicator->run_and_wait(replay->work) != ncclSuccess) {
@@ -175,7 +175,7 @@ void Communicator::run_thread() {
     }
 }
 
-// Streams go on even if nothing was moved: an abort lets the program end.
+// Streams continue even if nothing was moved: an abort lets the program end.
 void Communicator::finish(Work& work) {
     for (SoftwareGpuMessage* message : work.messages) {
         software_gpu_run_before_message(message);
@@ -292,7 +292,7 @@ ncclResult_t Communicator::shrink(const std::vector<int>& excluded_ranks, std::s
         num_members++;
         rank_there += rank < rank_;
     }
-    // Those excluded may be dead, so nobody is asked; all that remain count their children alike.
+    // Excluded ranks may be dead, so no rank is consulted; the remaining ranks count their children alike.
     std::string name = name_ + "." + std::to_string(num_children_++) + ".rest";
     *rest = std::make_shared<Communicator>(name, rank_there, num_members, device_);
     return (*rest)->open();

@@ -1,4 +1,4 @@
-// A communicator: its calls, the thread that carries them out, and the memory that it has of its device.
+// A communicator: its calls, the thread that carries them out, and its device memory.
 #pragma once
 #include "nccl_collectives.h"
 
@@ -32,7 +32,7 @@ struct Work {
     std::function<void(Exchange&)> carry_out;
     std::vector<Access> accesses = {};
     std::vector<SoftwareGpuMessage*> messages = {};     // its place on each of its streams
-    std::shared_ptr<std::promise<void>> end = nullptr;  // for who waits for it
+    std::shared_ptr<std::promise<void>> end = nullptr;  // set at the end
 };
 
 int64_t memory_of_each_communicator();
@@ -50,13 +50,13 @@ public:
     ncclResult_t open();
     ncclResult_t wait_until_all_joined();
 
-    // Put work on its streams, or into the graph that they are captured into.
+    // Queue work on its streams, or add it to the graph into which they are captured.
     ncclResult_t enqueue(Work work);
     ncclResult_t finalize();
     void destroy();
-    // Return when nothing is moved any more, even if other ranks are dead.
+    // Return when no bytes are moved any more, even if other ranks are dead.
     void abort();
-    // Give up all calls; the communicator can only be destroyed then.
+    // Cancel all calls; the communicator can then only be destroyed.
     void interrupt();
 
     ncclResult_t split(int color, int key, std::shared_ptr<Communicator>* part);
@@ -99,7 +99,7 @@ private:
     int num_children_ = 0;
     Mailboxes mailboxes_;
 
-    // Guards the queue and what follows it. Held while work is put on its streams: both have to have the same order.
+    // Guards the queue and its state. Held while work is queued on streams, because both must have the same order.
     std::mutex queue_mutex_;
     std::condition_variable queue_changed_;
     std::deque<Work> queue_;

@@ -1,4 +1,4 @@
-// How ranks meet, and how bytes come from one to another.
+// Rendezvous of ranks, and transfers of bytes between them.
 #include "nccl_exchange.h"
 
 #include <cerrno>
@@ -74,7 +74,7 @@ Slot& Mailboxes::slot(int from, int to) {
 
 // -- sends and receives ---------------------------------------------------------------------------------------------
 
-// Copy bytes of any process of this machine; Mailboxes::open lets others do so. Throws Interrupted.
+// Copy bytes of any process of this machine, as Mailboxes::open permits. Throws Interrupted.
 static void copy_from(const Slot& slot, char* target, size_t nbytes) {
     size_t num_copied = 0;
     while (num_copied < nbytes) {
@@ -85,7 +85,7 @@ static void copy_from(const Slot& slot, char* target, size_t nbytes) {
             if (errno == EPERM || errno == ENOSYS) {
                 software_gpu_report("NCCL", "process_vm_readv is forbidden here: ranks cannot read from each other");
             }
-            throw Interrupted{ncclRemoteError};  // or the other process has gone
+            throw Interrupted{ncclRemoteError};  // or the other process has ended
         }
         num_copied += num_read;
     }

@@ -1,4 +1,4 @@
-// Messages between the ranks of a communicator, in shared memory: who is there, what each means, where its bytes lie.
+// Messages between the ranks of a communicator, in shared memory: presence, meaning, and position of the bytes.
 #pragma once
 #include "nccl_calls.h"
 
@@ -12,20 +12,20 @@ namespace software_gpu::nccl {
 
 constexpr size_t kCacheLineNbytes = 64;
 
-// Wakes a rank up, in whichever process it is.
+// Wakes up a rank in any process.
 class Bell {
 public:
     uint32_t num_rings() const { return num_rings_; }
     void ring();
 
-    // Return at the next ring after those that were heard, or a little later if there is none.
+    // Return at the next ring after the known ones, or a little later if there is none.
     void wait(uint32_t num_heard);
 
 private:
     alignas(kCacheLineNbytes) std::atomic<uint32_t> num_rings_;
 };
 
-// A message from one rank to another. Its bytes stay where they are until the other rank has copied them.
+// A message from one rank to another. Its bytes stay in place until the other rank has copied them.
 struct Slot {
     alignas(kCacheLineNbytes) std::atomic<uint32_t> num_sent;
     std::atomic<uint32_t> num_taken;
@@ -35,18 +35,18 @@ struct Slot {
     uint64_t address;
 };
 
-// Ends a call that is not carried out to its end, with what the communicator says from then on.
+// Ends a call early, with the communicator's result from then on.
 struct Interrupted {
     ncclResult_t result;
 };
 
-// The shared memory of a communicator: how many ranks have it, a bell for each, a slot from each to each.
+// Shared memory of a communicator: the number of its ranks, a bell for each, and a slot for each pair.
 class Mailboxes {
 public:
     Mailboxes(const std::string& name, int num_ranks);
     ~Mailboxes();
 
-    // New shared memory is zero, which is what empty mailboxes are.
+    // New shared memory is zero, like empty mailboxes.
     bool open();
 
     // The last rank removes the name, so that nothing is left when processes die.
@@ -72,7 +72,7 @@ private:
 struct Parcel {
     Meaning meaning;
     char* bytes;
-    size_t nbytes;  // to receive; the sender leaves it to the other end, which part of its bytes it takes
+    size_t nbytes;  // to receive; the sender does not know which part of its bytes the other end takes
     bool is_sent = false;
 };
 
@@ -84,14 +84,14 @@ public:
     void add(const Parcel& parcel) { parcels_.push_back(parcel); }
     const Parcel& first() const { return parcels_.front(); }
     bool is_over() const { return parcels_.empty(); }
-    // Whether the other end means something else.
+    // Whether the other end has a mismatching message.
     bool is_contradicted() const { return is_there() && slot_.meaning != first().meaning; }
     bool is_refused() const { return sends_ && slot_.is_refused; }
     Meaning meaning_of_peer() const { return slot_.meaning; }
 
     void refuse();
 
-    // Do what can be done now; returns whether anything was. Throws Interrupted.
+    // Do all possible work; return whether there was any. Throws Interrupted.
     bool advance();
 
 private:
@@ -106,7 +106,7 @@ private:
     std::deque<Parcel> parcels_;
 };
 
-// Sends and receives of one rank that go on at the same time. A rank may send to itself, as to any other.
+// Concurrent sends and receives of a rank. A rank may also send to itself.
 class Exchange {
 public:
     Exchange(Mailboxes& mailboxes, int rank, int num_ranks, const std::atomic<bool>& is_interrupted) :
@@ -115,7 +115,7 @@ public:
     int rank() const { return rank_; }
     int num_ranks() const { return num_ranks_; }
 
-    // Ranks without this one.
+    // All ranks except this one.
     std::vector<int> peers() const;
 
     void send(const Meaning& meaning, int peer, const char* bytes) {
@@ -125,7 +125,7 @@ public:
         lane({peer, false}).add({meaning, bytes, nbytes});
     }
 
-    // Carry out what was added. Throws Interrupted.
+    // Carry out the added transfers. Throws Interrupted.
     void run();
 
 private:

@@ -1,11 +1,11 @@
-// Calls become work of communicators, with what they read and write.
+// Conversion of calls to work of communicators, with reads and writes.
 #include "nccl_groups.h"
 
 namespace software_gpu::nccl {
 
 thread_local Group group;
 
-// Sends and receives of a group go on together, also if they are on different streams, so their order is free.
+// Sends and receives of a group are concurrent, even on different streams, so that their order is free.
 static Work work_of(const std::vector<PointToPoint>& batch) {
     Work work{Call::send, [batch](Exchange& exchange) {
         for (const PointToPoint& each : batch) {
@@ -24,7 +24,7 @@ static Work work_of(const std::vector<PointToPoint>& batch) {
     return work;
 }
 
-// All ranks carry out the collectives of a communicator first, and its sends and receives after them.
+// All ranks carry out a communicator's collectives first, and then its sends and receives.
 static ncclResult_t carry_out(Group& group) {
     ncclResult_t result = group.error;
     for (const auto& communicator : group.joining) {
@@ -85,7 +85,7 @@ ncclResult_t add_point_to_point(
     });
 }
 
-// How many blocks of a collective this rank reads and writes.
+// Number of blocks of a collective that this rank reads and writes.
 struct NumBlocks {
     int source;
     int destination;
@@ -119,7 +119,7 @@ static std::vector<Access> accesses_of(const Collective& task, int rank, int num
     auto num_blocks = NumBlocks::of(task, rank, num_ranks);
     size_t nbytes = num_blocks.destination * task.nbytes();
     add(task.source, num_blocks.source * task.nbytes(), false);
-    // A block that is in its place already is not written.
+    // A block that is already in its place is not written.
     size_t own_at = num_blocks.destination > 1 ? rank * task.nbytes() : 0;
     bool moves_bytes_only = task.meaning.call == Call::broadcast || task.meaning.call == Call::all_gather;
     bool is_in_place = moves_bytes_only && num_blocks.source && task.source == task.destination + own_at;

@@ -1,11 +1,11 @@
-// What a thread asks for between ncclGroupStart and ncclGroupEnd, which is carried out at the end.
+// Calls of a thread between ncclGroupStart and ncclGroupEnd, which are carried out at the end.
 #pragma once
 #include "nccl_communicator.h"
 
 #include <memory>
 #include <vector>
 
-// What the program holds.
+// The program's handle.
 struct ncclComm {
     std::shared_ptr<software_gpu::nccl::Communicator> communicator;
 };
@@ -21,7 +21,7 @@ struct PointToPoint {
     CUstream stream;
 };
 
-// What a thread asks for between ncclGroupStart and ncclGroupEnd.
+// Calls of a thread between ncclGroupStart and ncclGroupEnd.
 struct Group {
     // Of one communicator.
     struct Asked {
@@ -33,7 +33,7 @@ struct Group {
     int depth = 0;
     ncclResult_t error = ncclSuccess;
     std::vector<std::shared_ptr<Communicator>> joining;
-    std::vector<Asked> asked;  // in the order of the first calls, which is the same for all ranks
+    std::vector<Asked> asked;  // in the order of first calls, which is the same for all ranks
 
     Asked& of(const std::shared_ptr<Communicator>& communicator) {
         for (Asked& each : asked) {
@@ -47,17 +47,17 @@ struct Group {
 
 extern thread_local Group group;
 
-// End a group, or one within another, which only ends with the outermost.
+// End a group. An inner group ends together with the outermost.
 ncclResult_t end_group();
 
-// Count a call, fail it if a test asked for that, and otherwise do it.
+// Count a call, fail it if a test requested that, and otherwise execute it.
 template <class Body>
 ncclResult_t public_call(const char* name, Body body) {
     ncclResult_t result = injected_result(name);
     return result ? result : body();
 }
 
-// The same for a call that adds to a group, which is a group by itself elsewhere. The group ends with its first error.
+// Likewise for a call that adds to a group, or is a group by itself. The group ends with its first error.
 template <class Body>
 ncclResult_t grouped_call(const char* name, Body body) {
     group.depth++;

@@ -1,4 +1,4 @@
-// Arithmetic of reductions. Ranks are added in their order, so all of them get the same bits.
+// Arithmetic of reductions. Ranks are added in their order, so that all of them get the same bits.
 #include "nccl_collectives.h"
 
 #include <algorithm>
@@ -17,12 +17,12 @@ static Number combine(ncclRedOp_t operation, Number left, Number right) {
             return std::max(left, right);
         case ncclMin:
             return std::min(left, right);
-        default:  // a mean is a sum that is divided at last
+        default:  // a mean is a sum that is divided at the end
             return left + right;
     }
 }
 
-// Elements are combined as numbers, which are wider where elements are narrow floats.
+// Elements are combined as numbers of a type that is wider for narrow floats.
 template <class Element, class Number>
 static void reduce_as(ncclRedOp_t operation, const Contributions& contributions, char* result) {
     auto* elements = reinterpret_cast<const Element*>(contributions.bytes);

@@ -1,7 +1,7 @@
-// libnvidia-ml.so.1: what vLLM's platform, torch and users of NCCL ask about devices before they touch CUDA.
+// libnvidia-ml.so.1: queries of vLLM's platform, torch and users of NCCL before they use CUDA.
 //
-// It knows all devices of the machine, whatever CUDA_VISIBLE_DEVICES says, by the numbers, ids and names that libcuda
-// gives them. There is no header of NVML here, so its structs and numbers are written down.
+// It lists all devices of the machine, regardless of CUDA_VISIBLE_DEVICES, with libcuda's numbers, ids and names.
+// There is no header of NVML here, so its structs and constants are defined below.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +19,7 @@ enum Result {
     kInsufficientSize = 7,
 };
 
-// A handle is the number of a device and one, so that none is null.
+// A handle is the device's number plus 1, so that none is null.
 using DeviceHandle = struct Device*;
 
 struct Memory {
@@ -100,7 +100,7 @@ static Result find_device(unsigned index, Result otherwise, DeviceHandle* device
     return kSuccess;
 }
 
-// The processors that this process may use are as near to a device as all others.
+// All processors that this process may use are equally near to a device.
 static Result write_processors(unsigned num_words, unsigned long* words) {
     cpu_set_t processors;
     if (sched_getaffinity(0, sizeof processors, &processors) != 0) {
@@ -225,7 +225,7 @@ Result nvmlDeviceGetCudaComputeCapability(DeviceHandle, int* major, int* minor) 
     return kSuccess;
 }
 
-// What processes use is in libcuda's accounts, which are out of reach without CUDA; so all memory counts as free.
+// Used memory is in libcuda's accounts, which are inaccessible without CUDA; so all memory counts as free.
 Result nvmlDeviceGetMemoryInfo(DeviceHandle, Memory* memory) {
     *memory = {device_nbytes(), device_nbytes(), 0};
     return kSuccess;
@@ -275,7 +275,7 @@ Result nvmlDeviceGetP2PStatus(DeviceHandle, DeviceHandle, int, int* status) {
     return kSuccess;
 }
 
-// No link has an end that could be named, and no fabric joins machines.
+// No link has a known end, and no fabric connects machines.
 Result nvmlDeviceGetNvLinkState(DeviceHandle, unsigned, int*) { return kNotSupported; }
 
 Result nvmlDeviceGetNvLinkRemoteDeviceType(DeviceHandle, unsigned, int*) { return kNotSupported; }

@@ -1,14 +1,15 @@
-// operators.so: torch's operators of CUDA, computed by the CPU.
+// operators.so: torch's operators for CUDA, computed by the CPU.
 //
-// Device memory of the software GPU is memory of this process, so a CPU tensor can lie over the bytes of a CUDA
-// tensor. Every operator of aten that has a kernel for the CPU gets the same kernel for CUDA: `run_boxed` replaces the
-// CUDA tensors among the arguments by CPU tensors over the same bytes, calls the operator again, which then finds the
-// CPU's kernel, and copies new results into memory of the device. Operators of Python join in by `software_gpu_adopt`.
+// Device memory of the software GPU is memory of this process, so that a CPU tensor can cover the bytes of a CUDA
+// tensor. Every operator of aten with a kernel for the CPU gets the same kernel for CUDA: `run_boxed` replaces the
+// CUDA tensors among the arguments by CPU tensors over the same bytes, calls the operator again, which then
+// dispatches to the CPU's kernel, and copies new results to device memory. Operators of Python are added by
+// `software_gpu_adopt`.
 //
-// Each tensor is declared to the checker of libcuda; the operator's schema says which are written. Under the capture
-// of a CUDA graph nothing is computed: the graph gets a `Recorded` operator, which computes when the graph is launched.
+// Each tensor is declared to the checker of libcuda; the operator's schema specifies which are written. During the
+// capture of a CUDA graph nothing is computed: the graph gets a `Recorded` operator, which computes at its launch.
 //
-// Kept as torch has them: views, allocation, item(), and copies that are plain copies of memory.
+// Unchanged from torch: views, allocation, item(), and copies that are plain copies of memory.
 #include "interface.h"
 
 #include <ATen/ATen.h>
@@ -48,7 +49,7 @@ uint64_t address_of(const Tensor& tensor) {
     return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
 }
 
-// From the first to the last element; strides of torch are not negative.
+// From the first to the last element; torch has no negative strides.
 size_t extent_nbytes(const Tensor& tensor) {
     if (tensor.numel() == 0) {
         return 0;
@@ -65,7 +66,7 @@ struct Axis {
     int64_t nbytes;  // from one index to the next
 };
 
-// A tensor as rows without gaps: `outer` says where they begin.
+// A tensor as rows without gaps, which begin at the indices of `outer`.
 struct Rows {
     int64_t row_nbytes;
     std::vector<Axis> outer;
@@ -124,11 +125,11 @@ void check_accessible(const Tensor& tensor, const char* operator_name) {
     );
 }
 
-// The same bytes as a tensor of the CPU. Whoever uses it keeps the memory alive.
+// A CPU tensor over the same bytes. The caller keeps the memory alive.
 Tensor over_same_bytes(const Tensor& tensor) {
     auto options = tensor.options().device(at::kCPU).pinned_memory(false).requires_grad(false);
     if (tensor.numel() == 0) {
-        // With a storage of its own, so that a kernel may resize an empty `out`.
+        // With a separate storage, so that a kernel may resize an empty `out`.
         return at::empty_strided(tensor.sizes(), tensor.strides(), options);
     }
     void* bytes = const_cast<void*>(tensor.const_data_ptr());
@@ -144,7 +145,7 @@ bool is_list_of_optional_tensors(const IValue& value) {
     return value.isList() && value.toList().elementType()->kind() == c10::TypeKind::OptionalType;
 }
 
-// Call `visit` with each tensor that is in a value.
+// Call `visit` with each tensor in a value.
 void each_tensor(const IValue& value, const std::function<void(const Tensor&)>& visit) {
     if (value.isTensor()) {
         if (value.toTensor().defined()) {
@@ -194,7 +195,7 @@ bool writes_argument(const c10::FunctionSchema& schema, size_t index) {
     return alias && alias->isWrite();
 }
 
-// The argument that a result is, for results like `Tensor(a!)`.
+// The argument that is returned as a result, for results like `Tensor(a!)`.
 std::optional<size_t> argument_of_result(const c10::FunctionSchema& schema, size_t index) {
     const auto* result_alias = schema.returns()[index].alias_info();
     if (!result_alias || !result_alias->isWrite()) {
@@ -253,13 +254,13 @@ private:
     }
 };
 
-// Indices may lie on the CPU; lists of tensors are computed one by one where their devices differ.
+// Indices may be on the CPU; lists of tensors on different devices are computed one by one.
 bool takes_tensors_of_the_cpu(const std::string& name) {
     return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0 ||
         name.rfind("aten::_unsafe_index", 0) == 0 || name.rfind("aten::_foreach", 0) == 0;
 }
 
-// A kernel of the device cannot read the CPU's memory; here it could, and a forgotten `.cuda()` would stay unseen.
+// A kernel of the device cannot read the CPU's memory. Here it could, which would hide a missing `.cuda()`.
 void check_no_tensor_of_the_cpu(const Call& call) {
     bool has_cuda = false;
     const Tensor* of_cpu = nullptr;
@@ -280,14 +281,14 @@ void check_no_tensor_of_the_cpu(const Call& call) {
 
 // -- random numbers ------------------------------------------------------------------------------------------------
 
-// Each random operator takes this much of the generator's offset, as one draw per thread of a CUDA kernel does.
+// Increment of the generator's offset per random operator, as for one draw per thread of a CUDA kernel.
 constexpr uint64_t kOffsetOfACall = 4;
 
 bool is_random(const Call& call) {
     return call.op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
-// Seed and offset of the CUDA generator; under a capture, where they will lie when the graph is launched.
+// Seed and offset of the CUDA generator; during a capture, their addresses at the launch of the graph.
 at::PhiloxCudaState take_random_state(const Call& call) {
     at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(call.device.index());
     for (const IValue& argument : call.arguments) {
@@ -300,15 +301,15 @@ at::PhiloxCudaState take_random_state(const Call& call) {
     return implementation->philox_cuda_state(kOffsetOfACall);
 }
 
-// The seed of the CPU's generator for one call.
+// Seed of the CPU's generator for a call.
 uint64_t seed_of(const at::PhiloxCudaState& state) {
     uint64_t seed = state.captured_ ? *state.seed_.ptr : state.seed_.val;
     uint64_t offset = state.captured_ ? *state.offset_.ptr + state.offset_intragraph_ : state.offset_.val;
-    constexpr uint64_t kPrime = 1000003;  // seeds and offsets of neighbours give other sums
+    constexpr uint64_t kPrime = 1000003;  // so that seeds and offsets of neighbours have different sums
     return seed * kPrime + offset;
 }
 
-// Draws of one call come from a seed, also those of a kernel that takes no generator.
+// Draws of a call come from a seed, even if the kernel takes no generator.
 class SeededDefaultGenerator {
 public:
     explicit SeededDefaultGenerator(uint64_t seed) : generator_(at::globalContext().defaultGenerator(at::kCPU)) {
@@ -327,7 +328,7 @@ private:
     Tensor before_;
 };
 
-// Call the operator with arguments of the CPU. Leaves the results on the stack.
+// Call the operator with CPU arguments. Leaves the results on the stack.
 void call_with_seed(const c10::OperatorHandle& op, Stack& stack, const at::PhiloxCudaState* random_state) {
     if (!random_state) {
         op.callBoxed(stack);
@@ -349,8 +350,8 @@ void call_with_seed(const c10::OperatorHandle& op, Stack& stack, const at::Philo
 
 // -- workspaces of matrix products ---------------------------------------------------------------------------------
 
-// torch gives cuBLAS memory of its allocator for each thread and stream, at the first product there, and keeps it. What
-// memory that is depends on the pool that the thread allocates from just then.
+// torch gives cuBLAS memory of its allocator for each thread and stream, at the first product there, and keeps it.
+// The memory comes from the pool from which the thread then allocates.
 constexpr int64_t kWorkspaceNbytes = 1 << 20;
 
 const std::unordered_set<std::string> kMatrixProducts = {
@@ -366,7 +367,7 @@ Tensor workspace_of(const Call& call) {
     if (!kMatrixProducts.count(call.name)) {
         return {};
     }
-    // Never freed, as torch's: at the end of the process its allocator may be gone.
+    // Never freed, like torch's: at the end of the process its allocator may be gone.
     static thread_local auto* workspaces = new Workspaces;
     Tensor& workspace = (*workspaces)[{call.device.index(), call.stream}];
     if (!workspace.defined()) {
@@ -423,13 +424,13 @@ void declare_arguments(const Call& call) {
     }
 }
 
-// A kernel of the driver for the time of the block.
+// A kernel of the driver during the block.
 class Launch {
 public:
     explicit Launch(const Call& call) : stream_(call.stream) {
         C10_CUDA_CHECK(cudaError_t(software_gpu_begin_kernel(stream_, call.name)));
     }
-    // The rest of a kernel that asked for memory.
+    // The rest of a kernel that allocated memory.
     explicit Launch(cudaStream_t stream) : stream_(stream) { software_gpu_continue_kernel(stream_); }
     ~Launch() { software_gpu_end_kernel(stream_); }
     Launch(const Launch&) = delete;
@@ -438,7 +439,7 @@ private:
     cudaStream_t stream_;
 };
 
-// New memory of the device for a result that the CPU's kernel made, or gave a shape.
+// New device memory for a result that the CPU's kernel created or resized.
 Tensor allocate_like(const Tensor& result, const Call& call) {
     bool keeps_strides = result.is_non_overlapping_and_dense();
     auto options = result.options().device(call.device);
@@ -460,7 +461,7 @@ Tensor move_to_device(const Tensor& result, const Call& call) {
     return moved;
 }
 
-// A kernel may have given an empty `out` its shape.
+// A kernel may have resized an empty `out`.
 void move_resized(const std::vector<Written>& written, const Call& call) {
     for (const Written& each : written) {
         bool had_memory = each.on_device.numel() != 0;
@@ -484,7 +485,7 @@ bool has_mask(const Call& call) {
     return found;
 }
 
-// Whether CUDA's kernel lets the host wait for the stream, to read the size of its result, or the result.
+// Whether CUDA's kernel makes the host wait for the stream, to read the result or its size.
 bool host_waits_for(const Call& call) {
     std::string name = call.name;
     if (name == "aten::index") {
@@ -496,7 +497,7 @@ bool host_waits_for(const Call& call) {
     return call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output);
 }
 
-// Whether one of CUDA's kernels takes several tensors of a list: all of them dense, and on all lists alike.
+// Whether CUDA processes a list of tensors with multi-tensor kernels: all are dense and have the same layout.
 bool are_taken_together(const std::vector<c10::List<Tensor>>& lists) {
     for (const c10::List<Tensor>& list : lists) {
         for (size_t index = 0; index < list.size(); ++index) {
@@ -511,7 +512,7 @@ bool are_taken_together(const std::vector<c10::List<Tensor>>& lists) {
     return true;
 }
 
-// Kernels that CUDA launches for the operator.
+// Number of kernels that CUDA launches for the operator.
 size_t num_kernels(const Call& call) {
     constexpr size_t kTensorsOfAKernel = 64;
     if (strncmp(call.name, "aten::_foreach_", strlen("aten::_foreach_"))) {
@@ -527,7 +528,7 @@ size_t num_kernels(const Call& call) {
     return are_taken_together(lists) ? (num_tensors + kTensorsOfAKernel - 1) / kTensorsOfAKernel : num_tensors;
 }
 
-// Leaves results of the CPU on the stack, and returns the tensors that were written.
+// Leave CPU results on the stack, and return the written tensors.
 std::vector<Written> compute(const Call& call, Stack& stack) {
     std::optional<at::PhiloxCudaState> random_state;
     if (is_random(call)) {
@@ -559,7 +560,7 @@ void run_now(const Call& call, Stack& stack) {
             result = with_tensors(result, [&](const Tensor& tensor) { return move_to_device(tensor, call); });
         }
     }
-    C10_CUDA_KERNEL_LAUNCH_CHECK();  // as torch does: it finds what an earlier call of the thread has left
+    C10_CUDA_KERNEL_LAUNCH_CHECK();  // as in torch; reports errors of earlier calls of the thread
     if (host_waits_for(call)) {
         C10_CUDA_CHECK(cudaStreamSynchronize(call.stream));
     }
@@ -567,7 +568,7 @@ void run_now(const Call& call, Stack& stack) {
 
 // -- recording into a graph ----------------------------------------------------------------------------------------
 
-// An operator of a CUDA graph. Its tensors lie over addresses that the graph's memory pool keeps, as on a GPU.
+// An operator of a CUDA graph. Its tensors cover addresses that the graph's memory pool keeps, as on a GPU.
 struct Recorded {
     c10::OperatorHandle op;
     std::vector<IValue> arguments;
@@ -576,7 +577,7 @@ struct Recorded {
     std::optional<Tensor> workspace;
 };
 
-// Whether `over_same_bytes` made it; an ordinary tensor of the CPU has a storage of its own.
+// Whether `over_same_bytes` created it; an ordinary CPU tensor has its own storage.
 bool is_over_device_memory(const Tensor& tensor) {
     return tensor.numel() != 0 && !tensor.storage().resizable();
 }
@@ -611,7 +612,7 @@ void copy_results(const Recorded& recorded, const Stack& stack) {
     }
 }
 
-// Called when the graph is launched. The launch has no way to raise an error: it is reported.
+// Called at the launch of the graph. A launch cannot raise errors, so they are reported.
 void run_recorded(void* argument) {
     const auto& recorded = *static_cast<const Recorded*>(argument);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -630,7 +631,7 @@ void release_recorded(void* argument) {
     delete static_cast<Recorded*>(argument);
 }
 
-// The kernel's results on copies of what it would write: their shapes are right, and no memory has changed.
+// Results of the kernel on copies of the written tensors: the shapes are right, and no memory changes.
 Stack results_on_copies(const Call& call) {
     Stack stack;
     for (size_t index = 0; index < call.arguments.size(); ++index) {
@@ -644,7 +645,8 @@ Stack results_on_copies(const Call& call) {
     return stack;
 }
 
-// Memory holds no sensible numbers during a capture, so the CPU's kernel may refuse an index. Shapes do without.
+// During a capture memory has arbitrary contents, so that the CPU's kernel may refuse an index. Shapes do not need
+// it.
 Stack results_without_memory(const Call& call) {
     Stack stack;
     for (const IValue& argument : call.arguments) {
@@ -691,7 +693,7 @@ void record(const Call& call, Stack& stack) {
     std::vector<Written> written;
     for (size_t index = 0; index < call.arguments.size(); ++index) {
         IValue argument = argument_for_cpu(call, index, written);
-        // Where the host's numbers come from may change before the launch; a kernel's arguments are copied, too.
+        // The host's numbers may change before the launch, so they are copied, like arguments of a kernel.
         recorded->arguments.push_back(with_tensors(argument, [&](const Tensor& tensor) {
             return is_over_device_memory(tensor) ? tensor : tensor.clone();
         }));
@@ -722,7 +724,7 @@ void record(const Call& call, Stack& stack) {
     }
 }
 
-// The kernel of CUDA.
+// The kernel for CUDA.
 void run_boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     Call call(op, *stack);
     check_no_tensor_of_the_cpu(call);
@@ -757,7 +759,7 @@ bool is_copied_without_kernel(const Tensor& self, const Tensor& src) {
     return iterator.is_contiguous();
 }
 
-// Between devices only whole memory is copied: the source's device makes it what the destination needs.
+// Between devices only whole memory is copied: the source's device first converts to the destination's layout.
 void copy_between_devices(Tensor& self, const Tensor& src, bool non_blocking) {
     Tensor sent = at::empty(self.sizes(), src.options().dtype(self.scalar_type()));
     sent.copy_(src);
@@ -768,7 +770,7 @@ void copy_between_devices(Tensor& self, const Tensor& src, bool non_blocking) {
 
 Tensor& copy_(c10::DispatchKeySet, Tensor& self, const Tensor& src, bool non_blocking) {
     if (is_copied_without_kernel(self, src)) {
-        // The CPU's and CUDA's `copy_` are one function, which asks the tensors.
+        // The CPU's and CUDA's `copy_` are the same function, which inspects the tensors.
         return at::_ops::copy_::redispatch(c10::DispatchKeySet(DispatchKey::CPU), self, src, non_blocking);
     }
     if (self.device() != src.device()) {
@@ -818,7 +820,7 @@ bool has_kernel_of_cpu(const c10::OperatorHandle& op) {
         op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
 }
 
-// torch warns of the first kernel that is replaced, and here all of them are.
+// torch warns about the first replaced kernel, and here all kernels are replaced.
 class Quietly : public c10::WarningHandler {
 public:
     Quietly() : before_(c10::WarningUtils::get_warning_handler()) {
@@ -834,7 +836,7 @@ private:
 };
 
 void adopt(const c10::OperatorName& name) {
-    // Never destroyed: at the end of the process the dispatcher may be gone first.
+    // Never destroyed: at the end of the process the dispatcher may be destroyed first.
     static auto& registrations = *new std::vector<c10::RegistrationHandleRAII>();
     registrations.push_back(c10::Dispatcher::singleton().registerImpl(
         name, DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run_boxed>(), std::nullopt, nullptr,
@@ -842,7 +844,7 @@ void adopt(const c10::OperatorName& name) {
     ));
 }
 
-// Attention runs as the operators that it is made of: its fused kernels have no counterpart of the same name.
+// Attention runs as its component operators: its fused kernels have no counterpart of the same name.
 void choose_plain_attention() {
     auto& context = at::globalContext();
     context.setSDPUseFlash(false);
@@ -868,7 +870,7 @@ int64_t adopt_all_of_aten() {
 
 }  // namespace
 
-// For Python: a tensor of the CPU over the bytes of one of CUDA, whose memory it does not keep.
+// For Python: a CPU tensor over the bytes of a CUDA tensor, whose memory it does not keep alive.
 TORCH_LIBRARY(software_gpu, library) {
     library.def("over_same_bytes(Tensor tensor) -> Tensor");
 }
@@ -881,7 +883,7 @@ TORCH_LIBRARY_IMPL(software_gpu, CUDA, library) {
 
 extern "C" {
 
-// Give every operator of aten the CPU's kernel; returns how many there are.
+// Give every operator of aten the CPU's kernel; return their number.
 int64_t software_gpu_adopt_aten() {
     Quietly quietly;
     c10::Dispatcher::singleton();
@@ -891,7 +893,8 @@ int64_t software_gpu_adopt_aten() {
     return adopt_all_of_aten();
 }
 
-// Let an operator of another library, which has a kernel for the CPU by now, run it for CUDA; false without a schema.
+// Let an operator of another library, which already has a kernel for the CPU, run it for CUDA; false without a
+// schema.
 int software_gpu_adopt(const char* name, const char* overload) {
     Quietly quietly;
     c10::OperatorName operator_name(name, overload);

@@ -1,8 +1,8 @@
-// Order between processes: what each of them does to memory that several have mapped, and has not waited for.
+// Order between processes: unfinished accesses of each process to memory that several processes have mapped.
 //
-// Vector clocks end at a process. But what a process writes to exported memory is over for others only once its host
-// has waited, because that is when it can tell them. So accesses that no host has waited for stand in a table that all
-// processes share, by memory file; whoever touches the same bytes, where one of the two writes, is reported.
+// Vector clocks are limited to a process. A write of a process to exported memory is over for others only after its
+// host has waited, because only then can it notify them. Accesses that no host has waited for are therefore kept in a
+// table shared by all processes, by memory file. A conflicting access, where one of the two is a write, is reported.
 #include "driver.h"
 
 #include <csignal>
@@ -27,8 +27,8 @@ struct Entry {
 };
 
 struct Table {
-    std::atomic<int> owner;  // pid of who uses it now
-    size_t num_used;         // entries behind it are free
+    std::atomic<int> owner;  // pid of the current user
+    size_t num_used;         // later entries are free
     Entry entries[kMostEntries];
 };
 
@@ -70,7 +70,7 @@ static Entry* free_entry() {
     return table().num_used < kMostEntries ? &table().entries[table().num_used++] : nullptr;
 }
 
-// An entry of the same operation that the access only makes longer.
+// An entry of the same operation that the access only extends.
 static Entry* touching_entry(const Stream& stream, const SharedAccess& access, bool writes) {
     for (size_t i = 0; i < table().num_used; i++) {
         Entry& entry = table().entries[i];

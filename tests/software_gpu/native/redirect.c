@@ -1,6 +1,6 @@
-// redirect.so, an auditor of the dynamic linker (LD_AUDIT, see rtld-audit(7)): a program that asks for a library of
-// NVIDIA's, by name or by path, gets that of the software GPU. So nothing in site-packages is overwritten, although
-// torch, torchvision and vLLM open the files that came with them.
+// redirect.so, an auditor of the dynamic linker (LD_AUDIT, see rtld-audit(7)): programs that load a library of
+// NVIDIA, by name or by path, get that of the software GPU. No file in site-packages is overwritten, although torch,
+// torchvision and vLLM open the files in their packages.
 #define _GNU_SOURCE
 #include <link.h>
 #include <stdio.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-// First parts of the names of files, and what is loaded instead.
+// Prefixes of file names, and the libraries that are loaded instead.
 static const struct {
     const char* prefix;
     const char* replacement;
@@ -32,7 +32,7 @@ char* la_objsearch(const char* name, uintptr_t* cookie, unsigned flag) {
     }
     for (size_t i = 0; i < sizeof replaced / sizeof *replaced; i++) {
         if (strncmp(file, replaced[i].prefix, strlen(replaced[i].prefix)) == 0) {
-            // Under the name that was asked for, if it is there: a package may have its own for a copy.
+            // Under the requested name, if it exists: a package may have its own name for a copy.
             snprintf(path, sizeof path, "%s/%s", folder, file);
             if (access(path, F_OK) != 0) {
                 snprintf(path, sizeof path, "%s/%s", folder, replaced[i].replacement);

@@ -1,7 +1,7 @@
-// libcudart.so.13: what the libraries of torch and vLLM link of the CUDA runtime, over the driver's public functions.
+// libcudart.so.13: functions of the CUDA runtime that torch and vLLM link, on the driver's public functions.
 //
-// NVIDIA's own runtime asks the driver for tables that are not documented, so all of it is replaced. The driver counts
-// and checks calls; nothing is counted here. Kernels of the GPU cannot run: a launch is an error that names the kernel.
+// NVIDIA's runtime needs undocumented tables of the driver, so it is replaced completely. The driver counts and
+// checks calls; the runtime counts nothing. GPU kernels cannot run: a launch is an error with the kernel's name.
 #include "interface.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ static cudaError_t fail(cudaError_t error) {
     return error;
 }
 
-// Errors of the driver and of the runtime have the same numbers.
+// Errors of the driver and of the runtime have the same values.
 static cudaError_t from_driver(CUresult result) {
     auto error = static_cast<cudaError_t>(result);
     bool is_failure = error != cudaSuccess && error != cudaErrorNotReady;
@@ -34,7 +34,7 @@ static cudaError_t from_driver(CUresult result) {
 
 // -- devices and contexts ------------------------------------------------------------------------------------------
 
-// Asked each time: a forked child finds that it has no driver.
+// Checked each time, because a forked child has no driver.
 static CUresult initialize_driver() { return cuInit(0); }
 
 // The primary context of each device, which the runtime shares with the driver's callers, retained once.
@@ -71,7 +71,7 @@ static PrimaryContexts& primary_contexts() {
     return *contexts;
 }
 
-// The device that this thread uses as long as it has no context.
+// The device of this thread while it has no context.
 static thread_local int selected_device = 0;
 
 static CUcontext current_context() {
@@ -87,7 +87,7 @@ static int current_device() {
     return device;
 }
 
-// Give this thread the context of its device, unless it has a context already.
+// Give this thread the context of its device, unless it has one already.
 static CUresult prepare_thread() {
     if (CUresult error = initialize_driver()) {
         return error;
@@ -181,7 +181,7 @@ static void fill_properties(cudaDeviceProp& properties, int device) {
 
 // -- kernels and variables that the libraries register -------------------------------------------------------------
 
-// A variable of device code. All devices share its memory, since only kernels could tell their copies apart.
+// A variable of device code. All devices share its memory, because only kernels could distinguish copies.
 struct Variable {
     size_t nbytes;
     std::unique_ptr<char[]> memory;
@@ -205,7 +205,7 @@ public:
         variables_[symbol] = Variable{nbytes, nullptr};
     }
 
-    // Zeros at first; null for a symbol that nobody registered.
+    // Initially zeros; null for an unregistered symbol.
     char* variable_memory(const void* symbol) {
         std::lock_guard guard(mutex_);
         auto entry = variables_.find(symbol);
@@ -221,11 +221,11 @@ public:
 
 private:
     std::mutex mutex_;
-    std::unordered_map<const void*, const char*> kernel_names_;  // by the function of the host that launches
+    std::unordered_map<const void*, const char*> kernel_names_;  // by the host function that launches it
     std::unordered_map<const void*, Variable> variables_;
 };
 
-// Never destroyed: libraries take their registrations back while the process ends.
+// Never destroyed: libraries unregister their code while the process ends.
 static Registry& registry() {
     static auto* entries = new Registry;
     return *entries;
@@ -239,7 +239,7 @@ static std::string readable(const std::string& symbol) {
 
 static cudaError_t launch(const void* stub) {
     std::string symbol = registry().kernel_name(stub);
-    // torch.cuda._sleep: what follows it on the stream may run late, and does so here without it.
+    // torch.cuda._sleep delays later work of the stream, which may run late here anyway.
     if (symbol.find("spin_kernel") != std::string::npos) {
         return cudaSuccess;
     }
@@ -247,7 +247,7 @@ static cudaError_t launch(const void* stub) {
     return fail(cudaErrorNoKernelImageForDevice);
 }
 
-// What `kernel<<<grid, block, shared_nbytes, stream>>>` says, kept until the stub of the kernel takes it.
+// Arguments of `kernel<<<grid, block, shared_nbytes, stream>>>`, kept until the kernel's stub reads them.
 struct LaunchConfiguration {
     dim3 grid;
     dim3 block;
@@ -389,7 +389,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can_access, int device, int peer) {
     return with_driver([&] { return cuDeviceCanAccessPeer(can_access, device, peer); });
 }
 
-// Devices that can reach one another do so at once.
+// Devices that can access each other may always do so.
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
     int can_access = 0;
     if (cudaError_t error = cudaDeviceCanAccessPeer(&can_access, current_device(), peer)) {
@@ -402,7 +402,7 @@ cudaError_t cudaDeviceSynchronize() {
     return with_context([] { return cuCtxSynchronize(); });
 }
 
-// vLLM looks it up and does not call it.
+// vLLM looks it up but does not call it.
 cudaError_t cudaDeviceReset() { return fail(cudaErrorNotSupported); }
 
 cudaError_t cudaDriverGetVersion(int* version) { return from_driver(cuDriverGetVersion(version)); }
@@ -425,7 +425,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(
     if (status) {
         *status = static_cast<cudaDriverEntryPointQueryResult>(found);
     }
-    // The status says what is missing; it is no error of the call.
+    // The status reports a missing symbol; the call itself succeeds.
     return is_missing ? cudaSuccess : from_driver(error);
 }
 
@@ -487,7 +487,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
     });
 }
 
-// The addresses say where the bytes lie, so the kind of a copy adds nothing.
+// Addresses determine the kind of a copy.
 cudaError_t cudaMemcpy(void* target, const void* source, size_t nbytes, cudaMemcpyKind) {
     return with_context([&] { return cuMemcpy(address_of(target), address_of(source), nbytes); });
 }
@@ -496,7 +496,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t nbytes, cud
     return with_context([&] { return cuMemcpyAsync(address_of(target), address_of(source), nbytes, stream); });
 }
 
-// The addresses say whose memory it is.
+// Addresses determine the owner of the memory.
 cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t nbytes, cudaStream_t stream) {
     return with_context([&] {
         return cuMemcpyPeerAsync(address_of(target), nullptr, address_of(source), nullptr, nbytes, stream);
@@ -562,8 +562,8 @@ cudaError_t cudaIpcCloseMemHandle(void* pointer) {
     return with_context([&] { return cuIpcCloseMemHandle(address_of(pointer)); });
 }
 
-// Streams of other processes cannot be waited for. So an event is over when its handle is given out, and the event that
-// another process opens was never recorded, which is over, too.
+// Streams of other processes cannot be waited for. Therefore an event is over when its handle is exported, and the
+// event that another process opens was never recorded, which also counts as over.
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t event) {
     *handle = {};
     return with_context([&] { return cuEventSynchronize(event); });
@@ -697,7 +697,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
     return cudaGraphInstantiateWithFlags(executable, graph, flags);
 }
 
-// A graph needs no memory of the device, so nothing is sent ahead.
+// A graph needs no device memory, so there is nothing to upload.
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
@@ -718,9 +718,9 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t*
 
 // -- kernels -------------------------------------------------------------------------------------------------------
 
-// Libraries register their device code in their constructors, by the functions that nvcc calls in what it writes.
+// Libraries register their device code in constructors, through functions called by code of nvcc.
 void** __cudaRegisterFatBinary(void*) {
-    // Only the functions below take the handle, and they need none.
+    // Only the functions below take the handle, and they do not need one.
     static void* handle = nullptr;
     return &handle;
 }

@@ -1,8 +1,8 @@
 // Streams, events, copies and graphs.
 //
-// A copy runs when somebody waits for it, as late as it may: a program that forgets to wait reads old bytes. Kernels
-// run at once, in the thread that launches them, after what their stream has before them. Other threads see them open
-// until they end.
+// A copy runs when a thread waits for it, as late as permitted: a program that forgets to wait reads old bytes.
+// Kernels run at once, in the launching thread, after all earlier work of their stream. For other threads they are
+// pending until they end.
 #include "driver.h"
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace software_gpu {
 
-constexpr int kQueriesPerStep = 3;  // a program that only asks whether something is over must see it end
+constexpr int kQueriesPerStep = 3;  // a program that only queries must eventually see the end
 
 // -- queues ------------------------------------------------------------------------------------------------------
 
@@ -20,7 +20,7 @@ static std::vector<Stream*>& created_streams() {
     return *all;
 }
 
-// The default stream of a device, which blocking streams wait for and which waits for them.
+// The default stream of a device; it and blocking streams wait for each other.
 static Stream& default_stream(int device) {
     static auto* all = new std::map<int, Stream*>;
     Stream*& stream = (*all)[device];
@@ -45,7 +45,7 @@ static bool is_over(const Stream& stream, uint64_t number) { return stream.num_o
 
 static void put_wait(Stream& stream, Stream& other, uint64_t number) {
     learn(stream.known, &other, number);
-    if (is_over(other, number)) {  // here; by the timeline it may go on
+    if (is_over(other, number)) {  // in reality; by the timeline it may continue
         timeline_wait(stream, other, number);
         return;
     }
@@ -57,7 +57,7 @@ static void put_wait(Stream& stream, Stream& other, uint64_t number) {
     timeline_wait(stream, other, number);
 }
 
-// The order that the default stream and blocking streams keep between them.
+// The order between the default stream and blocking streams.
 static void put_implicit_waits(Stream& stream) {
     if (!stream.is_blocking()) {
         return;
@@ -76,7 +76,7 @@ static void put_implicit_waits(Stream& stream) {
     }
 }
 
-// The record of a captured stream among the branches of its graph.
+// The record of a captured stream among its graph's branches.
 static Stream& branch_of(const Stream& stream) { return *stream.graph->branches.at(const_cast<Stream*>(&stream)); }
 
 static Operation& put_into_graph(Stream& stream, std::function<void()> run) {
@@ -96,7 +96,7 @@ Operation& put(Stream& stream, std::function<void()> run) {
     return stream.queue.back();
 }
 
-// From here on the calling thread computes what is last done on a stream; the stream is not over for others.
+// From here on the calling thread computes a stream's last operation; for others the stream is not over.
 static void open_launch(Stream& stream) {
     if (stream.depth++ == 0) {
         stream.launcher = std::this_thread::get_id();
@@ -117,7 +117,7 @@ static void run_operation(const Operation& operation) {
     }
 }
 
-// Whether the first operation of the queue may run now. What it waits for may run meanwhile, and change the queue.
+// Whether the queue's first operation may run now. Awaited work may run meanwhile and change the queue.
 static bool is_first_ready(Stream& stream, bool is_waiting) {
     auto is_ready = stream.queue.front().is_ready;
     return !is_ready || is_ready(is_waiting);
@@ -164,7 +164,7 @@ CUresult lasting_error() { return error_after_all; }
 
 void set_lasting_error(CUresult error) { error_after_all = error; }
 
-// The clock is a copy: others may put more on the stream meanwhile.
+// A copy of the clock, because other threads may queue more on the stream meanwhile.
 static CUresult wait_for(Stream& stream, uint64_t number, Clock known) {
     run_up_to(stream, number);
     host_waited_for(stream, number, known);
@@ -173,7 +173,7 @@ static CUresult wait_for(Stream& stream, uint64_t number, Clock known) {
 
 static CUresult wait_for_stream(Stream& stream) { return wait_for(stream, stream.num_put, stream.known); }
 
-// Answer whether a stream is over up to a number, and go on with it now and then.
+// Return whether a stream is over up to a number, and run some of its work now and then.
 static CUresult ask_for(Stream& stream, uint64_t number, const Clock& known) {
     static thread_local int num_unready_answers;
     if (is_over(stream, number)) {
@@ -186,10 +186,10 @@ static CUresult ask_for(Stream& stream, uint64_t number, const Clock& known) {
     return CUDA_ERROR_NOT_READY;
 }
 
-// A kernel, or a graph, which the calling thread computes until `close_launch`.
+// Open a kernel or a graph, which the calling thread computes until `close_launch`.
 static void begin_launch(Stream& stream) {
     put_implicit_waits(stream);
-    while (!is_over(stream, stream.num_put)) {  // others may put more there meanwhile
+    while (!is_over(stream, stream.num_put)) {  // other threads may queue more meanwhile
         run_up_to(stream, stream.num_put);
     }
     stream.num_done = ++stream.num_put;
@@ -197,10 +197,10 @@ static void begin_launch(Stream& stream) {
     open_launch(stream);
 }
 
-// -- what captures forbid ----------------------------------------------------------------------------------------
+// -- calls forbidden during captures ----------------------------------------------------------------------------
 //
-// As the driver's manual says at cuThreadExchangeStreamCaptureMode and, of the runtime, under "Prohibited and Unhandled
-// Operations" of stream capture.
+// According to the driver's manual at cuThreadExchangeStreamCaptureMode and, for the runtime, "Prohibited and
+// Unhandled Operations" of stream capture.
 
 static thread_local CUstreamCaptureMode mode_of_thread = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
@@ -219,7 +219,7 @@ static bool forbids_unsafe_calls(const Graph& graph) {
     return mode_of_thread == CU_STREAM_CAPTURE_MODE_GLOBAL && graph.mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
 }
 
-// Invalidate the captures that a condition on a captured stream finds.
+// Invalidate the captures with a captured stream that meets a condition.
 static CUresult refuse_if(CUresult error, const std::function<bool(const Stream&)>& is_forbidden) {
     CUresult answer = CUDA_SUCCESS;
     for (Stream* stream : all_streams()) {
@@ -240,7 +240,7 @@ CUresult refuse_wait_for_device(int device) {
     return refuse_if(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, is_there);
 }
 
-// What is put on the default stream would wait for blocking streams, also for those that are captured.
+// Work queued on the default stream would wait for blocking streams, including captured ones.
 static CUresult refuse_work_on(const Stream& stream) {
     if (stream.graph) {
         return stream.graph->is_valid ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -323,7 +323,7 @@ static void copy_rows(const Rows& dst, const Rows& src) {
     }
 }
 
-// What an asynchronous copy takes along of ordinary memory, which the caller may change afterwards.
+// Copy of ordinary memory for an asynchronous copy, because the caller may change the memory afterwards.
 static std::shared_ptr<std::vector<char>> staged(const Rows& src) {
     auto bytes = std::make_shared<std::vector<char>>(src.num * src.row_nbytes);
     for (size_t i = 0; i < src.num; i++) {
@@ -332,8 +332,9 @@ static std::shared_ptr<std::vector<char>> staged(const Rows& src) {
     return bytes;
 }
 
-// A copy is its stream's device's, which needs a right to both sides' mapped memory. Only a copy from one context to
-// another uses each side's own device; so torch and llama.cpp (its #4620) copy virtual memory between devices by that.
+// A copy is performed by its stream's device, which needs access to the mapped memory of both sides. Only a copy
+// between contexts uses the device of each side; torch and llama.cpp (its #4620) copy virtual memory between devices
+// that way.
 static CUresult copy(const Rows& dst, const Rows& src, Stream& stream, bool is_async, bool is_between_contexts) {
     bool is_withheld_from = is_withheld(src.start, src.extent(), stream.device);
     if (!is_between_contexts && (is_withheld_from || is_withheld(dst.start, dst.extent(), stream.device))) {
@@ -427,7 +428,7 @@ static CUresult fill(
 
 struct Event {
     unsigned flags = 0;
-    Stream* stream = nullptr;  // where it was recorded last
+    Stream* stream = nullptr;  // stream of the last record
     uint64_t number = 0;
     Clock known;
     std::shared_ptr<Graph> graph;
@@ -451,7 +452,7 @@ static CUresult record(Event& event, Stream& stream) {
         learn(event.known, &branch_of(stream), branch_of(stream).num_put);
         return CUDA_SUCCESS;
     }
-    auto milliseconds = std::make_shared<double>(0);  // of this record, if an earlier one still waits in a queue
+    auto milliseconds = std::make_shared<double>(0);  // of this record; an earlier one may still be in a queue
     put(stream, [milliseconds] { *milliseconds = now_milliseconds(); });
     event.milliseconds = milliseconds;
     event.stream = &stream;
@@ -467,7 +468,7 @@ static CUresult refuse_wait_for(const Event& event) {
     return event.graph->is_open ? invalidate(*event.graph, CUDA_ERROR_CAPTURED_EVENT) : CUDA_ERROR_CAPTURED_EVENT;
 }
 
-// The stream joins the capture of the event, if it is not a part of it.
+// Add the stream to the capture of the event, unless it is part of it.
 static CUresult wait_for_captured_event(Stream& stream, const Event& event) {
     if (!event.graph->is_open) {
         return CUDA_SUCCESS;
@@ -511,7 +512,7 @@ struct GraphHandle {
     std::shared_ptr<Graph> graph;
 };
 
-// Let a branch be as far as it was when the node was captured; others are there already.
+// Advance a branch to its position when the node was captured; the other branches are there already.
 static void go_on_to(Graph& graph, const Graph::Node& node) {
     graph.running = node.branch;
     node.branch->num_put = node.operation.number;
@@ -523,7 +524,7 @@ static void run_node(const Graph::Node& node, Stream& stream) {
         go_on_to(*stream.launched, node);
     }
     for (const Touched& access : node.accesses) {
-        if (node.operation.is_released) {  // copies and fills do it themselves
+        if (node.operation.is_released) {  // copies and fills do so themselves
             check_address(access.start, access.nbytes, access.what);
         }
         declare_access(stream, access.start, access.nbytes, access.writes, access.what);
@@ -533,8 +534,8 @@ static void run_node(const Graph::Node& node, Stream& stream) {
     }
 }
 
-// The order between branches is always the same, so the first launch checks it. The end of the capture would not do:
-// Triton's kernels say what they touch when they run.
+// The order between branches is constant, so the first launch checks it. The end of the capture would be too early:
+// Triton's kernels declare their accesses when they run.
 static void launch(Graph& graph, Stream& stream) {
     begin_launch(stream);
     bool is_first = graph.branches.size() > 1 && !graph.running;
@@ -556,7 +557,7 @@ static CUstreamCaptureStatus capture_status(const Stream& stream) {
     return stream.graph->is_valid ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_INVALIDATED;
 }
 
-// Why a capture cannot become a graph.
+// The reason why a capture cannot become a graph.
 static CUresult fault_of(const Graph& graph) {
     if (!graph.is_valid) {
         return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -674,7 +675,7 @@ CUresult cuMemcpyDtoH(void* dst, CUdeviceptr src, size_t nbytes) {
     return copy_bytes("cuMemcpy", uint64_t(dst), src, nbytes, nullptr, false);
 }
 
-// The host does not wait for it, also on hardware.
+// The host does not wait for it, as on hardware.
 CUresult cuMemcpyDtoD(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
     return copy_bytes("cuMemcpy", dst, src, nbytes, nullptr, true);
 }
@@ -741,7 +742,7 @@ CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, int priori
 
 CUresult cuStreamCreate(CUstream* handle, unsigned flags) { return cuStreamCreateWithPriority(handle, flags, 0); }
 
-// Its record stays: events and clocks name it.
+// Its record stays, because events and clocks refer to it.
 CUresult cuStreamDestroy(CUstream handle) {
     return driver_call("cuStreamDestroy", [&] {
         Stream& stream = stream_of(handle);
@@ -808,7 +809,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags) {
     });
 }
 
-// Runs before this returns: the host may wait for it by means that the driver does not see.
+// Runs before the return: the host may wait for it by means that the driver does not see.
 CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
     return driver_call("cuLaunchHostFunc", [&] {
         Stream& stream = stream_of(handle);
@@ -991,7 +992,7 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream handle) {
     return driver_call("cuGraphLaunch", [&] {
-        std::shared_ptr<Graph> graph = reinterpret_cast<GraphHandle*>(executable)->graph;  // it may be destroyed
+        std::shared_ptr<Graph> graph = reinterpret_cast<GraphHandle*>(executable)->graph;  // kept alive
         Stream& stream = stream_of(handle);
         if (stream.graph) {
             return CUDA_ERROR_NOT_SUPPORTED;
@@ -1013,7 +1014,7 @@ static void release_graph(void* handle) {
         graph = reinterpret_cast<GraphHandle*>(handle)->graph;
         delete reinterpret_cast<GraphHandle*>(handle);
     }
-    // What it holds goes without the lock: tensors among it may call the driver.
+    // Its contents are released without the lock, because destructors of tensors may call the driver.
 }
 
 CUresult cuGraphDestroy(CUgraph graph) {

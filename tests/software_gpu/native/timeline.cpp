@@ -1,11 +1,11 @@
-// A clock that does not run: when each operation would begin and end on hardware of given speed.
+// A simulated clock: the start and end of each operation on hardware of given speed.
 //
-//   host       each call of the driver takes its time, and a wait lasts until what is waited for is over
-//   stream     an operation begins when the host has queued it and what is before it on the stream, or waited for, is over
-//   engine     copies from the host, to it and between devices go one after the other, and so do kernels
+//   host       each call of the driver takes its time; a wait lasts until the awaited work is over
+//   stream     an operation starts after it is queued and after earlier and awaited operations are over
+//   engine     copies from the host, to the host and between devices are sequential, and so are kernels
 //
-// An operation takes as long as its slowest engine needs for the bytes that it declares. Time that programs take beside
-// the driver is not in it, nor that of other processes: what comes out is the least that this order of calls allows.
+// An operation takes the time of its slowest engine for its declared bytes. Time of programs outside of the driver
+// and of other processes is not included: the result is a lower bound for this order of calls.
 #include "driver.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@ enum Engine { memory, to_host, from_host, link, kNumEngines };
 
 // Bytes per second: HBM3 of an H100, PCIe 5 as measured on one, NVLink 4.
 static constexpr std::array<double, kNumEngines> kRates = {3350e9, 55e9, 55e9, 450e9};
-static constexpr double kLaunch = 5e-6;   // of the host, to queue an operation
-static constexpr double kCall = 1e-6;     // of the host, for any other call
+static constexpr double kLaunch = 5e-6;   // of the host, per queued operation
+static constexpr double kCall = 1e-6;     // of the host, per other call
 static constexpr double kShortest = 3e-6;  // of the device
 
 // Of the host, as measured on an H100 for chunks of 32 MiB.
@@ -79,7 +79,7 @@ void timeline_use(Stream& stream, uint64_t address, size_t nbytes, bool writes) 
     Engine used = is_host ? (writes ? to_host : from_host) : is_local ? memory : link;
     TimedOperation& operation = stream.times.operation;
     operation.nbytes[used] += nbytes;
-    // the one that it keeps busy: another than its own memory, if it uses any
+    // The engine that it keeps busy: one other than its own memory, if it uses any.
     Engine engine = memory;
     for (Engine other : {to_host, from_host, link}) {
         engine = operation.nbytes[other] ? other : engine;
@@ -108,7 +108,7 @@ using namespace software_gpu;
 
 extern "C" {
 
-// Seconds since the process began: of the host's clock, and for which each engine was busy.
+// Seconds since the process began: of the host's clock, and of each busy engine.
 void software_gpu_timeline(double* seconds) {
     Held held;
     seconds[0] = host.load();

@@ -1,11 +1,11 @@
 // CUDA's virtual memory management: address ranges, physical memory, mappings, access, descriptors for other processes.
 //
 // The rules are the driver's, as far as the product can break them: sizes and addresses are multiples of the
-// granularity, memory is mapped whole and at most once at a place, a range that is unmapped cuts no mapping, and physical
-// memory goes when its handles and its mappings are gone. The number of a handle that was released is given away again,
-// the lowest first, and a range may be unmapped in which nothing is mapped: both were seen on an H100 with driver 580.
-// Its bytes are taken as long as any process has a handle or a mapping of it, whoever made it, or an open descriptor
-// ("once all shareable handles are closed and the allocation is released", cuMemExportToShareableHandle in cuda.h).
+// granularity; memory is mapped as a whole and at most once at an address; unmapping a range must not split a
+// mapping; physical memory is freed when its handles and mappings are gone. The number of a released handle is
+// reused, the lowest first, and an empty range may be unmapped: both were observed on an H100 with driver 580. Bytes
+// are taken while any process has a handle, a mapping or an open descriptor ("once all shareable handles are closed
+// and the allocation is released", cuMemExportToShareableHandle in cuda.h).
 #include "driver.h"
 
 #include <cstdlib>
@@ -24,8 +24,8 @@ struct Allocation {
     size_t nbytes;
     int device;
     bool is_exportable;
-    uint64_t file;      // what the system calls the memory file
-    bool is_shared;     // it was exported or imported
+    uint64_t file;      // system's id of the memory file
+    bool is_shared;     // exported or imported
     int num_handles = 1;
     int num_mappings = 0;
 };
@@ -43,7 +43,7 @@ static Allocation* allocation_of(CUmemGenericAllocationHandle handle) {
     return is_held ? entry->second.get() : nullptr;
 }
 
-// A forked child has no driver. Descriptors that it was given are its own to close; the driver's would keep memory.
+// A forked child has no driver. It closes descriptors that it was given; those of the driver would keep memory.
 static void close_in_child() {
     for (const auto& [handle, allocation] : allocations()) {
         close(allocation->descriptor);
@@ -70,7 +70,7 @@ static void free_if_unused(Allocation* allocation) {
     allocations().erase(allocation->handle);
 }
 
-// The granularity: 2 MiB on hardware, and what a test asks for that takes many small pieces.
+// The granularity: 2 MiB as on hardware, or less for tests with many small pieces.
 static size_t page_nbytes() {
     static const char* text = getenv("SOFTWARE_GPU_PAGE_NBYTES");
     static const size_t nbytes = text ? strtoull(text, nullptr, 0) : size_t(2) << 20;
@@ -209,7 +209,7 @@ static CUresult map(CUdeviceptr start, size_t nbytes, size_t offset, CUmemGeneri
     return CUDA_SUCCESS;
 }
 
-// Mappings that lie inside a range, if they cover it and none reaches out of it; otherwise none.
+// Mappings inside a range, if they cover it and none extends beyond it; otherwise none.
 static std::vector<Region*> mappings_of(uint64_t start, size_t nbytes) {
     std::vector<Region*> covering;
     uint64_t next = start;
@@ -226,7 +226,7 @@ static std::vector<Region*> mappings_of(uint64_t start, size_t nbytes) {
     return covering;
 }
 
-// What the process may do: all that any device may. Which device it is, the operations are asked.
+// Access of the process: the union over all devices. Operations check the access of their device.
 static int protection_of(const Region& region) {
     int protection = PROT_NONE;
     for (const auto& [device, right] : region.rights) {
@@ -236,7 +236,7 @@ static int protection_of(const Region& region) {
     return protection;
 }
 
-// Devices that are not named keep the rights that they have.
+// Other devices keep their access.
 static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDesc* rights, size_t num_rights) {
     std::vector<Region*> mappings = mappings_of(start, nbytes);
     if (mappings.empty() || num_rights < 1) {
@@ -263,7 +263,7 @@ static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDe
     return CUDA_SUCCESS;
 }
 
-// Mappings of which any part lies in a range; `are_whole` becomes whether all of each does.
+// Mappings that overlap a range; sets `are_whole` to whether all lie inside.
 static std::vector<Region*> mappings_in(uint64_t start, size_t nbytes, bool& are_whole) {
     std::vector<Region*> touched;
     are_whole = true;
@@ -284,7 +284,7 @@ static CUresult unmap(CUdeviceptr start, size_t nbytes) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     check_release(start, nbytes, "memory of the device is unmapped");
-    for (Region* region : mappings_in(start, nbytes, are_whole)) {  // asked anew: others may have been in meanwhile
+    for (Region* region : mappings_in(start, nbytes, are_whole)) {  // may have changed
         int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
         mmap(reinterpret_cast<void*>(region->start), region->nbytes, PROT_NONE, flags, -1, 0);
         Allocation* allocation = region->allocation;
@@ -319,7 +319,7 @@ using namespace software_gpu;
 
 extern "C" {
 
-// What this process has now, for tests that count: physical memory and its bytes, mappings, address ranges.
+// Numbers of this process for tests: physical memory and its bytes, mappings, address ranges.
 void software_gpu_virtual_memory(
     uint64_t* num_allocations, uint64_t* num_mappings, uint64_t* num_reservations, uint64_t* nbytes
 ) {
@@ -337,8 +337,7 @@ void software_gpu_virtual_memory(
     }
 }
 
-// Where the mappings are that may be touched, in their order: (start, bytes) of as many as there is room for. Returns
-// how many there are.
+// Write (start, bytes) of accessible mappings, in order, as many as fit; return their number.
 size_t software_gpu_mapped(uint64_t (*found)[2], size_t room) {
     Held held;
     size_t num = 0;

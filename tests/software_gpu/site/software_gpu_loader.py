@@ -1,8 +1,10 @@
-"""Loader of the software GPU: lets torch's operators of CUDA run on the CPU, in each process at `import torch`.
+"""Loader of the software GPU: makes torch's operators for CUDA run on the CPU, in each process at
+`import torch`.
 
-torch calls `load` by the entry point in software_gpu-0.dist-info, which is found because this folder is on PYTHONPATH.
-Without SOFTWARE_GPU_LIBRARIES, the folder of the libraries, nothing happens. Libraries that come later (vLLM's
-operators, Triton's interpreter) are completed when they are imported: see `_COMPLETED`.
+torch calls `load` by the entry point in software_gpu-0.dist-info, because this folder is on
+PYTHONPATH. Without SOFTWARE_GPU_LIBRARIES, the folder of the libraries, it does nothing. Modules
+that are imported later (vLLM's operators, Triton's interpreter) are completed after their import:
+see `_COMPLETED`.
 """
 
 import ctypes
@@ -14,7 +16,7 @@ from pathlib import Path
 
 _ENVIRONMENT = "SOFTWARE_GPU_LIBRARIES"
 
-# Module -> ours, whose `register()` is called after the module was executed.
+# Our module for each of these modules, whose `register()` is called after its execution.
 _COMPLETED = {
     "vllm._C_stable_libtorch": "software_gpu_vllm",
     "vllm._moe_C_stable_libtorch": "software_gpu_vllm",
@@ -25,7 +27,7 @@ _library = None
 
 
 def load():
-    """Give the operators of aten their CPU kernels, and wait for modules that need more."""
+    """Give the operators of aten their CPU kernels, and install the import hook."""
     if _ENVIRONMENT not in os.environ:
         return
     library().software_gpu_adopt_aten()
@@ -34,7 +36,7 @@ def load():
 
 
 def library():
-    """operators.so, and by it all that interface.h declares."""
+    """Return operators.so, which provides all functions of interface.h."""
     global _library
     if _library is None:
         path = Path(os.environ[_ENVIRONMENT]) / "operators.so"
@@ -44,8 +46,11 @@ def library():
 
 
 def _declare(functions):
-    """Tell ctypes the parameters of the functions that Python calls."""
-    address, nbytes, flag, text = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p
+    """Declare the parameters of functions that Python calls."""
+    address = ctypes.c_uint64
+    nbytes = ctypes.c_size_t
+    flag = ctypes.c_int
+    text = ctypes.c_char_p
     pointer = ctypes.c_void_p
     functions.software_gpu_adopt_aten.restype = ctypes.c_int64
     functions.software_gpu_adopt.argtypes = [text, text]
@@ -62,7 +67,7 @@ def _declare(functions):
 
 
 class _Completer:
-    """Import hook that calls ours once a module of `_COMPLETED` was executed."""
+    """Import hook that completes modules of `_COMPLETED` after their execution."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in _COMPLETED:
@@ -74,7 +79,7 @@ class _Completer:
 
 
 class _CompletingLoader:
-    """The loader of a module, followed by ours."""
+    """Loader of a module that then registers our module."""
 
     def __init__(self, loader, completion):
         self._loader = loader

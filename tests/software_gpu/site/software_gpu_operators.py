@@ -1,23 +1,24 @@
-"""Operators of aten that torch computes on CUDA only, and Megatron or vLLM call.
+"""Operators of aten for CUDA only that Megatron or vLLM call.
 
-Each function is registered as the kernel of the CPU; operators.so then runs it for CUDA, over the device's memory.
+Each function is registered as the CPU's kernel; operators.so then runs it for CUDA on the device's
+memory.
 """
 
 import torch
 from software_gpu_loader import library
 
-_kept = []  # torch.library takes kernels back when their Library goes
+_kept = []  # torch.library removes kernels when their Library is freed.
 
 
 def register():
-    """Register all of this file."""
+    """Register all operators of this file."""
     register_kernels("aten", _KERNELS)
 
 
 def register_kernels(namespace, kernels):
-    """Register functions as kernels of the CPU, by the name of their operator, and let CUDA run them.
+    """Register functions as kernels of the CPU and of CUDA, by the name of their operator.
 
-    Operators that this build of the library does not define are left out.
+    Skips operators that this build of the library does not define.
     """
     registrations = torch.library.Library(namespace, "IMPL")
     _kept.append(registrations)
@@ -29,8 +30,9 @@ def register_kernels(namespace, kernels):
         library().software_gpu_adopt(f"{namespace}::{operator}".encode(), overload.encode())
 
 
-# -- products whose result is wider than their factors ---------------------------------------------------------------
-# CUDA multiplies 16-bit factors exactly and sums in float32, so widening the factors first gives the same.
+# -- products whose result is wider than their factors
+# --------------------------------------------------------------- CUDA multiplies 16-bit factors
+# exactly and sums in float32, so casting the factors first gives the same result.
 
 
 def _mm(self, mat2, out_dtype):
@@ -65,7 +67,8 @@ def _baddbmm_out(self, batch1, batch2, out_dtype, *, beta=1, alpha=1, out):
     return out.copy_(_baddbmm(self, batch1, batch2, out_dtype, beta=beta, alpha=alpha))
 
 
-# -- root-mean-square norm ---------------------------------------------------------------------------------------------
+# -- root-mean-square norm
+# ---------------------------------------------------------------------------------------------
 
 
 def _fused_rms_norm(input, normalized_shape, weight, eps):
@@ -81,11 +84,12 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
 
 
 def _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
-    """Return the gradients of the input and of the weight, those that `output_mask` asks for."""
+    """Return the gradients of the input and the weight that `output_mask` selects."""
     dims = _normalized_dims(input, normalized_shape)
     grad = grad_out.to(rstd.dtype)
     normalized = input.to(rstd.dtype) * rstd
-    grad_input, grad_weight = None, None
+    grad_input = None
+    grad_weight = None
     if output_mask[0]:
         grad_normalized = grad if weight is None else grad * weight.to(rstd.dtype)
         mean = (grad_normalized * normalized).mean(dims, keepdim=True)
@@ -105,11 +109,12 @@ def _normalized_dims(input, normalized_shape):
     return tuple(range(input.dim() - len(normalized_shape), input.dim()))
 
 
-# -- histogram, which CUDA has for integers, too ---------------------------------------------------------------------
+# -- histogram, which CUDA also has for integers
+# ---------------------------------------------------------------------
 
 
 def _histc(self, bins=100, min=0, max=0):
-    """Count by equal steps from `min` to `max`; where these are equal, between the least and the largest value."""
+    """Count in equal steps from `min` to `max`, or over the range of values if these are equal."""
     values = self.flatten().to(torch.float64)
     if min == max and len(values):
         min, max = values.min(), values.max()

@@ -1,17 +1,18 @@
-"""Triton's interpreter on the software GPU: what it lacks as a device, and what it computes otherwise than one.
+"""Triton's interpreter on the software GPU: changes that make it behave like a device.
 
-Changed when `triton.runtime.interpreter` is imported (of TRITON_INTERPRET=1), in memory only:
+Applied in memory at the import of `triton.runtime.interpreter` (with TRITON_INTERPRET=1):
 
-1. Kernels work on the device's memory itself, which the CPU can read. The interpreter would copy all of each
-   argument's storage to the host and back, also what was only read: slow, and reported as a race by the checker.
-2. The bytes that loads and stores touch are declared to the checker, and addresses without memory raise CUDA's error.
-3. Under the capture of a CUDA graph a kernel does not run; the graph's launch runs it.
-4. bfloat16. The interpreter keeps it as the bits of uint16 and computes with them as with whole numbers: the product of
-   two tiles (`tl.dot`) is a product of bit patterns, and so are sums and comparisons. It also cuts float32 to bfloat16
-   off, where the hardware rounds to nearest, ties to even. Triton documents the first ("the interpreter does not
-   support operations on bfloat16"); vLLM's attention kernels multiply bfloat16 tiles all the same.
-5. `tl.range` counts in tensors, as compiled kernels do. The interpreter counts in numbers of Python, which have no
-   `.to(tl.int64)`.
+1. Kernels work directly on the device's memory, which the CPU can read. The interpreter would copy
+   the whole storage of every argument to the host and back, even if only read: slow, and reported
+   as a race by the checker.
+2. Loads and stores are declared to the checker, and addresses without memory raise CUDA's error.
+3. During the capture of a CUDA graph a kernel does not run; the launch of the graph runs it.
+4. bfloat16. The interpreter represents it by the bits in uint16 and computes with these integers: a product of tiles
+   (`tl.dot`) is a product of bit patterns, likewise sums and comparisons. It also truncates float32 to bfloat16, while
+   hardware rounds to nearest, ties to even. Triton documents the first ("the interpreter does not support operations
+   on bfloat16"), but vLLM's attention kernels multiply bfloat16 tiles.
+5. `tl.range` yields tensors, as in compiled kernels. The interpreter yields Python numbers, which
+   have no `.to(tl.int64)`.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ from software_gpu_loader import library
 
 
 def register():
-    """Change the interpreter; called after its module was executed."""
+    """Change the interpreter, after the execution of its module."""
     from triton.runtime import interpreter
 
-    # The one instance is known by several names, so it changes its class instead of being replaced.
+    # Several names refer to the single instance, so its class is changed instead of the instance.
     interpreter.interpreter_builder.__class__ = _make_builder(interpreter)
     interpreter.ReduceOps.sum = _make_sum(interpreter.ReduceOps.sum)
     interpreter._patch_lang_core = _make_patch(interpreter, interpreter._patch_lang_core)
@@ -36,16 +37,17 @@ def register():
     executor.__call__ = _make_call(executor.__call__)
 
 
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+# -- bfloat16
+# ----------------------------------------------------------------------------------------------------------
 
 
 def widen(bits):
-    """Bits of bfloat16 as float32, exactly."""
+    """Convert bits of bfloat16 to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values):
-    """Bits of bfloat16 for numbers, rounded to nearest with ties to even."""
+    """Convert numbers to bits of bfloat16, rounded to nearest with ties to even."""
     wide = np.asarray(values).astype(np.float32)
     bits = wide.view(np.uint32)
     to_nearest = np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
@@ -54,12 +56,12 @@ def narrow(values):
 
 
 def _make_builder(interpreter):
-    """The interpreter's builder with memory of the device and numbers of type bfloat16."""
+    """Return the interpreter's builder, extended by device memory and bfloat16 numbers."""
     tl = interpreter.tl
     handle_of = interpreter.TensorHandle
 
     def is_bfloat16(handle):
-        # A comparison gives truth values with the type of what it compared.
+        # The result of a comparison is boolean, but has the type of its operands.
         return handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
 
     def number(handle):
@@ -114,7 +116,7 @@ def _make_builder(interpreter):
                 return handle_of(narrow(src.data), tl.bfloat16)
             return super().create_fp_to_fp(number(src), dst_type, rounding_mode)
 
-        # -- memory: what is touched is declared when the kernel is over
+        # -- memory: accesses are declared when the kernel is over
 
         def create_masked_load(self, ptrs, mask, other, *options):
             _note(ptrs, mask, writes=False)
@@ -146,11 +148,12 @@ def _make_sum(original):
     return sum_of_any_type
 
 
-# -- loops -------------------------------------------------------------------------------------------------------------
+# -- loops
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _make_patch(interpreter, original):
-    """The function that gives a module of Triton the interpreter's operations, for the time of a kernel."""
+    """Return a function that gives a Triton module the interpreter's operations."""
     tl = interpreter.tl
     semantic = interpreter.interpreter_semantic
 
@@ -169,13 +172,14 @@ def _make_patch(interpreter, original):
     return patch
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Accesses:
-    """Bytes that one kernel has read or written, as runs [start, end)."""
+    """Bytes that a kernel has read or written, as runs [start, end)."""
 
-    _MOST_KEPT = 4096  # runs that are collected before those that touch one another are merged
+    _MOST_KEPT = 4096  # Number of runs after which adjacent ones are merged.
 
     def __init__(self):
         self._runs = {False: [], True: []}
@@ -189,7 +193,7 @@ class Accesses:
             self._num_new[writes] = 0
 
     def declare(self, stream, name):
-        """Tell the checker, as accesses of the last operation on the stream."""
+        """Declare the runs to the checker, as accesses of the last operation on the stream."""
         for writes in (False, True):
             if not self._runs[writes]:
                 continue
@@ -209,14 +213,14 @@ class Accesses:
         return starts[begins_run], ends[ends_run]
 
 
-_current = None  # Accesses of the kernel that runs
+_current = None  # Accesses of the running kernel.
 
 
 def _note(ptrs, mask, writes):
-    """Keep what a load or store touches, and raise for what has no memory."""
+    """Record the bytes of a load or store; raise for addresses without memory."""
     addresses = ptrs.data.reshape(-1)
     if mask is not None:
-        mask_data = getattr(mask, "data", mask)  # block pointers give arrays
+        mask_data = getattr(mask, "data", mask)  # Block pointers give arrays.
         addresses = addresses[np.broadcast_to(mask_data, ptrs.data.shape).reshape(-1)]
     if addresses.size == 0 or _current is None:
         return
@@ -227,12 +231,13 @@ def _note(ptrs, mask, writes):
     ends = addresses[np.roll(is_first, -1)] + nbytes
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if not library().software_gpu_is_accessible(start, end - start):
-            library().software_gpu_access(None, start, end - start, writes, b"a kernel of Triton")  # reports it
+            library().software_gpu_access(None, start, end - start, writes, b"a kernel of Triton")  # Reports it.
             raise RuntimeError(f"CUDA error: an illegal memory access was encountered (Triton, at {start:#x})")
     _current.add(starts, ends, writes)
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
+# -- launches
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _make_call(original):
@@ -254,7 +259,7 @@ _names = {}
 
 
 def _lasting_name(name):
-    """The name as bytes that the checker may point to for ever."""
+    """Return the name as bytes that are never freed: the checker keeps pointers to them."""
     return _names.setdefault(name, name.encode())
 
 
@@ -288,13 +293,13 @@ def _noting():
         _current = before
 
 
-# Kernels of CUDA graphs, by numbers: (name, original, executor, args, kwargs).
+# Kernels of CUDA graphs by number: (name, original, executor, args, kwargs).
 _captured = {}
 
 
 def _capture(stream, name, original, executor, args, kwargs):
     number = max(_captured, default=0) + 1
-    # Tensors of the CPU over the same bytes: a graph does not keep the memory of its kernels' arguments.
+    # CPU tensors over the same bytes, because a graph does not keep its arguments alive.
     args = tuple(_without_owning(arg) for arg in args)
     kwargs = {key: _without_owning(arg) for key, arg in kwargs.items()}
     _captured[number] = (name, original, executor, args, kwargs)
@@ -311,7 +316,7 @@ def _without_owning(arg):
 
 
 def _lasting_callback(function):
-    """A function of C that calls ours, and that is never freed: graphs may outlive this module."""
+    """Return a C callback that is never freed, because graphs may outlive this module."""
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(callback))
     return ctypes.cast(callback, ctypes.c_void_p)
@@ -319,7 +324,7 @@ def _lasting_callback(function):
 
 def _launch_captured(number):
     name, original, executor, args, kwargs = _captured[number]
-    # A graph is launched on the current stream, and runs in the thread that launches it.
+    # A graph is launched on the current stream and runs in the launching thread.
     stream = torch.cuda.current_stream().cuda_stream
     try:
         _run(stream, name, original, executor, args, kwargs)

@@ -1,9 +1,11 @@
-"""Operators of vLLM's own libraries that small models call: Qwen2, Qwen3, Llama, Gemma2, Qwen3-MoE, DeepSeek.
+"""Operators of vLLM's libraries that small models call: Qwen2, Qwen3, Llama, Gemma2, Qwen3-MoE,
+DeepSeek.
 
-Each function computes what vLLM 0.32's CUDA kernel of the same name computes (csrc/libtorch_stable), with its types:
-where a kernel works in float32, rounds between two steps, or rounds once at the end, so does the function. It is
-registered as the kernel of the CPU; operators.so runs it for CUDA, over the device's memory, as one kernel that reads
-and writes what the operator's schema says. Caches of 8-bit numbers and quantized layers are not supported.
+Each function computes the same as vLLM 0.32's CUDA kernel of its name (csrc/libtorch_stable), with
+the same types and the same rounding, between steps or once at the end. It is registered as the
+kernel of the CPU; operators.so runs it for CUDA on the device's memory, as one kernel with the
+reads and writes of the operator's schema. Caches of 8-bit numbers and quantized layers are not
+supported.
 """
 
 import math
@@ -15,7 +17,7 @@ _registered = set()
 
 
 def register():
-    """Register the kernels of those libraries that are loaded by now; called after each of them."""
+    """Register the kernels of all libraries loaded so far; called after each of them."""
     for namespace, kernels in _KERNELS.items():
         is_loaded = hasattr(getattr(torch.ops, namespace), next(iter(kernels)))
         if is_loaded and namespace not in _registered:
@@ -24,20 +26,21 @@ def register():
 
 
 def _numbers(end):
-    """0, 1, ... on the CPU, also where the caller has made CUDA the default device."""
+    """Return 0, 1, ... on the CPU, even if CUDA is the caller's default device."""
     return torch.arange(end, device="cpu")
 
 
-# -- norms -----------------------------------------------------------------------------------------------------------
+# -- norms
+# -----------------------------------------------------------------------------------------------------------
 
 
 def rms_norm(result, input, weight, epsilon):
-    """Scale and weigh in float32, and round once."""
+    """Scale and multiply by the weight in float32, and round once."""
     result.copy_(_normalized(input, weight, epsilon))
 
 
 def fused_add_rms_norm(input, residual, weight, epsilon):
-    """Round the sum to the tensors' type, and normalize what was rounded."""
+    """Round the sum to the tensors' type, and normalize the rounded sum."""
     residual.add_(input)
     input.copy_(_normalized(residual, weight, epsilon))
 
@@ -47,16 +50,17 @@ def _normalized(input, weight, epsilon):
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     if weight is None:
         return wide
-    if weight.dim() == 2:  # one row of weights for each first index
+    if weight.dim() == 2:  # A row of weights for each first index.
         weight = weight.view(weight.shape[0], *[1] * (input.dim() - 2), weight.shape[1])
     return wide * weight.float()
 
 
-# -- activations -----------------------------------------------------------------------------------------------------
+# -- activations
+# -----------------------------------------------------------------------------------------------------
 
 
 def _gated(activation, is_first_activated=True):
-    """A kernel that multiplies one half by the other half's activation, which is rounded before the product."""
+    """Return a kernel that multiplies one half by the other's activation, rounded before."""
 
     def kernel(out, input):
         first, second = input.chunk(2, dim=-1)
@@ -93,7 +97,8 @@ def relu_squared(out, input):
     out.copy_(input.float().relu().square())
 
 
-# -- positions -------------------------------------------------------------------------------------------------------
+# -- positions
+# -------------------------------------------------------------------------------------------------------
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False):
@@ -112,14 +117,18 @@ def _rotate(rotated, cos, sin, is_neox):
     if is_neox:
         first, second = rotated.chunk(2, dim=-1)
     else:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    x, y = first.float(), second.float()  # of float32 tensors these are the tensors themselves
-    rotated_x, rotated_y = x * cos - y * sin, y * cos + x * sin
+        first = rotated[..., 0::2]
+        second = rotated[..., 1::2]
+    x = first.float()  # No copy of a float32 tensor, so both results are computed before the writes.
+    y = second.float()
+    rotated_x = x * cos - y * sin
+    rotated_y = y * cos + x * sin
     first.copy_(rotated_x)
     second.copy_(rotated_y)
 
 
-# -- embeddings and sampling -----------------------------------------------------------------------------------------
+# -- embeddings and sampling
+# -----------------------------------------------------------------------------------------
 
 
 def vocab_parallel_embedding(
@@ -132,24 +141,25 @@ def vocab_parallel_embedding(
     added_vocab_start_index,
     added_vocab_end_index,
 ):
-    """Rows of this rank's ids, and zeros for the others."""
+    """Look up the rows of this rank's ids, and zeros for other ids."""
     is_original = (input_ids >= org_vocab_start_index) & (input_ids < org_vocab_end_index)
     is_added = (input_ids >= added_vocab_start_index) & (input_ids < added_vocab_end_index)
     first_added = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
-    of_added = input_ids - added_vocab_start_index + first_added
-    is_here = is_original | is_added
-    rows = torch.where(is_original, input_ids - org_vocab_start_index, torch.where(is_added, of_added, 0))
-    out.copy_(torch.where(is_here.unsqueeze(-1), weight[rows.long()], 0))
+    added_rows = input_ids - added_vocab_start_index + first_added
+    is_local = is_original | is_added
+    rows = torch.where(is_original, input_ids - org_vocab_start_index, torch.where(is_added, added_rows, 0))
+    out.copy_(torch.where(is_local.unsqueeze(-1), weight[rows.long()], 0))
 
 
 def apply_repetition_penalties_(logits, prompt_mask, output_mask, repetition_penalties):
-    """Make tokens that were there before less likely."""
+    """Make repeated tokens less likely."""
     penalties = repetition_penalties.unsqueeze(1)
     penalized = torch.where(logits > 0, logits / penalties, logits * penalties)
     logits.copy_(torch.where(prompt_mask | output_mask, penalized, logits))
 
 
-# -- caches of keys and values -----------------------------------------------------------------------------------------
+# -- caches of keys and values
+# -----------------------------------------------------------------------------------------
 
 
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
@@ -188,7 +198,7 @@ def gather_and_maybe_dequant_cache(
 
 
 def cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts):
-    """Copy the cached tokens of the first `batch_size` sequences into one tensor, as they are."""
+    """Copy the cached tokens of the first `batch_size` sequences into one tensor, unchanged."""
     lengths = cu_seq_lens[1 : batch_size + 1] - cu_seq_lens[:batch_size]
     sequences = torch.repeat_interleave(_numbers(batch_size), lengths.long())
     dst[: len(sequences)] = _cached(src_cache, block_table, cu_seq_lens, sequences, seq_starts)
@@ -207,7 +217,8 @@ def concat_mla_q(ql_nope, q_pe, q_out):
     q_out.copy_(torch.cat((ql_nope, q_pe), dim=-1))
 
 
-# -- attention -------------------------------------------------------------------------------------------------------
+# -- attention
+# -------------------------------------------------------------------------------------------------------
 
 
 def merge_attn_states(
@@ -220,7 +231,8 @@ def merge_attn_states(
     prefill_tokens_with_context,
     output_scale=None,
 ):
-    """Combine attention over two parts of the keys, in float32; tokens without a prefix take the suffix alone.
+    """Combine attention over two parts of the keys, in float32; tokens without a prefix take the
+    suffix alone.
 
     Outputs are [tokens, heads, size] and logarithms of sums of exponentials [heads, tokens].
     """
@@ -228,10 +240,12 @@ def merge_attn_states(
         raise NotImplementedError("the software GPU has no attention output of 8 bits")
     num_merged = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
     has_prefix = (_numbers(output.shape[0]) < num_merged).unsqueeze(0)
-    prefix, suffix = _no_infinity(prefix_lse), _no_infinity(suffix_lse)
+    prefix = _no_infinity(prefix_lse)
+    suffix = _no_infinity(suffix_lse)
     largest = torch.maximum(prefix, suffix)
     is_empty = torch.isinf(largest)
-    prefix_part, suffix_part = torch.exp(prefix - largest), torch.exp(suffix - largest)
+    prefix_part = torch.exp(prefix - largest)
+    suffix_part = torch.exp(suffix - largest)
     total = prefix_part + suffix_part
     merged = prefix_output.float() * _per_head(prefix_part / total)
     merged = merged + suffix_output.float() * _per_head(suffix_part / total)
@@ -243,7 +257,7 @@ def merge_attn_states(
 
 
 def _no_infinity(lse):
-    """A sum over no keys is 0, with whichever sign its kernel wrote the infinity."""
+    """Replace infinities of either sign by -inf, the logarithm of a sum over no keys."""
     return torch.where(torch.isinf(lse), -math.inf, lse)
 
 
@@ -251,7 +265,8 @@ def _per_head(of_heads):
     return of_heads.t().unsqueeze(-1)
 
 
-# -- experts ---------------------------------------------------------------------------------------------------------
+# -- experts
+# ---------------------------------------------------------------------------------------------------------
 
 
 def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, is_padding):
@@ -271,12 +286,12 @@ def topk_sigmoid(
 def _choose(weights, indices, token_expert_indices, scores, renormalize, bias, factor, is_padding):
     scores = torch.where(torch.isfinite(scores), scores, 0.0)
     chosen = _largest(scores if bias is None else scores + bias.float(), weights.shape[1])
-    of_chosen = scores.gather(-1, chosen)
+    chosen_scores = scores.gather(-1, chosen)
     scale = torch.full((len(scores), 1), factor, device="cpu")
     if renormalize:
-        total = of_chosen.sum(-1, keepdim=True)
+        total = chosen_scores.sum(-1, keepdim=True)
         scale = scale / torch.where(total > 0, total, 1.0)
-    weights.copy_(of_chosen * scale)
+    weights.copy_(chosen_scores * scale)
     if is_padding is not None:
         chosen = torch.where(is_padding.bool().unsqueeze(-1), scores.shape[1], chosen)
     indices.copy_(chosen)
@@ -285,7 +300,7 @@ def _choose(weights, indices, token_expert_indices, scores, renormalize, bias, f
 
 
 def _largest(scores, num):
-    """Indices of the largest scores; of equal ones the first comes first."""
+    """Return the indices of the largest scores, in their order if equal."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :num]
 
 
@@ -294,11 +309,11 @@ def grouped_topk(scores, n_group, topk_group, topk, renormalize, routed_scaling_
     num_tokens, num_experts = scores.shape
     unbiased = torch.sigmoid(scores.float()) if scoring_func == 1 else scores.float()
     biased = unbiased + bias.float()
-    of_groups = biased.view(num_tokens, n_group, -1)
-    group_scores = of_groups.topk(min(2, of_groups.shape[-1]), dim=-1).values.sum(-1)
+    by_group = biased.view(num_tokens, n_group, -1)
+    group_scores = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
     is_chosen = torch.zeros(num_tokens, n_group, dtype=torch.bool, device="cpu")
     is_chosen.scatter_(1, _largest(group_scores, topk_group), True)
-    biased = torch.where(is_chosen.unsqueeze(-1), of_groups, -math.inf).view(num_tokens, num_experts)
+    biased = torch.where(is_chosen.unsqueeze(-1), by_group, -math.inf).view(num_tokens, num_experts)
     chosen = _largest(biased, topk)
     weights = unbiased.gather(-1, chosen)
     scale = torch.full((num_tokens, 1), routed_scaling_factor, device="cpu")
@@ -317,7 +332,7 @@ def moe_align_block_size(
     maybe_expert_map,
     scatter_idx=None,
 ):
-    """Sort routes by expert and pad each expert's to whole blocks. Experts of other ranks are left out."""
+    """Sort this rank's routes by expert and pad those of each expert to whole blocks."""
     routes = topk_ids.flatten().long()
     is_valid = (routes >= 0) & (routes < num_experts)
     experts = torch.where(is_valid, routes, 0)
@@ -328,9 +343,9 @@ def moe_align_block_size(
     experts_ids.fill_(-1)
     num_padded = 0
     for expert in range(num_experts):
-        of_expert = (experts == expert).nonzero().flatten()
-        num_blocks = -(-len(of_expert) // block_size)
-        sorted_token_ids[num_padded : num_padded + len(of_expert)] = of_expert.int()
+        expert_routes = (experts == expert).nonzero().flatten()
+        num_blocks = -(-len(expert_routes) // block_size)
+        sorted_token_ids[num_padded : num_padded + len(expert_routes)] = expert_routes.int()
         experts_ids[num_padded // block_size :][:num_blocks] = expert
         num_padded += num_blocks * block_size
     num_tokens_post_pad.fill_(num_padded)
@@ -340,15 +355,15 @@ def moe_align_block_size(
 
 
 def moe_sum(input, output, topk_ids=None, expert_map=None):
-    """Sum over the experts of each token in float32, without those that are not here."""
+    """Sum over the local experts of each token, in float32."""
     wide = input.float()
     if topk_ids is not None:
-        is_here = topk_ids >= 0
+        is_local = topk_ids >= 0
         if expert_map is not None:
-            is_here &= expert_map[topk_ids.clamp(min=0).long()] >= 0
-        wide = torch.where(is_here.unsqueeze(-1), wide, 0.0)
+            is_local &= expert_map[topk_ids.clamp(min=0).long()] >= 0
+        wide = torch.where(is_local.unsqueeze(-1), wide, 0.0)
     total = torch.zeros_like(wide[:, 0])
-    for expert in range(wide.shape[1]):  # in the kernel's order
+    for expert in range(wide.shape[1]):  # In the kernel's order.
         total += wide[:, expert]
     output.copy_(total)
 
