@@ -1,6 +1,6 @@
 """Reading and checking of a configuration, with all violations at once, before a process group exists.
 
-`CONSTRAINTS` are all rules. docs/configuration.md is generated from them (`make docs`), and each has
+`CONSTRAINTS` lists every rule. docs/configuration.md is generated from them (`make docs`), and each has
 a test that breaks it.
 
 An engine around a transformers model is configured by two dictionaries: `rollout_config`, which also

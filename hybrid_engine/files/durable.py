@@ -242,7 +242,7 @@ def replace_directory(new: Path, target: Path) -> None:
     Raises:
         OSError: a directory cannot be moved or removed.
     """
-    replaced = replaced_by(target)
+    replaced = replaced_path(target)
     if target.exists():
         target.rename(replaced)
     new.rename(target)
@@ -257,13 +257,13 @@ def recover_directory(target: Path) -> None:
     Raises:
         OSError: a directory cannot be moved or removed.
     """
-    replaced = replaced_by(target)
+    replaced = replaced_path(target)
     if replaced.exists() and not target.exists():
         replaced.rename(target)
     elif replaced.exists():
         shutil.rmtree(replaced)
 
 
-def replaced_by(target: Path) -> Path:
+def replaced_path(target: Path) -> Path:
     """Return the temporary path of an old directory during its replacement."""
     return target.with_name(f"{target.name}.replaced")

@@ -87,7 +87,8 @@ class LoopConfig(Section):
     ratio: Ratio = "token"
     """Ratio of new to old probability: of each token, or one for a sequence (GSPO)."""
     clipping: Clipping = "ppo"
-    """PPO's lesser gain, or a clipped ratio that weights every log-probability (CISPO)."""
+    """PPO's clipped surrogate, the minimum of both terms; or CISPO's clipped ratio, without
+    gradient, as the weight of every log-probability."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage a token's loss is at most this many times the advantage."""
     kl_coefficient: NonNegative = 0.0
@@ -95,8 +96,8 @@ class LoopConfig(Section):
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL in the loss."""
     aggregation: Aggregation = "token"
-    """Mean that a loss is: over all tokens of an optimizer step (token), over the means of
-    sequences (sequence), or over the sums of sequences divided by max_tokens (constant)."""
+    """Average of the losses of tokens: over all tokens of an optimizer step (token), over the means
+    of sequences (sequence), or over the sums of sequences divided by max_tokens (constant)."""
     importance_cap: Positive | None = None
     """Truncated importance sampling: weight each token by its probability in the trainer over its
     probability in vLLM, but at most by this. None: no weights."""
@@ -183,7 +184,7 @@ class LoopConfig(Section):
             entropy_coefficient=self.entropy_coefficient,
         )
 
-    def learning_rate_share(self, step: int) -> float:
+    def learning_rate_factor(self, step: int) -> float:
         """Return the factor, from 0 to 1, of the learning rate in a step; the first step is 1."""
         schedule = ScheduleConfig(
             lr_decay_style=self.schedule,
@@ -197,7 +198,7 @@ class LoopConfig(Section):
         return step % every == 0 or step == self.steps
 
     def defaults(self) -> dict[str, Any]:
-        """Return the defaults, which hold for runs that are older than an option."""
+        """Return the defaults, which are assumed for options that an older run did not record."""
         return {self.name: defaults_of(self)}
 
     def shared(self) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _free_keys(section: Section) -> dict[str, Any]:
 
 
 def _scale_of(value: object) -> object:
-    """Return the word of a flag, of which `scale_rewards` once was one."""
+    """Return the present name of a flag; `scale_rewards` was one in older versions."""
     if isinstance(value, bool):
         return "group" if value else "none"
     return value

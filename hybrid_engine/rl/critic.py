@@ -70,7 +70,7 @@ class Critic:
             # The actor's advantages are normalized. The critic's targets must keep their scale.
             batch["advantages"] = whitened(estimate.advantages, mask)
             batch["returns"] = estimate.returns
-            self.model.set_learning_rate(self._learning_rate * config.learning_rate_share(step))
+            self.model.set_learning_rate(self._learning_rate * config.learning_rate_factor(step))
             reports = []
             for _ in range(config.critic_epochs):
                 parts = losses.minibatches(batch, config.minibatches, generator)

@@ -377,7 +377,7 @@ class Loop:
         if self.reference is not None:
             with self.reference.forward_context(), meter.phase("score"):
                 batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
-        learning_rate = self._learning_rate * config.learning_rate_share(number)
+        learning_rate = self._learning_rate * config.learning_rate_factor(number)
         worker.set_learning_rate(learning_rate)
         report: dict[str, float] = {}
         self._are_weights_unchanged = False

@@ -1,6 +1,7 @@
 """Clients with which a publisher calls vLLM servers, over HTTP or as Ray actors.
 
-HTTP requests carry the key in VLLM_API_KEY and the proof of the token, if this process has them.
+HTTP requests carry the key in VLLM_API_KEY, and an HMAC of the request with the token of the job, if
+this process has them.
 
 Calls for weight transfer have the names of vLLM's `VLLMWeightSyncClient`, and the other calls the names of its HTTP
 routes. To reach servers in another way, write a class with the methods of `VllmServer`.
@@ -38,9 +39,9 @@ from hybrid_engine.serving.invitation import (
     PROOF_HEADER,
     TOKEN,
     ServerMessage,
-    addresses_of,
     proof_of_request,
-    public_ones,
+    public_addresses,
+    resolved_addresses,
 )
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -208,17 +209,17 @@ class HttpServer(Server):
         return self._core_rpc("hybrid_engine_probe", tokens)
 
     def _core_rpc(self, method: str, *args: object) -> str:
-        """Call a method of the engine's workers; exactly one result is expected."""
+        """Call a method that the gate in the server's engine core answers, with one result."""
         answer = self._call("collective_rpc", method=method, args=args)
         (text,) = _read(_Results, answer, f"{self.url}/collective_rpc, {method}").results
         return text
 
     def get(self, route: str) -> Any:
-        """Return the response of another route."""
+        """Return the response of any route of the server to GET, as JSON has it."""
         return self._request("GET", route, self._timeout)
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the response of another route, without a timeout."""
+        """Return the response of any route of the server to POST, without a timeout."""
         return self._request("POST", route, None, json=body)
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -242,7 +243,7 @@ class HttpServer(Server):
 
         where = f"{self.url}/{route}"
         try:
-            # A redirect could carry the job's name and proof to another host.
+            # A redirect would send the body, the API key and the proof to another host.
             options |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
             # A new session per call: sessions are not thread-safe, and a server closes connections that were idle for
             # 5 s, possibly while the next request is in flight.
@@ -359,7 +360,7 @@ class RayServer(Server):
 
 
 class BackgroundCall:
-    """Call of a server that continues in the background while all ranks take part in the requested operation.
+    """Call of a server in the background, while all ranks take part in the operation that it requests.
 
     Args:
         call: method of the server.
@@ -376,7 +377,7 @@ class BackgroundCall:
         def notify(future: Future[None]) -> None:
             error = future.exception()
             if error:
-                with contextlib.suppress(RuntimeError):  # without the store the job has ended
+                with contextlib.suppress(RuntimeError):  # the job has ended, and its store is gone
                     refused(str(error))
 
         self._future = in_background(lambda: call(message.as_json()), "call of a server")
@@ -414,7 +415,7 @@ def _public_addresses(url: str) -> list[str]:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected http://HOST:PORT")
         _ = parts.port  # raises ValueError for an invalid port
-        return public_ones(addresses_of(parts.hostname))
+        return public_addresses(resolved_addresses(parts.hostname))
     except (ValueError, OSError) as error:
         problem = f"{shortened(url)}: {error}"
         remedy = "Give the address at which the server listens"
@@ -436,7 +437,10 @@ def with_server_error(phase: str, call: Callable[[], _T]) -> _T:
 
 
 def weak_call(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a bound method while its object is alive, without keeping it alive."""
+    """Return a function that calls a bound method while its object is alive, without keeping it alive.
+
+    A trainer keeps its hooks, and so would keep a publisher that was closed.
+    """
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -454,10 +458,10 @@ def refuse_meeting(
     error: BaseException | None,
     *_: object,
 ) -> None:
-    """Notify ranks that wait for this one in a meeting that it will not come, if there is an error.
+    """If there is an error, notify the ranks that wait in `meeting` that this rank will not come.
 
-    Has the signature of `__exit__` after the first two arguments.
+    After the first two arguments it has those of `__exit__`, for `ExitStack.push`.
     """
     if error is not None:
-        with contextlib.suppress(RuntimeError):  # without the store the job has ended
+        with contextlib.suppress(RuntimeError):  # the job has ended, and its store is gone
             world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)

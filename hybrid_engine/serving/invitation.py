@@ -304,7 +304,7 @@ class Rendezvous:
             self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
         require_token()
-        resolved = addresses_of(address)[0]
+        resolved = resolved_addresses(address)[0]
         family = socket.AF_INET6 if resolved.version == 6 else socket.AF_INET
         store = store_at(str(resolved), family)
         self._store = store
@@ -417,14 +417,14 @@ def require_address(address: str, *, allow_public: bool) -> None:
     key = "server_address"
     remedy = "Give the address of a network interface of the first trainer"
     try:
-        addresses = addresses_of(address)
+        addresses = resolved_addresses(address)
     except (ValueError, OSError) as error:
         problem = f"{shortened(address)}: {error}"
         raise ConfigError([Violation(key, problem, remedy, code="unresolved-address")]) from None
     if any(resolved.is_unspecified for resolved in addresses):
         problem = f"other hosts cannot connect to {address}"
         raise ConfigError([Violation(key, problem, remedy, code="unspecified-address")])
-    public = public_ones(addresses)
+    public = public_addresses(addresses)
     if public and not allow_public:
         problem = f"{', '.join(public)} is public, and the rendezvous store has no authentication"
         remedy = "Give a private address, or set server_allow_public if a firewall protects it"
@@ -441,14 +441,14 @@ def require_token() -> str:
     raise ConfigError([Violation(TOKEN, problem, remedy, code="missing-token")])
 
 
-def addresses_of(host: str) -> list[Address]:
+def resolved_addresses(host: str) -> list[Address]:
     """Resolve a host name or an address, sorted by text. Raises OSError, and ValueError for an invalid name."""
     # A scoped IPv6 address ends with "%" and the interface.
     resolved = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     return sorted(map(_as_sent, resolved), key=str)
 
 
-def public_ones(addresses: Iterable[Address]) -> list[str]:
+def public_addresses(addresses: Iterable[Address]) -> list[str]:
     """Return the addresses that are reachable from outside this host and its private networks."""
     return [str(address) for address in addresses if address.is_global]
 

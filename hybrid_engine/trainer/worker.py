@@ -72,7 +72,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         job: Job | None = None,
     ) -> None:
         self.config = config
-        # ends in reverse order, and continues with the others if one fails
+        # `Ends` runs its callbacks in reverse order, and the others if one fails.
         with Ends() as undo:
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
@@ -106,7 +106,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
             job,
             undo,
             lora=megatron_lora(self.config, table),
-            gives_back=False,
+            gives_back=False,  # the trainer is built here, so nobody else trains on with it
         )
         self._adopt(parts, undo)
 

@@ -294,8 +294,8 @@ class CollectiveTransport:
         # The plan passes the same list at every switch; another list is another plan.
         if share is None or share.transfers is not transfers:
             outgoing, incoming = self._planner.messages(transfers)
-            packed = [transfer for message in outgoing for transfer in message.packed()]
-            unpacked = [transfer for message in incoming for transfer in message.unpacked()]
+            packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
+            unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
             local = [
                 transfer
                 for transfer in transfers

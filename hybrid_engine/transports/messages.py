@@ -77,15 +77,15 @@ class Message:
         """Return the id of the body as a flat buffer of this dtype."""
         return BufferId(self.peer, f"message in {dtype}")
 
-    def packed(self) -> Iterator[Transfer]:
-        """Yield the transfers that fill the message; they end in it."""
+    def pack_transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers whose destination is the message."""
         for piece in self.pieces:
             yield replace(piece.transfer, dst=self._place_of(piece))
         for image in self.images:
             yield from image.transfers
 
-    def unpacked(self) -> Iterator[Transfer]:
-        """Yield the transfers that empty the body; they start in it."""
+    def unpack_transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers whose source is the body."""
         # Relay images are received in place.
         for piece in self.pieces:
             yield replace(piece.transfer, src=self._place_of(piece))
@@ -171,7 +171,7 @@ class StagedMessage:
         return self.body[:HEADER_NBYTES]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
-        """Return the flat buffers of the transfers that `Message.packed` and `unpacked` yield.
+        """Return the flat buffers of the transfers that `Message.pack_transfers` and `unpacked` yield.
 
         They are the body, in every dtype of its pieces, and the images.
         """
@@ -255,7 +255,7 @@ class MessagePlanner:
         return sent, received
 
     def source_dtype(self, transfer: Transfer) -> torch.dtype:
-        """Return the dtype of the source buffer."""
+        """Return the planned dtype of the source buffer, with which the live one is compared."""
         return _dtype(self.source_buffers[transfer.src.buffer].dtype)
 
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:

@@ -80,15 +80,14 @@ class ShardedTensors:
             start = int(local.storage_offset())
             self.parts[name] = LocalBox(offsets, lengths, start, tuple(local.stride()))
             self.buffer_of[name] = buffer
-            # By storage, not by elements: a rank without rows has a part of padding, and memory
-            # for it.
+            # The storage counts: FSDP pads, so a rank without rows has memory, too.
             if local.untyped_storage().nbytes() and buffer not in self.flat_buffers:
                 self.flat_buffers[buffer] = flat_storage_of(local)
 
     def moved(self) -> list[str]:
-        """Return the names of tensors that were moved, added or removed since construction."""
-        # state_dict() would be refused during a switch. Names from here may differ from those of
-        # the state dict, but the tensors are the same.
+        """Return the names of tensors that were moved or removed, and of new parameters."""
+        # While parameters are offloaded, a guard makes state_dict() raise. Names from here may
+        # differ from those of the state dict, so tensors are compared by identity.
         parameters = {id(tensor): name for name, tensor in self._model.named_parameters()}
         present = parameters.keys() | {id(buffer) for buffer in self._model.buffers()}
         names = []
@@ -155,7 +154,7 @@ def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
 def _is_even(parameter: torch.nn.Parameter) -> bool:
     """Return whether all ranks hold equal, contiguous parts of a parameter.
 
-    Only then does FSDP use the memory that it is given.
+    FSDP copies other shards, so only these can be in a buffer of the caller's.
     """
     if not isinstance(parameter, DTensor):
         return parameter.numel() > 0 and parameter.is_contiguous()
@@ -181,12 +180,11 @@ def shard_model(
     """Apply `fully_shard` to a model, in place. Collective.
 
     Args:
-        model: a transformers model on any device but meta; its parameters move to the mesh's
-            device.
+        model: a transformers model; its parameters move to the mesh's device. It may be on the meta
+            device if `before_each` gives each module memory.
         config: options of the sharding.
         mesh: mesh of all ranks, from `mesh_of`.
-        before_each: called with each layer, and last with the model, just before it is sharded. A
-            module on the meta device must have memory after the call.
+        before_each: called with each layer, and last with the model, just before it is sharded.
 
     Raises:
         ModelError: the model is sharded already, or does not name the classes of its layers.

@@ -47,7 +47,7 @@ from hybrid_engine.files.durable import (
     naming,
     recover_directory,
     replace_directory,
-    replaced_by,
+    replaced_path,
     sync,
     write_bytes,
     write_text,
@@ -435,7 +435,7 @@ def _require_replaceable(directory: Path) -> None:
         )
         remedy = "Name a directory below it"
         violations.append(Violation("path", problem, remedy, code="not-replaceable"))
-    for place in (directory, incomplete(directory), replaced_by(directory)):
+    for place in (directory, incomplete(directory), replaced_path(directory)):
         if place.exists() and (names := _foreign_names(place)):
             problem = f"{place} has files that are not part of a model: {first_of(names, 5)}"
             remedy = "Save to another directory, or move these files away"

@@ -1,4 +1,4 @@
-"""Records of undocumented names: a name that is imported, and a name that is replaced for a while."""
+"""Records of undocumented names: a name that is imported, and a name that is replaced temporarily."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Replacement(Internal):
     """A private name that is replaced for a while.
 
     Attributes:
-        remove_when: the condition under which it may go.
+        remove_when: the condition under which it can be deleted.
     """
 
     remove_when: str = ""

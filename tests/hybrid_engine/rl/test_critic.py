@@ -125,7 +125,7 @@ def test_the_critic_learning_rate_follows_the_schedule_of_the_run() -> None:
         model = Model(values)
         config = PpoConfig(critic_learning_rate=rate, schedule="linear", steps=4, warmup_steps=1)
         build_critic(model, config).learn({**batch, "weights": weights}, rewards, 3, torch.Generator())
-        assert model.rates == pytest.approx([start, start * config.learning_rate_share(3)])
+        assert model.rates == pytest.approx([start, start * config.learning_rate_factor(3)])
 
 
 def test_a_separate_critic_model_keeps_its_weights() -> None:

@@ -279,7 +279,7 @@ def rows_of(out: Path) -> list[dict[str, float]]:
 )
 def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) -> None:
     config = GrpoConfig(steps=5, schedule=schedule, warmup_steps=2)
-    assert [config.learning_rate_share(step) for step in range(1, 6)] == pytest.approx(rates)
+    assert [config.learning_rate_factor(step) for step in range(1, 6)] == pytest.approx(rates)
 
 
 def test_all_wrong_keys_are_named() -> None:

@@ -20,7 +20,7 @@ _REQUESTS = {
 }
 """Call -> vLLM's class of its request."""
 
-_OF_THE_ROUTE = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
+_NOT_SAMPLING = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
 """Keys of a request body that are not sampling parameters."""
 
 
@@ -47,7 +47,7 @@ class AsyncServer(Server):
     async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         from vllm import SamplingParams
 
-        values = {name: value for name, value in body.items() if name not in _OF_THE_ROUTE}
+        values = {name: value for name, value in body.items() if name not in _NOT_SAMPLING}
         for name, value in values.items():
             if isinstance(value, tuple):  # vLLM expects lists, as JSON has no tuples
                 values[name] = list(value)
