@@ -11,6 +11,7 @@
     requests.py         requests and completions in vLLM's terms; no request outlives its call
     replica_exchange.py distribution of prompts over replicas, and exchange of completions
     lora.py             LoRA from memory, and LoRA that arrives with a switch
+    quantised_layers.py which layers a quantization method has left as they are
     live_attention.py   windows, scales and rotary frequencies of vLLM's layers
     native_load.py      weights that vLLM itself loads from a checkpoint, for comparison
     stock.py            vLLM without this backend's load format, observed for `certify`

@@ -207,9 +207,10 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
     quantization = settings.generate.quantization
     if quantization is not None and is_moe_on_cpu:
-        problem = (
-            f"{quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
-        )
+        lack = "were not tried here"
+        if not torch.cpu._is_amx_tile_supported():
+            lack = "need AMX, which this CPU has not"
+        problem = f"{quantization!r} on cpu: vLLM's kernels for quantised experts {lack}"
         violation = Violation("quantization", problem, "Leave it out", code="no-kernel")
         raise ConfigError([violation])
     reason = ""

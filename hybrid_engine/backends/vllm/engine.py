@@ -46,6 +46,7 @@ from hybrid_engine.backends.vllm.prompts import (
     check_token_ids,
     token_ids_of,
 )
+from hybrid_engine.backends.vllm.quantised_layers import require_quantised
 from hybrid_engine.backends.vllm.replica_exchange import (
     ReplicaExchange,
     Request,
@@ -456,7 +457,7 @@ class InferenceEngine:
             with self._agreement.phase("inspecting what vLLM computes with", patience):
                 keeps_addresses = self._device_type != "cpu"
                 is_eager = arguments.is_eager(self.settings, self._device_type)
-                return inspect_model(
+                processed = inspect_model(
                     traced,
                     context,
                     act_dtype,
@@ -464,6 +465,10 @@ class InferenceEngine:
                     barrier,
                     has_graphs=keeps_addresses and not is_eager,
                 )
+                method = self.settings.generate.quantization
+                if method is not None:
+                    require_quantised(processed.modules, method, logs=self.rank == 0)
+                return processed
 
         with (
             isolation.building_groups(self.settings, self.job),

@@ -16,6 +16,7 @@ import torch
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.backends.vllm.requests import sampling_params
+from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from tests.harness.launch import Call, Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -96,11 +97,17 @@ def serve_quantised(directory: str, num_tp: int) -> None:
         ("fp8", engine_path, support.QWEN3, "'fp8' on cpu"),
         ("fp8", engine_path, support.QWEN3, "Use 'fp8_per_channel', or leave it out"),
         ("no such", engine_path, support.QWEN3, "'no such' on cpu"),
-        ("fp8_per_channel", moe, support.QWEN3_MOE, "no kernels for such experts"),
+        ("fp8_per_channel", moe, support.QWEN3_MOE, "kernels for quantised experts"),
     ):
         refusal = refusal_of(functools.partial(build_with, method, where, model))
         assert refusal.kind == "ConfigError", refusal
         assert message in refusal.message, refusal
+    # vLLM accepts the method on CPU, and does nothing to dense layers.
+    without_effect = "int8_per_channel_weight_only"
+    with mock.patch.dict(QUANTIZATIONS, {"cpu": (without_effect,)}):  # type: ignore[arg-type]
+        refusal = refusal_of(functools.partial(build_with, without_effect))
+    assert refusal.kind == "ConfigError", refusal
+    assert "quantises none of the" in refusal.message, refusal
 
 
 def measure_memory(directory: str) -> None:
