@@ -175,6 +175,10 @@ class Agreement:
             if self.lost is not None:
                 self._disconnect()
 
+    def is_broken(self) -> bool:
+        """Return whether a rank is known to have failed or ended; from any thread."""
+        return self.lost is not None or bool(self._watch.known_failures())
+
     @contextmanager
     def phase(
         self,

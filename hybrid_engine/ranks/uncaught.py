@@ -72,7 +72,8 @@ def install() -> None:
             _print_as_rank(rank, error, print_whole)
         else:
             print_whole()
-        if _is_config_error(error):
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        if _is_config_error(error) and not is_interactive:
             _flush(rank)
             raise SystemExit(CONFIG_ERROR_STATUS)
 

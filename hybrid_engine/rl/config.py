@@ -54,7 +54,7 @@ class LoopConfig(Section):
 
     steps: Count = 100
     """Number of steps. Each draws completions, scores them and learns from them."""
-    passes: Positive | None = None
+    passes: Annotated[Positive, Field(le=10**6)] | None = None
     """Passes over all prompts, in place of `steps`, which follows from it."""
     prompts_per_step: Count = 8
     """Prompts per step. Each pass over all prompts has a new order."""

@@ -18,6 +18,7 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -35,8 +36,8 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
-    GenerationError,
-    RemoteError,
+    HybridEngineError,
+    LostRankError,
     Violation,
     collect,
     shortened,
@@ -138,12 +139,7 @@ def train(
     later the errors of `Loop.learn`.
     """
     if not callable(prompts):
-        try:
-            prompts = list(prompts)
-        except TypeError:
-            problem = f"got {shortened(prompts)}"
-            remedy = "Pass a list of prompts, or a function of the step"
-            raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")]) from None
+        prompts = _listed(prompts)
     arguments = RunArguments.of(
         prompts,
         reward,
@@ -171,7 +167,13 @@ def train(
             require_runnable(engines, arguments, job, None if files is None else files.out)
             record = RunRecord(job, config, engines, files, ends, trackers)
             model = ends.enter_context(ActorHybridWorker(engines, job=job))
-        signals = ends.enter_context(StopSignals())
+        signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
+
+        def must_stop() -> bool:
+            # Called on every rank, because it may be collective.
+            is_asked = should_stop()
+            return signals.came or is_asked
+
         loop = Loop(
             model,
             prompts,
@@ -187,9 +189,7 @@ def train(
         rows = []
         # `run` continues when the next row is requested, so a row is recorded before the next step
         # begins.
-        for row in loop.run(
-            files, evaluate=evaluate, should_stop=lambda: signals.came or should_stop()
-        ):
+        for row in loop.run(files, evaluate=evaluate, should_stop=must_stop):
             record.add(row, loop.samples)
             rows.append(row)
             if on_step is not None:
@@ -334,14 +334,17 @@ class Loop:
                 # that the bytes of that switch are not counted in the next step.
                 with self.worker.rollout_context():
                     pass
-        if evaluate is not None and config.evaluate_first and self.done == 0:
+        if evaluate is not None and config.evaluate_first and newest is None:
             yield self.finish({"step": 0}, evaluate)
         must_stop = False
         while self.done < config.steps and not (must_stop or self._must_stop(should_stop)):
             try:
                 row = self.learn(self.done + 1)
-            except (ArgumentError, GenerationError, RemoteError):
-                # A reward failed, for example. The weights are still those of the step before.
+            except LostRankError:  # no collective can follow
+                raise
+            except HybridEngineError:
+                # A reward failed, for example. All ranks raise, and the weights are still those of
+                # the step before.
                 if files is not None and not is_saved and self._are_weights_unchanged:
                     self.save(files, row)
                 raise
@@ -399,11 +402,12 @@ class Loop:
                 if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
                     report |= self._update(batch, number)
         self.done = number
+        figures = completion_figures(batch, groups, scores)
         return {
             "step": number,
-            **completion_figures(batch, groups, scores),
+            **figures,
             "entropy": losses.weighted_mean(outputs["entropy"], mean_weights(batch["mask"])).item(),
-            **report,
+            **_without_columns(report, figures),
             "learning_rate": learning_rate,
             "weight_version": worker.train.version,
             **meter.take(worker),
@@ -532,7 +536,7 @@ class Loop:
         assert scores is not None
         return groups, scores
 
-    def _sampling(self, number: int, draw: int) -> Sampling:
+    def _sampling(self, number: int, draw: int = 0) -> Sampling:
         """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""
         from hybrid_engine.backends.vllm import Sampling
 
@@ -644,6 +648,23 @@ def _order(seed: int, size: int, epoch: int) -> list[int]:
     order = list(range(size))
     random.Random(f"{seed}/{epoch}/prompts").shuffle(order)
     return order
+
+
+def _without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the report of a loss; a name that is a column already becomes `loss_NAME`."""
+    taken = {"step", "entropy", *figures}
+    return {f"loss_{name}" if name in taken else name: value for name, value in report.items()}
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Return prompts as a list. Raises ConfigError for texts, mappings and tables of columns."""
+    is_table = hasattr(prompts, "columns") and hasattr(prompts, "iloc")
+    if not is_table and not isinstance(prompts, str | bytes | Mapping):
+        with contextlib.suppress(TypeError):
+            return list(prompts)
+    problem = f"got {type(prompts).__name__}: {shortened(prompts)}"
+    remedy = 'Pass a list of prompts, a split such as dataset["train"], or a function of the step'
+    raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")])
 
 
 def _engines_of(model: Any, arguments: RunArguments) -> HybridConfig:

@@ -20,6 +20,7 @@ Papers:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Literal
@@ -63,6 +64,10 @@ def group_advantages(
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)
     # 0 where a completion is left out, so that sums below do not count it.
     differences = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
+    # The mean of equal rewards may be rounded to another number.
+    largest = rewards.nan_to_num(-math.inf).amax(dim=1, keepdim=True)
+    smallest = rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)
+    differences = differences.where(largest > smallest, 0.0)
     advantages = differences
     if baseline == "others":
         advantages = differences * (counts / (counts - 1).clamp(min=1))

@@ -10,9 +10,11 @@ returns None does not apply. `LoopConfig.reward_weights` has the weights.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -164,7 +166,7 @@ class RewardFunctions:
                     continue
                 rewards[name] = self._of_batch(argument, function, part, job.timeout_seconds)
             elif job.rank == 0:
-                attempted = _with_retries(function, self._config.reward_retries)
+                attempted = with_retries(function, self._config.reward_retries)
                 if self._config.reward_failures == "skip":
                     attempted = _with_failures(attempted, argument)
                 calls = [(sample[0], attempted, sample[1:]) for sample in samples]
@@ -181,19 +183,15 @@ class RewardFunctions:
         samples: Sequence[tuple[str, Any, Any]],
         timeout_seconds: float,
     ) -> list[float]:
-        function = _with_retries(reward.function, self._config.reward_retries)
+        function = with_retries(reward.function, self._config.reward_retries, list)
         prompts = [prompt for _, prompt, _ in samples]
         completions = [completion for *_, completion in samples]
         place = f"{len(samples)} completions"
-        (returned,) = run_callbacks(
+        (values,) = run_callbacks(
             argument, [(place, function, (prompts, completions))], timeout_seconds
         )
-        try:
-            values = list(returned)
-        except TypeError:
-            values = []
         if len(values) != len(samples):
-            problem = f"returned {shortened(returned)} for {place}"
+            problem = f"returned {len(values)} values for {place}"
             remedy = "Return a number, or None, for each completion"
             raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
         return self._checked(argument, values, samples, frozenset())
@@ -231,6 +229,10 @@ class RewardFunctions:
         weighted = parts.nan_to_num(0.0) * torch.tensor(weights)[:, None]
         totals = weighted.sum(dim=0)
         totals[list(failed)] = math.nan
+        if len(failed) == len(samples):
+            problem = f"failed for all {len(samples)} completions of the step"
+            remedy = "See the warnings above"
+            raise ArgumentError([Violation("reward", problem, remedy, code="callback-failed")])
         without = parts.isnan().all(dim=0) & ~totals.isnan()
         if without.any():
             places = [samples[index][0] for index in without.nonzero().flatten().tolist()]
@@ -275,6 +277,9 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
             problem = f"{shortened(called)} is not a function"
             remedy = "Pass a function, or several in a list or a mapping of names"
             yield Violation(key, problem, remedy, code="not-callable")
+    for name in _TAKEN & functions.keys():
+        problem = f"is the name of a reward, but `reward_{name}` is a column already"
+        yield Violation(f"reward {name}", problem, "Use another name", code="repeated-name")
     for name in config.reward_weights.keys() - functions.keys():
         problem = f"there is no reward of this name, but {first_of(sorted(functions), 5)}"
         remedy = "Use the names of the functions"
@@ -282,33 +287,56 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
         yield Violation(key, problem, remedy, code="unknown-reward")
 
 
+FIRST_PAUSE_SECONDS = 1.0
+"""Seconds before a reward is called for the second time."""
+_TAKEN = frozenset({"std", "seconds"})
+"""Names of rewards whose columns would be those of `step_metrics`."""
 _FAILED = object()
 """Result of a function that raised, if its completion is left out."""
 
 
-def _with_retries(function: Callable[..., Any], retries: int) -> Callable[..., Any]:
-    """Return a function that is called again after an exception, at most `retries` times."""
-    if not retries:
-        return function
+def with_retries(
+    function: Callable[..., Any], retries: int, convert: Callable[[Any], Any] = lambda value: value
+) -> Callable[..., Any]:
+    """Return a function that is called again after an exception, at most `retries` times.
+
+    Between the calls it waits for a second, then for two, four, and so on.
+
+    Args:
+        function: function or coroutine function.
+        retries: number of further calls.
+        convert: converts the result, within the same attempt.
+    """
 
     def call(*arguments: Any) -> Any:
-        for _ in range(retries):
+        for attempt in range(retries + 1):
             try:
                 returned = function(*arguments)
+                if inspect.isawaitable(returned):
+                    return awaited(returned, arguments, attempt)
+                return convert(returned)
             except Exception as error:
-                logger.warning("a reward failed and is called again: %s", shortened(error))
-            else:
-                return again(returned, arguments) if inspect.isawaitable(returned) else returned
-        return function(*arguments)
+                if attempt == retries:
+                    raise
+                time.sleep(pause(error, attempt))
+        raise AssertionError("the last attempt returns or raises")
 
-    async def again(returned: Awaitable[Any], arguments: tuple[Any, ...]) -> Any:
-        for _ in range(retries):
+    async def awaited(returned: Any, arguments: tuple[Any, ...], first: int) -> Any:
+        for attempt in range(first, retries + 1):
             try:
-                return await returned
+                if attempt > first:
+                    returned = function(*arguments)
+                return convert(await returned if inspect.isawaitable(returned) else returned)
             except Exception as error:
-                logger.warning("a reward failed and is called again: %s", shortened(error))
-                returned = function(*arguments)
-        return await returned
+                if attempt == retries:
+                    raise
+                await asyncio.sleep(pause(error, attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    def pause(error: Exception, attempt: int) -> float:
+        seconds = FIRST_PAUSE_SECONDS * 2.0**attempt
+        logger.warning("a reward failed and is called again in %g s: %s", seconds, shortened(error))
+        return seconds
 
     return call
 

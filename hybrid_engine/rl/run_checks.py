@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _OPTIMIZER_NBYTES = 12
 """Bytes of a trained element in a checkpoint beside the weight: fp32 weight and two moments."""
+_UNBOUNDED = 2**31
+_MOST_PROMPTS = 10_000
+"""Prompts that rank 0 checks while the others wait. `Loop` checks all, on every rank."""
 _WEIGHT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -126,10 +129,8 @@ class RunLimits:
         """Return the limits of engines that are not built yet, by their configuration."""
         from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
 
-        config = engines.hf_config()
-        positions = config.get("max_position_embeddings", config.get("n_positions"))
-        longest = engines.generate_config.max_model_len or positions or 2**31
-        vocab_size = table_for(config).dims.vocab_size
+        longest = _longest_sequence(engines)
+        vocab_size = table_for(engines.hf_config()).dims.vocab_size
 
         def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
             check_token_ids(prompts, max_tokens, longest, vocab_size)
@@ -142,6 +143,22 @@ class RunLimits:
             ModelTokenizer(str(engines.model)),
             check_prompts,
         )
+
+
+def _longest_sequence(engines: HybridConfig) -> int:
+    """Return an upper bound of the tokens of a sequence; the engines know the exact number."""
+    generate = engines.generate_config
+    if generate.max_model_len is not None:
+        return generate.max_model_len
+    config = engines.hf_config()
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    # Programs may replace values of config.json.
+    if not isinstance(positions, int) or "hf_overrides" in generate.vllm:
+        return _UNBOUNDED
+    # vLLM multiplies the positions by the factor of most rotary scalings.
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = scaling.get("factor", 1.0) if isinstance(scaling, dict) else 1.0
+    return int(positions * max(factor, 1.0)) if isinstance(factor, int | float) else _UNBOUNDED
 
 
 def _micro_batch_sizes(engines: HybridConfig, of_actor: int) -> dict[str, int]:
@@ -169,7 +186,9 @@ def require_runnable(
     with job.agreement.phase("checking the run"):
         if job.rank == 0:
             limits = RunLimits.of_config(engines, job.world_size)
-            violations = train_violations(arguments) + limit_violations(arguments, limits)
+            violations = train_violations(arguments) + limit_violations(
+                arguments, limits, _MOST_PROMPTS
+            )
             violations += _schedule_violations(engines, arguments.config)
             if out is not None:
                 violations += _disk_violations(engines, out)
@@ -206,8 +225,13 @@ def argument_violations(arguments: RunArguments) -> list[Violation]:
     ]
 
 
-def limit_violations(arguments: RunArguments, limits: RunLimits) -> list[Violation]:
-    """Return what is wrong with the arguments of a run for these engines."""
+def limit_violations(
+    arguments: RunArguments, limits: RunLimits, most_prompts: int | None = None
+) -> list[Violation]:
+    """Return what is wrong with the arguments of a run for these engines.
+
+    `most_prompts`: number of first prompts that are checked; None: all.
+    """
     config = arguments.config
     violations: list[Violation] = []
     violations += _critic_violations(config, limits)
@@ -217,6 +241,7 @@ def limit_violations(arguments: RunArguments, limits: RunLimits) -> list[Violati
     prompts = arguments.prompts
     if callable(prompts):
         return violations
+    prompts = prompts[:most_prompts]
     if not prompts:
         violations.append(
             Violation("prompts", "the list is empty", "Pass a list of prompts", code="no-prompts")
@@ -272,7 +297,8 @@ def _signature_violations(
     if not callable(function):
         return
     try:
-        signature = inspect.signature(function)
+        # A decorator may change the arguments of the function that it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions of extension modules have none
         return
     try:
@@ -366,7 +392,10 @@ def _disk_violations(engines: HybridConfig, out: Path) -> Iterator[Violation]:
     # Some or all weights have no optimizer state otherwise.
     if actor.lora is None and not actor.frozen_parameters and actor.fsdp is None:
         nbytes += num_elements * _OPTIMIZER_NBYTES
-    place = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    checkpoints = out.absolute() / "checkpoints"
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return  # a run that is resumed replaces files
+    place = next(path for path in (checkpoints, *checkpoints.parents) if path.is_dir())
     num_free = shutil.disk_usage(place).free
     if num_free < nbytes:
         problem = (

@@ -260,7 +260,7 @@ class Events:
             return f"check/{name}"
         return f"{self._groups.get(name, 'train')}/{name}"
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """Close the file. Raises FileError."""
         with self._naming():
             if self._writer is not None:

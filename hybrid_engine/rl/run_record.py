@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
@@ -20,7 +21,7 @@ from hybrid_engine.rl.config import (
     shared_engine_settings,
 )
 from hybrid_engine.rl.run_files import Row, RunFiles, defaults_of
-from hybrid_engine.rl.trackers import Tracker, opened, tracker_violations
+from hybrid_engine.rl.trackers import Tracker, forget_run, opened, tracker_violations
 
 _NOT_PRINTED = {
     "step",
@@ -63,12 +64,8 @@ class RunRecord:
         self._is_writer = job.rank == 0
         self._config = config
         self._files = files
-        self._ends = ends
-        self._tracker_names = trackers
         self._trackers: list[Tracker] = []
-        violations = [*tracker_violations(trackers, None if files is None else files.out)]
-        if violations:
-            raise ConfigError(violations)
+        self._check_trackers(trackers)
         if files is None:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
@@ -86,6 +83,21 @@ class RunRecord:
             files.check(self._settings, defaults=defaults, unrecorded=engine_settings, free=free)
             require_target(files.out / "model", table_for(engines.hf_config()))
             ends.enter_context(files.lock())
+            if files.progress() is None:
+                forget_run(files.out)
+            # Before the engines are built: a log-in may be missing.
+            for name in trackers:
+                tracker = opened(name, files.out, self._settings)
+                self._trackers.append(tracker)
+                ends.push(partial(_close, tracker))
+
+    def _check_trackers(self, names: Sequence[str]) -> None:
+        """Raise on all ranks if rank 0 cannot use one of the trackers."""
+        with self._agreement.phase("checking the trackers"):
+            out = None if self._files is None else self._files.out
+            violations = [*tracker_violations(names, out)] if self._is_writer else []
+            if violations:
+                raise ConfigError(violations)
 
     def begin(self) -> None:
         """Remove rows and checkpoints that are not continued.
@@ -106,10 +118,6 @@ class RunRecord:
                     f"resuming after step {progress.step}, from the checkpoint in {files.out}",
                     flush=True,
                 )
-            for name in self._tracker_names:
-                tracker = opened(name, files.out, self._settings)
-                self._trackers.append(tracker)
-                self._ends.callback(tracker.close)
 
     def add(self, row: Row, samples: Sequence[ScoredCompletion] = ()) -> None:
         """Print and write the row of a step, and its completions if the step is to be logged."""
@@ -135,3 +143,7 @@ class RunRecord:
                 self._files.metrics.append(row)
             for tracker in self._trackers:
                 tracker.add(step, row)
+
+
+def _close(tracker: Tracker, kind: type[BaseException] | None, *_: object) -> None:
+    tracker.close(has_failed=kind is not None)

@@ -3,48 +3,92 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+from weakref import WeakSet
 
 logger = logging.getLogger("hybrid_engine")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send them before they end a job, such as Slurm with `--signal=USR1@300`."""
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 within its context; a second SIGTERM has its former effect.
+    """Notes SIGTERM and SIGUSR1 within its context; a second one has its former effect.
 
     Signals that the program handles itself are left alone, and so are all outside of the main
-    thread.
+    thread, and those of forked children, such as the processes of a reward.
+
+    Args:
+        is_broken: returns whether another rank has failed. torchrun then sends SIGTERM to the
+            others, which end at once: no step can be finished.
 
     Attributes:
         came: True once a signal has come to this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_broken: Callable[[], bool] = lambda: False) -> None:
         self.came = False
+        self._is_broken = is_broken
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            _ACTIVE.add(self)
             for number in SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._restore()
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore the handlers from before the context."""
+        _ACTIVE.discard(self)
+        for number in list(self._previous):
+            signal.signal(number, self._previous.pop(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         logger.warning("%s: the run ends after this step", signal.Signals(number).name)
+        signal.signal(number, self._previous.pop(number))
         if number == signal.SIGTERM:
-            self._restore()
+            threading.Thread(target=self._end_if_broken, name="stop signals", daemon=True).start()
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+    def _end_if_broken(self) -> None:
+        """Send SIGTERM again, with its former effect, once another rank has failed."""
+        while not self._is_broken():
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+_ACTIVE: WeakSet[StopSignals] = WeakSet()
+
+
+_masks: list[set[int]] = []
+"""Masks of the forking thread from before the fork; forks of one process follow each other."""
+
+
+def _block() -> None:
+    # Python drops signals that come to a child before its handlers are restored.
+    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _ACTIVE else ()))
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _restore_in_child() -> None:
+    for signals in list(_ACTIVE):
+        signals.restore()
+    _unblock()
+
+
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_restore_in_child)

@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_engine.errors import Violation, first_of
-from hybrid_engine.files.durable import write_text
+from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.rl.run_files import Events, Row
+
+logger = logging.getLogger("hybrid_engine")
 
 PROJECT = "hybrid-engine"
 """Name of the project, unless the library's environment variable has another."""
 _RUN_FILE = "tracker-run"
-_MAX_NAME_NBYTES = 100
+_MOST_CHARACTERS = 60
+"""Characters of the directory's name in the name of a run."""
+_MAX_NAME_NBYTES = 200
 
 
 class Tracker(Protocol):
@@ -34,7 +40,7 @@ class Tracker(Protocol):
     def add(self, step: int, row: Row) -> None:
         """Record the figures of a step."""
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """End the record of this process."""
 
 
@@ -48,8 +54,12 @@ class _WandbLike:
     def add(self, step: int, row: Row) -> None:
         self._module.log(_figures(row), step=step)
 
-    def close(self) -> None:
-        self._module.finish()
+    def close(self, *, has_failed: bool = False) -> None:
+        # trackio's function has no argument for failures.
+        if has_failed and self._module.__name__ == "wandb":
+            self._module.finish(exit_code=1)
+        else:
+            self._module.finish()
 
 
 class _Wandb(_WandbLike):
@@ -83,8 +93,8 @@ class _Mlflow:
     def add(self, step: int, row: Row) -> None:
         self._mlflow.log_metrics(_figures(row), step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, *, has_failed: bool = False) -> None:
+        self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
 
 
 _LIBRARIES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
@@ -108,7 +118,7 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Viola
         elif name == "tensorboard":
             # It is the default, and is left out where it is not installed.
             continue
-        elif importlib.util.find_spec(name) is None:
+        elif not _is_installed(name):
             problem = f"{name} is not installed"
             remedy = f"pip install {name}"
             yield Violation("trackers", problem, remedy, code="tracker-not-installed")
@@ -117,11 +127,46 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Viola
             yield Violation("trackers", problem, "Pass `out`", code="needs-out")
 
 
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module in sys.modules that was not imported from a file
+        return True
+
+
+class SafeTracker:
+    """A tracker whose errors are logged: metrics.jsonl has the rows, too."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+
+    def add(self, step: int, row: Row) -> None:
+        """Record the figures of a step."""
+        try:
+            self._tracker.add(step, row)
+        except Exception as error:  # of the library or of the network
+            logger.warning("%s has not recorded step %d: %s", self._name, step, error)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """End the record of this process."""
+        try:
+            self._tracker.close(has_failed=has_failed)
+        except Exception as error:
+            logger.warning("%s has not ended its run: %s", self._name, error)
+
+
+def forget_run(out: Path) -> None:
+    """Let the next call begin another run of the trackers: no step of the last one is continued."""
+    with naming("removing", out / _RUN_FILE):
+        (out / _RUN_FILE).unlink(missing_ok=True)
+
+
 def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
     """Open a tracker. Call it on rank 0, after `tracker_violations` has yielded none."""
     if name == "tensorboard":
         return Events(out)
-    return _LIBRARIES[name](_run_name(out), settings)
+    return SafeTracker(name, _LIBRARIES[name](_run_name(out), settings))
 
 
 def _figures(row: Row) -> dict[str, float]:
@@ -134,6 +179,8 @@ def _run_name(out: Path) -> str:
     path = out / _RUN_FILE
     if os.path.lexists(path):
         return read_regular(path, _MAX_NAME_NBYTES).decode().strip()
-    name = f"{out.absolute().name}-{uuid.uuid4().hex[:8]}"
+    # Letters that a name may have in every tracker.
+    directory = re.sub(r"[^A-Za-z0-9_.-]", "-", out.absolute().name)[:_MOST_CHARACTERS]
+    name = f"{directory}-{uuid.uuid4().hex[:8]}"
     write_text(path, f"{name}\n")
     return name

@@ -42,6 +42,20 @@ def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
     return {"version": float(worker.train.version)}
 
 
+class Interrupted:
+    """A reward of the batch that fails in step 2, while its result is read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> Any:
+        self.calls += 1
+        for prompt, completion in zip(prompts, completions, strict=True):
+            yield parity(prompt, completion)
+            if self.calls > 1:
+                raise ConnectionError("the judge is away")
+
+
 class Worked:
     """A reward that fails from a call on."""
 
@@ -94,6 +108,9 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
         with pytest.raises(HybridEngineError, match="the judge is away"):
             run("failed", Worked(12))
         results["resumed"] = run("failed", parity)
+        with pytest.raises(HybridEngineError, match="the judge is away"):
+            run("failed batch", BatchReward(Interrupted()))
+        results["resumed batch"] = run("failed batch", parity)
     return results
 
 
@@ -101,7 +118,7 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
 def test_settings_of_a_loop(engines: Ranks, tmp_path: Path) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     first, second = engines.launch(runs, 2, model, tmp_path)
-    for name in ("several", "redrawn", "skipped", "resumed"):
+    for name in ("several", "redrawn", "skipped", "resumed", "resumed batch"):
         assert first[name] == second[name]
     initial, *steps = first["several"]
     assert (initial["step"], initial["version"], "reward" in initial) == (0, 0.0, False)
@@ -129,4 +146,5 @@ def test_settings_of_a_loop(engines: Ranks, tmp_path: Path) -> None:
     assert drawn[:8] != drawn[8:], "with another seed"
     assert first["redrawn"][0]["reward"] > 0
     assert first["skipped"][0]["left_out"] == pytest.approx(0.25)
+    assert [row["step"] for row in first["resumed batch"]] == [2]
     assert [row["step"] for row in first["resumed"]] == [2], "step 1 was saved when the reward failed"

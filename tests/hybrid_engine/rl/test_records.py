@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.rl import trackers
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
 from hybrid_engine.rl.stop_signals import StopSignals
 from hybrid_engine.rl.trackers import opened, tracker_violations
@@ -93,6 +98,31 @@ def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path) -> None:
     assert wandb.finish.call_count == 2
 
 
+def test_a_failed_run_is_recorded_as_one(tmp_path: Path) -> None:
+    wandb = mock.MagicMock(spec=["init", "log", "finish"], __name__="wandb")
+    with mock.patch.dict(sys.modules, {"wandb": wandb}):
+        opened("wandb", tmp_path, {}).close(has_failed=True)
+    assert wandb.finish.call_args == mock.call(exit_code=1)
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wandb = mock.MagicMock(spec=["init", "log", "finish"], __name__="wandb")
+    wandb.log.side_effect = ConnectionError("no network")
+    with mock.patch.dict(sys.modules, {"wandb": wandb}):
+        opened("wandb", tmp_path, {}).add(7, {"step": 7})
+    assert "wandb has not recorded step 7: no network" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["it's mine", "long" * 40])
+def test_names_of_runs_can_be_read_again(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    first = trackers._run_name(tmp_path / name)
+    assert re.fullmatch(r"[A-Za-z0-9_.-]{10,80}", first)
+    assert trackers._run_name(tmp_path / name) == first
+    trackers.forget_run(tmp_path / name)
+    assert trackers._run_name(tmp_path / name) != first
+
+
 def test_trackers_are_checked(tmp_path: Path) -> None:
     installed = mock.patch.dict(sys.modules, {"wandb": ModuleType("wandb")})
     sys.modules.pop("wandb", None)
@@ -100,6 +130,29 @@ def test_trackers_are_checked(tmp_path: Path) -> None:
         codes = [violation.code for violation in tracker_violations(["mlflow", "wandb", "tensorboard", "x"], None)]
     assert codes == ["tracker-not-installed", "needs-out", "unknown-tracker"]
     assert list(tracker_violations(["tensorboard"], tmp_path)) == []
+
+
+def test_children_end_by_a_signal_as_ever() -> None:
+    """As the processes of a reward that runs programs."""
+    with StopSignals():
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == -signal.SIGTERM
+
+
+def test_a_rank_ends_at_once_if_another_has_failed() -> None:
+    program = """
+import os, signal, time
+from hybrid_engine.rl.stop_signals import StopSignals
+with StopSignals(lambda: True):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=50, check=False)
+    assert ended.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

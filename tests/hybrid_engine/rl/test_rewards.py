@@ -12,6 +12,7 @@ import torch
 
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import BatchReward, GrpoConfig
+from hybrid_engine.rl import rewards as rewards_module
 from hybrid_engine.rl.losses import group_advantages
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores, reward_violations
 from tests.harness.errors import has_violation
@@ -98,6 +99,12 @@ class Unreliable:
         return self(prompt, completion)
 
 
+@pytest.fixture
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards_module, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("_no_pauses")
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_a_reward_that_fails_is_called_again(is_awaited: bool) -> None:
     def function(reward: Unreliable) -> Any:
@@ -106,10 +113,35 @@ def test_a_reward_that_fails_is_called_again(is_awaited: bool) -> None:
     scores = compute(function(Unreliable(2)), reward_retries=2)
     assert scores.totals.tolist() == [[1, 2], [3, 4]]
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "the judge is away")):
-        compute(function(Unreliable(3)), reward_retries=2, groups=completions([["a"], ["b"]]))
+        compute(function(Unreliable(100)), reward_retries=2, groups=completions([["a"], ["b"]]))
     skipped = compute(function(Unreliable(0, hopeless="bb")), reward_failures="skip", reward_retries=1)
     assert skipped.totals[0].isnan().tolist() == [False, True]
     assert skipped.totals[1].tolist() == [3, 4]
+
+
+def test_pauses_between_calls_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(rewards_module.time, "sleep", pauses.append)
+    compute(Unreliable(3), reward_retries=3)
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_a_step_without_any_reward_is_an_error() -> None:
+    def failing(prompt: str, completion: Any) -> float:
+        raise ConnectionError("the judge is away")
+
+    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "all 4 completions")):
+        compute(failing, reward_failures="skip")
+
+
+def test_an_iterator_of_a_batch_reward_fails_as_its_function() -> None:
+    def scores(prompts: list[Any], batch: list[Any]) -> Any:
+        yield 1.0
+        raise ConnectionError("the judge is away")
+
+    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "the judge is away")):
+        compute(BatchReward(scores))
+    assert compute(BatchReward(lambda prompts, batch: map(float, range(4)))).totals.tolist() == [[0, 1], [2, 3]]
 
 
 def test_a_completion_that_one_of_several_functions_failed_for_is_left_out() -> None:
@@ -127,6 +159,13 @@ def test_groups_agree_if_their_rewards_are_equal_or_left_out() -> None:
     assert Scores(totals, {}).agreeing.tolist() == [True, False, True, True]
 
 
+@pytest.mark.parametrize("value", [0.1, 0.7, 100.7, 1e18])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_have_no_advantage(value: float, scale: Any) -> None:
+    rewards = torch.tensor([[value] * 8, [0.0, 1.0] * 4])
+    assert not group_advantages(rewards, scale=scale)[0].any()
+
+
 @pytest.mark.parametrize("baseline", ["group", "others"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_completion_that_is_left_out_counts_in_no_advantage(baseline: Any, scale: Any) -> None:
@@ -142,5 +181,7 @@ def test_functions_and_weights_are_checked() -> None:
     config = GrpoConfig(reward_weights={"lenght": 1})
     (violation,) = reward_violations([length], config)
     assert (violation.key, violation.code) == ("GrpoConfig.reward_weights.lenght", "unknown-reward")
+    for name in ("std", "seconds"):
+        assert [violation.code for violation in reward_violations({name: length}, GrpoConfig())] == ["repeated-name"]
     for rewards, code in (([], "no-reward"), ([length, length], "repeated-name"), ("text", "not-callable")):
         assert [violation.code for violation in reward_violations(rewards, GrpoConfig())] == [code]

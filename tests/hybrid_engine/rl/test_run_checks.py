@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl import GrpoConfig, PpoConfig, train
+from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks, train
 from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.hybrid_engine.rl.test_starting import JOB, MODEL, UnbuildableWorker
 from tests.zoo.tokenizers import save_characters
@@ -61,6 +63,9 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
     ("arguments", "key", "code"),
     [
         ({"prompts": []}, "prompts", "no-prompts"),
+        ({"prompts": "data/train.jsonl"}, "prompts", "not-a-list"),
+        ({"prompts": {"train": PROMPTS}}, "prompts", "not-a-list"),
+        ({"prompts": 5}, "prompts", "not-a-list"),
         ({"prompts": [{"question": [1]}]}, "prompts[0]", "invalid-prompt"),
         ({"prompts": [[1], [5, -1]]}, "prompts[1]", "out-of-vocabulary"),
         ({"prompts": [[1, 10**6]]}, "prompts[0]", "out-of-vocabulary"),
@@ -134,7 +139,58 @@ def test_a_wrong_column_takes_one_line(count: int) -> None:
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_functions_without_a_signature_are_accepted() -> None:
-    function: Callable[..., Any] = max
+def decorated(function: Callable[[str], float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def reward(prompt: Any, completion: Any) -> float:
+        return function(completion.text)
+
+    return reward
+
+
+class Judge:
+    def __call__(self, prompt: Any, completion: Any, strict: bool = True) -> float:
+        return 1.0
+
+    def method(self, *arguments: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "reward", [max, decorated(len), Judge(), Judge().method, functools.partial(Judge(), strict=False)]
+)
+def test_callables_of_all_kinds_are_accepted(reward: Any) -> None:
     with pytest.raises(Exception, match="engines are built"):
-        start(reward=function)
+        start(reward=reward)
+
+
+@pytest.mark.parametrize("prompts", [torch.ones(4, 3, dtype=torch.long), (row for row in PROMPTS), tuple(PROMPTS)])
+def test_prompts_of_all_kinds_are_accepted(prompts: Any) -> None:
+    with pytest.raises(Exception, match="engines are built"):
+        start(prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "bound"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, 2**31),
+        ({"max_position_embeddings": None}, 2**31),
+    ],
+)
+def test_lengths_are_bounded_by_what_the_engines_may_accept(
+    tmp_path: Path, changed: dict[str, Any], bound: int
+) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
+    with mock.patch.object(type(engines), "hf_config", return_value=config | changed):
+        assert run_checks._longest_sequence(engines) == bound
+
+
+def test_a_run_that_is_resumed_needs_no_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
+    assert len(list(run_checks._disk_violations(engines, tmp_path))) == 1
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert list(run_checks._disk_violations(engines, tmp_path)) == []
