@@ -99,6 +99,13 @@ def test_invalid_configurations_have_an_exit_status(error: str, status: int, has
     assert ("Traceback" in process.stderr) == has_traceback
 
 
+def test_an_interactive_session_goes_on() -> None:
+    program = "import hybrid_engine\nfrom hybrid_engine import errors\nraise errors.ConfigError([])"
+    command = [sys.executable, "-i", "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, input="print('goes on')", check=False)
+    assert "goes on" in process.stdout
+
+
 def test_a_configuration_that_rank_0_refused_ends_all_ranks_alike() -> None:
     ended = run_ranks(["-c", STATUS, REFUSED_BY_RANK_0], 3, 100)
     assert re.findall(r"ended with (\d)", ended.output) == ["2"] * 3, ended.output
