@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import trackers
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
-from hybrid_engine.rl.stop_signals import StopSignals
+from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
 from hybrid_engine.rl.trackers import opened, tracker_violations
 
 
@@ -132,6 +133,7 @@ def test_trackers_are_checked(tmp_path: Path) -> None:
     assert list(tracker_violations(["tensorboard"], tmp_path)) == []
 
 
+@pytest.mark.usefixtures("_default_handlers")
 def test_children_end_by_a_signal_as_ever() -> None:
     """As the processes of a reward that runs programs."""
     with StopSignals():
@@ -155,7 +157,17 @@ with StopSignals(lambda: True):
     assert ended.returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.fixture
+def _default_handlers() -> Iterator[None]:
+    """Other tests of this process may have left handlers."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_default_handlers")
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
     assert signal.getsignal(number) is signal.SIG_DFL
     with StopSignals() as signals:
