@@ -1,12 +1,12 @@
-"""Resharding between hosts that are pretended: four ranks of this machine, messages over gloo, no engines.
+"""Resharding between simulated hosts: four ranks of one machine, messages over gloo, no engines.
 
-    python -m benchmarks.across_hosts [--train TP PP] [--infer TP PP] [--hosts a,b,a,b] [--layers N] [--json FILE]
+    python -m benchmarks.across_hosts [--train TP PP] [--infer TP PP] [--hosts a,b,a,b] [--layers N]
+    [--json FILE]
 
-The same fill in four ways, one after the other in each round; the median of several: with relay buffers or without, and
-with the next bucket's messages under way while a bucket is written and committed, or only after. `network` is what
-crosses between ranks that take themselves to be on different hosts. Here that is this machine's loopback, which is
-neither a network's speed nor its latency: bytes hold anywhere, seconds do not. `--commit-ms` waits so long for each
-bucket's commit, as an engine would that repacks weights on its device.
+Fills the same weights with and without relay buffers, and with and without sending the next bucket
+ahead while a bucket is written and committed. The variants take turns; the median of several fills
+counts. `network` is the traffic between ranks of different simulated hosts. It runs over the
+loopback of this machine, so its bytes hold anywhere and its seconds do not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.flat_models import ModelShape
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
+from benchmarks.resharding.measuring import gather
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
@@ -42,27 +43,26 @@ WARM_UP = 1
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a fill goes."""
+class Variant:
+    """Options of a fill."""
 
     is_relayed: bool
-    is_ahead: bool
+    sends_ahead: bool
 
 
-WAYS = {
-    "neither": Way(False, False),
-    "relayed": Way(True, False),
-    "one bucket ahead": Way(False, True),
-    "both": Way(True, True),
+VARIANTS = {
+    "neither": Variant(is_relayed=False, sends_ahead=False),
+    "relayed": Variant(is_relayed=True, sends_ahead=False),
+    "one bucket ahead": Variant(is_relayed=False, sends_ahead=True),
+    "both": Variant(is_relayed=True, sends_ahead=True),
 }
 
 
 class PlainWeights:
-    """Inference weights that are flat buffers and nothing else; their memory is kept, a commit takes some seconds."""
+    """Inference weights in flat buffers without an engine. `release` keeps their memory."""
 
-    def __init__(self, layout: Layout, rank: int, commit_seconds: float) -> None:
+    def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
-        self._commit_seconds = commit_seconds
         self._groups: dict[str, dict[str, torch.Tensor]] = {}
         for buffer_id, buffer in layout.buffers.items():
             if buffer_id.rank == rank:
@@ -70,46 +70,33 @@ class PlainWeights:
                 self._groups.setdefault(buffer.group, {})[buffer_id.name] = flat
 
     def layout(self) -> Layout:
-        """Of all ranks."""
         return self._layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """The buffers of these groups."""
         return {name: flat for group in groups for name, flat in self._groups[group].items()}
 
-    def commit(self, groups: Sequence[str]) -> None:
-        """Wait: buffers are in force as they are."""
-        time.sleep(self._commit_seconds)
+    def commit(self, groups: Sequence[str]) -> None: ...
 
-    def finish_fill(self) -> None:
-        """Do nothing: all memory is the buffers' own."""
+    def finish_fill(self) -> None: ...
 
-    def abandon(self) -> None:
-        """Do nothing: no rank waits for another in `commit`."""
+    def abandon(self) -> None: ...
 
-    def release(self) -> None:
-        """The memory is kept."""
+    def release(self) -> None: ...
 
     def checksum(self) -> float:
-        """Of all elements, in float64."""
-        return sum(
-            float(flat.double().sum())
-            for buffers in self._groups.values()
-            for flat in buffers.values()
-        )
+        """Sum of all elements in float64."""
+        buffers = [flat for group in self._groups.values() for flat in group.values()]
+        return sum(float(flat.double().sum()) for flat in buffers)
 
 
 def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
-    """One for each way, over the same buffers; and this rank's source. Collective."""
-    rank, hosts = dist.get_rank(), arguments.hosts.split(",")
+    """Return a container per variant and the source buffers of this rank. Collective."""
+    rank = dist.get_rank()
+    hosts = arguments.hosts.split(",")
+    num_ranks = len(hosts)
     table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
-    sides = (
-        TrainParallelism(len(hosts), *arguments.train),
-        InferenceParallelism(len(hosts), *arguments.infer),
-    )
-    source, destination = (
-        side(table, sizes).layout() for side, sizes in zip(_SIDES, sides, strict=True)
-    )
+    source = training_side(table, TrainParallelism(num_ranks, *arguments.train)).layout()
+    destination = inference_side(table, InferenceParallelism(num_ranks, *arguments.infer)).layout()
     buffers = {
         buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), "cpu", "param")
         for buffer_id, buffer in source.buffers.items()
@@ -117,34 +104,38 @@ def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[s
     }
     for number, flat in enumerate(buffers.values()):
         flat.copy_(torch.arange(flat.numel()) % 251 + number % 5)
-    weights = PlainWeights(destination, rank, arguments.commit_ms / 1e3)
-    found = {}
-    for name, way in WAYS.items():
-        relaying = hosts if way.is_relayed else ()
-        bucket_nbytes = arguments.bucket_mb * 2**20
-        sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
-        made = plan(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts=relaying)
-        relays = RelayBuffers(rank, made.relays)
-        gathered: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(gathered, export_handles(rank, {**buffers, **relays.tensors}))
-        handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
+    weights = PlainWeights(destination, rank)
+    by_variant = {}
+    for name, variant in VARIANTS.items():
+        rank_plan = plan(
+            Side.split(source, num_ranks),
+            Side.split(destination, num_ranks),
+            hosts,
+            arguments.bucket_mb * 2**20,
+            source.tensors,
+            rank,
+            relaying_hosts=hosts if variant.is_relayed else (),
+        )
+        relays = RelayBuffers(rank, rank_plan.relays)
+        handles = {}
+        for exported in gather(export_handles(rank, {**buffers, **relays.tensors})):
+            handles.update(exported)
         router = TransportSet.connect(
             TransportContext(rank, source.buffers, handles, dist.new_group(), relays=relays)
         )
-        found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)
-    return found, buffers
-
-
-_SIDES = training_side, inference_side
+        by_variant[name] = WeightContainer(
+            weights, rank_plan, router, sends_ahead=variant.sends_ahead
+        )
+    return by_variant, buffers
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
-    """Fill again and again; this rank's figures."""
-    by_name, source = containers(arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in by_name}
+    """Fill `repeat` times by each variant; return the figures of this rank."""
+    by_variant, source = containers(arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in by_variant}
     reports: dict[str, FillReport] = {}
     for number in range(WARM_UP + arguments.repeat):
-        for name, container in by_name.items():
+        for name, container in by_variant.items():
             dist.barrier()
             started = time.perf_counter()
             container.begin()
@@ -153,9 +144,9 @@ def measure(arguments: Namespace) -> dict[str, Any]:
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
             container.release()
-    checksums = {name: container._weights.checksum() for name, container in by_name.items()}
+    checksums = {name: container._weights.checksum() for name, container in by_variant.items()}
     if len(set(checksums.values())) != 1:
-        raise AssertionError(f"the ways differ: {checksums}")
+        raise AssertionError(f"results of the variants differ: {checksums}")
     return {
         name: {
             "seconds": statistics.median(seconds[name]),
@@ -168,36 +159,33 @@ def measure(arguments: Namespace) -> dict[str, Any]:
 
 
 def run_rank(values: dict[str, Any]) -> None:
-    """Measure on one rank; rank 0 writes the figures of all."""
+    """Measure on one rank; rank 0 writes the figures of all ranks."""
     dist.init_process_group("gloo")
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, measure(Namespace(**values)))
+    by_rank = gather(measure(Namespace(**values)))
     if dist.get_rank() == 0:
-        Path(values["out"]).write_text(json.dumps(found))
+        Path(values["out"]).write_text(json.dumps(by_rank))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Start the ranks, print a line for each way, write the figures."""
+    """Start the ranks, print a line per variant, write the figures."""
     parser = parser_of(__doc__)
     sizes = {"type": int, "nargs": "+", "metavar": ("TP", "PP")}
     parser.add_argument(
-        "--train", default=[2], **sizes, help="tensor and pipeline parallel size in training"
-    )
-    parser.add_argument("--infer", default=[1], **sizes, help="likewise, in generation")
-    parser.add_argument(
-        "--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number"
+        "--train", default=[2, 2], **sizes, help="tensor and pipeline parallel size in training"
     )
     parser.add_argument(
-        "--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary"
+        "--infer", default=[1], **sizes, help="tensor and pipeline parallel size in generation"
+    )
+    parser.add_argument("--hosts", default="a,b,a,b", help="simulated host of each rank")
+    parser.add_argument(
+        "--layers", type=int, default=2, help="layers of 24 MB, in addition to 64 MB of vocabulary"
     )
     parser.add_argument("--bucket-mb", type=int, default=16)
-    parser.add_argument("--commit-ms", type=float, default=0.0, help="for each bucket")
-    parser.add_argument(
-        "--repeat", type=int, default=9, help="fills of each kind; the median counts"
-    )
+    parser.add_argument("--repeat", type=int, default=9, help="timed fills of each variant")
     arguments = parser.parse_args()
-    job, num_ranks = {**vars(arguments), "json": None}, len(arguments.hosts.split(","))
+    job = {**vars(arguments), "json": None}
+    num_ranks = len(arguments.hosts.split(","))
     by_rank = figures_of_ranks("benchmarks.across_hosts", job, num_ranks, 600)
     figures = {
         name: {
@@ -207,8 +195,8 @@ def main() -> None:
         for name in by_rank[0]
     }
     for name, row in figures.items():
-        sizes = ", ".join(f"{key} {row[key] / 1e6:.1f} MB" for key in ("network", "host", "own"))
-        print(f"{name:16} {row['seconds'] * 1e3:7.1f} ms, all ranks together: {sizes}")
+        traffic = ", ".join(f"{key} {row[key] / 1e6:.1f} MB" for key in ("network", "host", "own"))
+        print(f"{name:16} {row['seconds'] * 1e3:7.1f} ms, sum over all ranks: {traffic}")
     write_figures(arguments.json, figures)
 
 

@@ -1,39 +1,36 @@
-"""Estimate the seconds of a large job's switch from given bandwidths, beside the hardware's bound.
+"""Estimate the seconds of a large job's switch from bandwidths, and the bound of the hardware.
 
     python -m benchmarks.critical_path [--only TEXT] [--json FILE] [--nvlink 450] [--pcie 50] ...
 
-Nothing is measured and no device is needed: the project's planner plans each job, for rank 0, with the memory of both
-sides where it lies in live engines, and its copies are counted:
+Nothing is measured and no device is needed. The planner plans each job for rank 0, with parameters
+at the offsets that they have in the memory of both engines, and the copies of the plan are counted:
 
-    transfers    of the plan that this rank pulls
-    alone        copies, if those that lie backwards were each by itself
     launches     kernels that `transports/copies.py` queues
+    alone        kernels without the merging of copies in reverse order
 
-Then the fill is gone through bucket by bucket, as `switch/weight_container.py` does it. Three things work at a time:
+Then the fill is simulated bucket by bucket, in the order of `switch/weight_container.py`. Three
+resources work in parallel:
 
-    host      queues copies, waits for them, meets the others, gives memory back
-    device    pulls what a bucket reads over the links, processes it, in order
-    PCIe      copies parameters to the host, all of them queued at the start
+    host      queues copies, waits for them, synchronizes with other ranks, releases memory
+    device    pulls the data of a bucket over the links and processes it, in order
+    PCIe      copies parameters to the host; all copies are queued at the start
 
-`bound` is the larger of links, HBM and PCIe alone, at the same rates. Weights of vLLM that are asleep and the
-optimizer's state are not in it: they come before and after.
+`bound` is the largest of the times that links, HBM and PCIe take alone, at the same rates. The
+weights that vLLM offloaded and the optimizer state are not included; they move before and after the
+fill.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.launching import parser_of, write_figures
 from hybrid_engine.config import GenerateConfig
@@ -48,22 +45,28 @@ from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import Run, origins_at, runs_of
-from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_30B_A3B, QWEN3_235B_A22B
 
-RANKS_PER_HOST, ITEMSIZE, GRANULE, RANK = 8, 2, 2 * 2**20, 0
+RANKS_PER_HOST = 8
+ITEMSIZE = 2
+GRANULE = 2 * 2**20
+RANK = 0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Inputs of the estimate: bandwidths in 10^9 bytes per second and direction, times in microseconds.
+    """Inputs: bandwidths in 10^9 bytes per second and direction, times in microseconds.
 
     Attributes:
-        hbm, nvlink, infiniband, pcie: nominal, of an H100 or H200 with one adapter of 400 Gbit/s each.
-        launch: of the host, to make two views and queue a kernel; view: to make one more pair for a batch.
-        kernel: of the device, the shortest.
-        chunk: of the host, to unmap and free one of 32 MiB, as measured on an H100; larger ones take up to 318.
-        bucket: of the host for everything else in a bucket: agreement, bookkeeping, vLLM's processing. Assumed; on an
-            H100 a bucket of Qwen3-1.7B took 2,700 with its kernels and chunks.
+        hbm, nvlink, infiniband, pcie: nominal bandwidths of an H100 or H200 with one 400 Gbit/s
+            adapter per GPU.
+        launch: host time to make two views and queue a kernel.
+        view: host time to make one more pair of views for a batch.
+        kernel: device time of the shortest kernel.
+        chunk: host time to unmap and free a chunk of 32 MiB, measured on an H100; larger chunks
+            take up to 318.
+        bucket: host time of a bucket for agreement, bookkeeping and vLLM's processing. Assumed; on
+            an H100 a bucket of Qwen3-1.7B took 2,700 including its kernels and chunks.
     """
 
     hbm: float = 3350.0
@@ -77,14 +80,14 @@ class Rates:
     chunk: float = 69.0
 
     def seconds(self, nbytes: Mapping[Link, float]) -> float:
-        """Return the seconds that bytes take over the links, one link after the other."""
+        """Return the seconds to move `nbytes` over the links, one link after the other."""
         rates = {Link.HOST: self.nvlink, Link.NETWORK: self.infiniband}
         return sum(nbytes.get(link, 0) / rate / 1e9 for link, rate in rates.items())
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, and how many ranks hold it in which way on either side."""
+    """A model, its number of ranks, and its parallel sizes on both sides."""
 
     name: str
     config: dict[str, Any]
@@ -93,34 +96,8 @@ class Job:
     infer: Mapping[str, int]
 
 
-_QWEN3_0_6B = {
-    **QWEN3_8B,
-    **{
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "tie_word_embeddings": True,
-}
 JOBS = (
-    Job("0.6B, 2: TP2 -> TP1 x DP2", _QWEN3_0_6B, 2, {"tensor": 2}, {}),
     Job("30B-A3B, 8: EP8 -> TP8", QWEN3_30B_A3B, 8, {"expert": 8}, {"tensor": 8}),
-    Job("30B-A3B, 8: EP8 -> TP2 x DP4", QWEN3_30B_A3B, 8, {"expert": 8}, {"tensor": 2}),
-    Job(
-        "30B-A3B, 16: EP8 PP2 -> TP8 x DP2",
-        QWEN3_30B_A3B,
-        16,
-        {"expert": 8, "pipeline": 2},
-        {"tensor": 8},
-    ),
-    Job(
-        "235B, 8: TP4 EP8 -> TP8",
-        QWEN3_235B_A22B,
-        8,
-        {"tensor": 4, "expert": 8, "expert_tensor": 1},
-        {"tensor": 8},
-    ),
     Job(
         "235B, 64: TP4 PP4 EP16 -> TP8 x DP8",
         QWEN3_235B_A22B,
@@ -142,7 +119,6 @@ JOBS = (
         {"tensor": 32},
     ),
 )
-"""The example, and the six of the issue that asked for these figures."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +126,12 @@ class Share:
     """Work of rank 0 in a bucket.
 
     Attributes:
-        transfers: that it pulls, or that come to it. alone, launches: see the module.
-        views: pairs that batches are made of.
-        nbytes: by link, its own memory too.
-        leaving: bytes of its parameters that go once the bucket is sent.
+        alone, launches: see the docstring of the module.
+        views: pairs of views in batched copies.
+        nbytes: received bytes by link, including copies within the rank.
+        leaving: bytes of parameters that are offloaded after the bucket is sent.
     """
 
-    transfers: int
     alone: int
     launches: int
     views: int
@@ -166,23 +141,27 @@ class Share:
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _ALIGNMENT = 64
-_TENSORS_OF_A_KERNEL = 64  # of torch's kernel for lists of pairs
+_PAIRS_OF_A_KERNEL = 64  # limit of torch's kernel for _foreach_copy_
 
 
-def places_in_training(side: SideLayout, ranks: Iterable[int]) -> dict[BufferId, int]:
-    """Where each parameter begins in Megatron's buffers, in elements: one for experts, one for all else, last first."""
-    found: dict[BufferId, int] = {}
+def offsets_in_training(side: SideLayout, ranks: Iterable[int]) -> dict[BufferId, int]:
+    """Return the offset of each parameter, in elements, in the flat buffers of Megatron's DDP.
+
+    Megatron has a buffer for experts and a buffer for all other parameters, and fills them from the
+    last parameter.
+    """
+    offsets: dict[BufferId, int] = {}
     for rank in ranks:
         ends = {True: 0, False: 0}
         for buffer_id, buffer in reversed(side.layout_of(rank).buffers.items()):
             is_expert = ".experts." in buffer_id.name
-            found[buffer_id] = ends[is_expert]
+            offsets[buffer_id] = ends[is_expert]
             ends[is_expert] += -(-buffer.numel // _ALIGNMENT) * _ALIGNMENT
-    return found
+    return offsets
 
 
 def places_in_vllm(side: SideLayout, rank: int) -> dict[str, tuple[str, int]]:
-    """Canonical tensor -> vLLM's fused parameter of all experts of a layer, and where in it, in elements."""
+    """Map a canonical expert tensor to vLLM's fused parameter and its offset in elements."""
     experts: dict[str, set[int]] = {}
     numels: dict[str, int] = {}
     for buffer_id, buffer in side.layout_of(rank).buffers.items():
@@ -190,20 +169,18 @@ def places_in_vllm(side: SideLayout, rank: int) -> dict[str, tuple[str, int]]:
             layer, number, matrix = match.groups()
             experts.setdefault(layer, set()).add(int(number))
             numels[matrix] = buffer.numel
-    found = {}
+    places = {}
     for layer, numbers in experts.items():
         for index, number in enumerate(sorted(numbers)):
-            found[f"{layer}.{number}.gate_proj.weight"] = f"{layer}.w13", 2 * index * numels["gate"]
-            found[f"{layer}.{number}.up_proj.weight"] = (
-                f"{layer}.w13",
-                (2 * index + 1) * numels["gate"],
-            )
-            found[f"{layer}.{number}.down_proj.weight"] = f"{layer}.w2", index * numels["down"]
-    return found
+            gate = 2 * index * numels["gate"]
+            places[f"{layer}.{number}.gate_proj.weight"] = f"{layer}.w13", gate
+            places[f"{layer}.{number}.up_proj.weight"] = f"{layer}.w13", gate + numels["gate"]
+            places[f"{layer}.{number}.down_proj.weight"] = f"{layer}.w2", index * numels["down"]
+    return places
 
 
 def shares_of(job: Job) -> list[Share]:
-    """Plan a job and count what rank 0 does in each bucket."""
+    """Plan a job and count the work of rank 0 in each bucket."""
     table = table_for(job.config)
     source = training_side(table, TrainParallelism(job.num_ranks, **job.train))
     destination = inference_side(table, InferenceParallelism(job.num_ranks, **job.infer))
@@ -212,11 +189,14 @@ def shares_of(job: Job) -> list[Share]:
     nbytes = GenerateConfig().bucket_mb * 2**20
     plan = plan_sides(source, destination, hosts, nbytes, unserved, RANK, set(hosts))
     peers = {transfer.src_rank for bucket in plan.buckets for transfer in bucket.transfers}
-    places = places_in_training(source, peers), places_in_vllm(destination, RANK)
-    own_nbytes = ITEMSIZE * sum(buffer.numel for buffer in source.layout_of(RANK).buffers.values())
+    trained = offsets_in_training(source, peers)
+    served = places_in_vllm(destination, RANK)
+    training_nbytes = ITEMSIZE * sum(
+        buffer.numel for buffer in source.layout_of(RANK).buffers.values()
+    )
     weights = [bucket.nbytes for bucket in plan.buckets]
     return [
-        _share(bucket, *places, own_nbytes * weight / sum(weights))
+        _share(bucket, trained, served, training_nbytes * weight / sum(weights))
         for bucket, weight in zip(plan.buckets, weights, strict=True)
     ]
 
@@ -230,35 +210,36 @@ def _share(
     pulled = [
         transfer for transfer in (*bucket.transfers, *bucket.fan_out) if transfer.dst_rank == RANK
     ]
-    # the planner joins what goes from one parameter to another
-    live = [
-        _from_live(each, trained)
-        for each in coalesce(_to_live(transfer, served) for transfer in pulled)
-    ]
+    # as in a job, transfers are merged by their place in vLLM's fused parameters first
+    merged = coalesce(_to_live(transfer, served) for transfer in pulled)
+    live = [_from_live(transfer, trained) for transfer in merged]
     runs: list[Run] = []
-    num_indices = 0  # lists of numbers by which runs go backwards, each made by a kernel of its own
-    for _, same in groupby(sorted(live, key=_way), _way):
-        of_way = [*_runs(list(same))]
-        num_indices += len({run.lengths[0] for run in of_way if run.is_cut and not run.is_dense})
-        runs += of_way
+    num_indices = 0  # index tensors for copies in reverse order; a kernel makes each
+    for _, transfers in groupby(sorted(live, key=_is_local), _is_local):
+        group = [*_runs(list(transfers))]
+        num_indices += len({run.lengths[0] for run in group if run.is_cut and not run.is_dense})
+        runs += group
     boxes = [run.lengths[0] if run.is_cut else 1 for run in runs]
     dense = sum(count for run, count in zip(runs, boxes, strict=True) if run.is_dense)
     num_with_gaps = sum(not run.is_dense for run in runs)
-    launches = -(-dense // _TENSORS_OF_A_KERNEL) + num_with_gaps + num_indices
+    launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
     with_gaps = sum(count for run, count in zip(runs, boxes, strict=True) if not run.is_dense)
     alone = launches - num_with_gaps - num_indices + with_gaps
-    nbytes = {link: sum(each.nbytes for each in pulled if each.link is link) for link in Link}
-    return Share(len(pulled), alone, launches, dense, nbytes, leaving)
+    nbytes = dict.fromkeys(Link, 0)
+    for transfer in pulled:
+        nbytes[transfer.link] += transfer.nbytes
+    return Share(alone, launches, dense, nbytes, leaving)
 
 
-def _way(transfer: Transfer) -> bool:
-    """Transports are called one after the other: within the rank, and from others."""
+def _is_local(transfer: Transfer) -> bool:
+    """Key of the transport: copies within the rank and reads from peers are queued separately."""
     return transfer.link is Link.SELF
 
 
 def _from_live(transfer: Transfer, trained: Mapping[BufferId, int]) -> Transfer:
-    """The same copy out of Megatron's buffers; a relay buffer is as planned."""
-    if (src := transfer.src).buffer not in trained:
+    """Return the transfer with its source in Megatron's flat buffers, unless it is a relay."""
+    src = transfer.src
+    if src.buffer not in trained:
         return transfer
     kind = "experts" if ".experts." in src.buffer.name else "dense"
     offset = trained[src.buffer] + src.offset
@@ -268,8 +249,9 @@ def _from_live(transfer: Transfer, trained: Mapping[BufferId, int]) -> Transfer:
 
 
 def _to_live(transfer: Transfer, served: Mapping[str, tuple[str, int]]) -> Transfer:
-    """The same copy into vLLM's fused parameters."""
-    if (dst := transfer.dst).buffer.name not in served:
+    """Return the transfer with the destination in vLLM's fused parameters."""
+    dst = transfer.dst
+    if dst.buffer.name not in served:
         return transfer
     name, start = served[dst.buffer.name]
     return replace(
@@ -285,7 +267,7 @@ def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
 
 
 def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
-    """Go through a fill; `offloads`: parameters leave bucket by bucket."""
+    """Simulate a fill; with `offloads`, parameters are offloaded bucket by bucket."""
     host = device = 0.0
     saved = [*accumulate(share.leaving / rates.pcie / 1e9 for share in shares)]
     chunk = chunk_nbytes_for(int(sum(share.leaving for share in shares)), GRANULE)
@@ -298,8 +280,8 @@ def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> floa
             share.launches * rates.kernel / 1e6,
         )
         device = max(device, host - share.launches * rates.launch / 1e6) + pulling
-        host = max(host, device)  # the copies are waited for
-        device += 2 * moved / rates.hbm / 1e9  # and processed, for which nobody waits
+        host = max(host, device)  # the host waits for the copies, but not for their processing
+        device += 2 * moved / rates.hbm / 1e9
         if offloads and index:
             host = (
                 max(host, saved[index - 1]) + shares[index - 1].leaving / chunk * rates.chunk / 1e6
@@ -312,7 +294,7 @@ def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> floa
 
 
 def bound_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
-    """The slowest of links, HBM and PCIe, if nothing else took time."""
+    """Return the seconds of the slowest of links, HBM and PCIe, without any other cost."""
     over_links = rates.seconds({link: sum(share.nbytes[link] for share in shares) for link in Link})
     in_memory = 4 * sum(sum(share.nbytes.values()) for share in shares) / rates.hbm / 1e9
     to_host = sum(share.leaving for share in shares) / rates.pcie / 1e9 if offloads else 0.0
@@ -320,55 +302,42 @@ def bound_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
 
 
 def figures_of(job: Job, rates: Rates) -> dict[str, Any]:
-    """Return a job's counts, and its seconds and their bound where parameters stay and where they leave."""
+    """Return the counts of a job, and seconds and bound if parameters stay and if they leave."""
     shares = shares_of(job)
-    counts = {
-        name: sum(getattr(share, name) for share in shares)
-        for name in ("transfers", "alone", "launches")
+    figures: dict[str, Any] = {
+        "job": job.name,
+        "alone": sum(share.alone for share in shares),
+        "launches": sum(share.launches for share in shares),
+        "received": sum(share.nbytes[Link.HOST] + share.nbytes[Link.NETWORK] for share in shares),
     }
-    found: dict[str, Any] = {"job": job.name, "buckets": len(shares), **counts}
-    found["received"] = sum(
-        share.nbytes[Link.HOST] + share.nbytes[Link.NETWORK] for share in shares
-    )
     for name, offloads in {"stay": False, "leave": True}.items():
-        seconds, bound = (each(shares, rates, offloads=offloads) for each in (seconds_of, bound_of))
-        found[name] = {"seconds": seconds, "bound": bound, "percent": 100 * bound / seconds}
-    return found
+        seconds = seconds_of(shares, rates, offloads=offloads)
+        bound = bound_of(shares, rates, offloads=offloads)
+        figures[name] = {"seconds": seconds, "bound": bound, "percent": 100 * bound / seconds}
+    return figures
 
 
 def main() -> None:
-    """Print a row for each job, and write the figures."""
+    """Print a row per job, write the figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", default="", help="only jobs whose name has this text")
+    parser.add_argument("--only", default="", help="jobs whose name contains this")
     for field in fields(Rates):
         parser.add_argument(f"--{field.name}", type=float, default=field.default)
     arguments = parser.parse_args()
     rates = Rates(**{field.name: getattr(arguments, field.name) for field in fields(Rates)})
     rows = [figures_of(job, rates) for job in JOBS if arguments.only in job.name]
-    table = Table("job", title="of rank 0; seconds by a model, not measured", title_justify="left")
-    for column in (
-        "buckets",
-        "received, GB",
-        "transfers",
-        "alone",
-        "launches",
-        "stay, s",
-        "bound",
-        "%",
-    ):
-        table.add_column(column, justify="right")
-    for column in ("leave, s", "bound", "%"):
+    table = Table("job", title="rank 0; seconds are computed, not measured", title_justify="left")
+    counts = ("received, GB", "alone", "launches")
+    for column in (*counts, "stay, s", "bound", "%", "leave, s", "bound", "%"):
         table.add_column(column, justify="right")
     for row in rows:
-        counts = (str(row[name]) for name in ("transfers", "alone", "launches"))
-        modelled = (
+        computed = (
             f"{row[name][key]:{'.0f' if key == 'percent' else '.3f'}}"
             for name in ("stay", "leave")
             for key in ("seconds", "bound", "percent")
         )
-        table.add_row(
-            row["job"], str(row["buckets"]), f"{row['received'] / 1e9:.2f}", *counts, *modelled
-        )
+        received = f"{row['received'] / 1e9:.2f}"
+        table.add_row(row["job"], received, str(row["alone"]), str(row["launches"]), *computed)
     Console(width=160).print(table)
     write_figures(arguments.json, {"rates": asdict(rates), "figures": rows})
 

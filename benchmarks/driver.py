@@ -1,12 +1,12 @@
-"""What a GPU's copies, its driver's virtual memory and page-locked memory cost: the floors under offloads and switches.
+"""Cost of GPU copies, virtual memory and page-locked memory: the floors of offloads and switches.
 
     python -m benchmarks.driver [--json FILE] [--gib N]
 
-    copies            within the device, to and from the host, page-locked and ordinary, both directions at once; GB/s,
-                      each byte counted once
+    copies            within the device, to and from page-locked and ordinary host memory, both
+                      directions at once; GB/s, each byte counted once
     page-locked       populating and registering host memory, in ordinary and huge pages; GB/s
-    virtual memory    microseconds of a call for chunks of some sizes, idle and beside matrix products
-    small copies      microseconds of one of many, one call each and in one call
+    virtual memory    microseconds per call by chunk size, on an idle GPU and during matrix products
+    small copies      microseconds per copy, in separate calls and in one call
 
 Needs a GPU and cuda-bindings. Copies are medians of three; nothing else should run on the GPU.
 """
@@ -32,53 +32,54 @@ from benchmarks.resharding.measuring import Clock
 from benchmarks.timings import plain_device_copy, plain_host_copies, seconds_of
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 DEVICE = torch.device("cuda", 0)
 CHUNKS = (2 * MIB, 32 * MIB, 128 * MIB, 512 * MIB)
 NUM_CHUNKS = 8
 REPEAT = 3
 NUM_THREADS = 8
-NUM_SMALL, SMALL_NBYTES = 400, 512 * 1024
+NUM_SMALL = 400
+SMALL_NBYTES = 512 * 1024
 
 Figures = dict[str, float]
 
 
 def median(action: Callable[[], object]) -> float:
-    """Median seconds of some runs."""
+    """Return the median seconds of REPEAT runs."""
     return statistics.median(seconds_of(DEVICE, action) for _ in range(REPEAT))
 
 
 def copies(nbytes: int) -> Figures:
-    """GB/s of one large copy, by its ends."""
-    one, other = (torch.ones(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    locked, also_locked = (
+    """Return GB/s of a large copy by its source and destination."""
+    to_send, to_receive = (torch.ones(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    locked_to_receive, locked_to_send = (
         torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
     )
-    ordinary = torch.ones(nbytes, dtype=torch.uint8)  # touched before
+    ordinary = torch.ones(nbytes, dtype=torch.uint8)  # written, so that its pages exist
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def both_ways() -> None:
         with torch.cuda.stream(streams[0]):
-            locked.copy_(one, non_blocking=True)
+            locked_to_receive.copy_(to_send, non_blocking=True)
         with torch.cuda.stream(streams[1]):
-            other.copy_(also_locked, non_blocking=True)
+            to_receive.copy_(locked_to_send, non_blocking=True)
 
     page_locked = plain_host_copies(DEVICE, nbytes, REPEAT)
     seconds = {
         "within the device": plain_device_copy(DEVICE, nbytes, REPEAT),
         "to page-locked memory": page_locked["offload"],
         "from page-locked memory": page_locked["onload"],
-        "to ordinary memory": median(lambda: ordinary.copy_(one)),
-        "from ordinary memory": median(lambda: one.copy_(ordinary)),
+        "to ordinary memory": median(lambda: ordinary.copy_(to_send)),
+        "from ordinary memory": median(lambda: to_send.copy_(ordinary)),
     }
-    rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
-    return rates | {
-        "to and from page-locked memory at once, together": 2 * nbytes / median(both_ways) / 1e9
-    }
+    rates = {name: nbytes / duration / 1e9 for name, duration in seconds.items()}
+    total = 2 * nbytes / median(both_ways) / 1e9
+    return {**rates, "to and from page-locked memory at once, together": total}
 
 
 def page_locking(nbytes: int) -> Figures:
-    """GB/s of populating host memory and of registering it."""
+    """Return GB/s of populating and of registering host memory."""
     figures: Figures = {}
     for name, advice, num_threads in (
         ("ordinary pages", mmap.MADV_NOHUGEPAGE, 1),
@@ -106,14 +107,15 @@ def page_locking(nbytes: int) -> Figures:
 
 
 def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
-    """Microseconds of each call, for one chunk of some that are taken and given back."""
-    clock, address = Clock(), driver.reserve(NUM_CHUNKS * chunk)
+    """Return microseconds per chunk of each call of the driver."""
+    clock = Clock()
+    address = driver.reserve(NUM_CHUNKS * chunk)
     addresses = range(address, address + NUM_CHUNKS * chunk, chunk)
     with clock.phase("create"):
         handles = [driver.create(chunk) for _ in addresses]
     with clock.phase("map, with access"):
-        for at, handle in zip(addresses, handles, strict=True):
-            driver.map(at, chunk, handle)
+        for start, handle in zip(addresses, handles, strict=True):
+            driver.map(start, chunk, handle)
     with clock.phase("export"):
         descriptors = [driver.export_descriptor(handle) for handle in handles]
     with clock.phase("import"):
@@ -122,8 +124,8 @@ def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
         driver.release(handle)
         os.close(descriptor)
     with clock.phase("unmap"):
-        for at in addresses:
-            driver.unmap(at, chunk)
+        for start in addresses:
+            driver.unmap(start, chunk)
     with clock.phase("release"):
         for handle in handles:
             driver.release(handle)
@@ -133,8 +135,9 @@ def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Matrix products all the while, in another thread."""
-    has_begun, is_over = threading.Event(), threading.Event()
+    """Multiply matrices in another thread during the block."""
+    has_begun = threading.Event()
+    is_over = threading.Event()
 
     def multiply() -> None:
         try:
@@ -158,7 +161,7 @@ def products() -> Iterator[None]:
 
 
 def small_copies() -> Figures:
-    """Microseconds of one of many copies."""
+    """Return microseconds per copy."""
     sources = [torch.ones(SMALL_NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(NUM_SMALL)]
     destinations = [torch.empty_like(source) for source in sources]
 
@@ -170,7 +173,7 @@ def small_copies() -> Figures:
         "a call each": median(one_by_one),
         "one call": median(lambda: torch._foreach_copy_(destinations, sources)),
     }
-    return {name: each / NUM_SMALL * 1e6 for name, each in seconds.items()}
+    return {name: duration / NUM_SMALL * 1e6 for name, duration in seconds.items()}
 
 
 def main() -> None:
@@ -180,7 +183,7 @@ def main() -> None:
         "--gib",
         type=float,
         default=4.0,
-        help="size of a large copy, and of host memory that is registered",
+        help="size of a large copy and of the registered host memory",
     )
     arguments = parser.parse_args()
     driver = driver_of(0) if torch.cuda.is_available() else None

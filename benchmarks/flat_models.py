@@ -1,7 +1,7 @@
-"""The model that benchmarks/gpu.py and tests/gpu move: Llama-like, as Megatron and vLLM hold it, without either engine.
+"""Llama-like model of benchmarks/gpu.py and tests/gpu in both layouts, without either engine.
 
-Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up fused; vLLM's side is a
-buffer for every tensor.
+Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up
+fused; vLLM's side is a separate buffer for every tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAT = "flat"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model; Llama-3-8B's width by default."""
+    """Sizes of the model; the default has the width of Llama-3-8B."""
 
     num_layers: int = 4
     hidden_size: int = 4096
@@ -37,7 +37,7 @@ class ModelShape:
     vocab_size: int = 32000
 
     def config(self) -> dict[str, Any]:
-        """As in a Hugging Face config.json."""
+        """Return the sizes as a Hugging Face config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": self.num_layers,
@@ -57,12 +57,13 @@ TINY = ModelShape(
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's part of a switch.
+    """Part of a rank in a switch.
 
     Attributes:
         rank: global rank.
-        source: its own source buffer. destinations: its destination buffers by name.
-        buckets: the plan's, with the transfers that write to this rank.
+        source: source buffer of this rank.
+        destinations: destination buffers of this rank by name.
+        buckets: buckets of the plan, with the transfers that write to this rank.
     """
 
     rank: int
@@ -79,18 +80,18 @@ class RankJob:
         return sum(buffer.nbytes for buffer in self.destinations.values())
 
     def read_nbytes(self, src_ranks: Sequence[int]) -> int:
-        """Bytes that it reads from these ranks."""
-        found = (each for bucket in self.buckets for each in bucket.transfers)
-        return sum(each.nbytes for each in found if each.src_rank in src_ranks)
+        """Return the bytes that this rank reads from `src_ranks`."""
+        transfers = (transfer for bucket in self.buckets for transfer in bucket.transfers)
+        return sum(transfer.nbytes for transfer in transfers if transfer.src_rank in src_ranks)
 
     def new_source(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
-        """The source buffer, made by `allocate(numel, dtype)`, full of random values, the same in every run."""
+        """Allocate the source by `allocate(numel, dtype)`, with random values of a fixed seed."""
         flat = allocate(self.source.numel, torch.bfloat16)
         generator = torch.Generator(flat.device).manual_seed(self.rank)
         return flat.normal_(generator=generator)
 
     def new_destinations(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Destination buffers full of NaN, which no source holds."""
+        """Allocate destination buffers full of NaN, a value that no source holds."""
         return {
             name: torch.full((buffer.numel,), torch.nan, dtype=torch.bfloat16, device=device)
             for name, buffer in self.destinations.items()
@@ -98,30 +99,30 @@ class RankJob:
 
 
 def rank_job(shape: ModelShape, tensor: int, rank: int, bucket_nbytes: int) -> RankJob:
-    """Plan the switch of `tensor` ranks of one host, TP in training, to a whole copy on each."""
+    """Plan the switch from TP=`tensor` on as many ranks of a host to a whole copy on each rank."""
     table = table_for(shape.config())
-    training, inference = TrainParallelism(tensor, tensor), InferenceParallelism(tensor)
-    ranks = range(training.world_size)
-    source_side, destination_side = training_side(table, training), inference_side(table, inference)
-    source = Side.of([_in_one_buffer(source_side.layout_of(each), each) for each in ranks])
-    destination = Side.of([destination_side.layout_of(each) for each in ranks])
+    training = training_side(table, TrainParallelism(tensor, tensor))
+    inference = inference_side(table, InferenceParallelism(tensor))
+    ranks = range(tensor)
+    source = Side.of([_in_one_buffer(training.layout_of(member), member) for member in ranks])
+    destination = Side.of([inference.layout_of(member) for member in ranks])
     unserved = [name for name in table.shapes if not table.is_served(name)]
-    found = plan(source, destination, ["host"] * len(ranks), bucket_nbytes, unserved, rank)
-    buckets = tuple(
-        replace(bucket, transfers=tuple(own))
-        for bucket in found.buckets
-        if (own := [each for each in bucket.transfers if each.dst_rank == rank])
-    )
+    rank_plan = plan(source, destination, ["host"] * tensor, bucket_nbytes, unserved, rank)
+    buckets = []
+    for bucket in rank_plan.buckets:
+        received = tuple(transfer for transfer in bucket.transfers if transfer.dst_rank == rank)
+        if received:
+            buckets.append(replace(bucket, transfers=received))
     destinations = {
         buffer_id.name: buffer
         for buffer_id, buffer in destination.buffers.items()
         if buffer_id.rank == rank
     }
-    return RankJob(rank, source.buffers[BufferId(rank, FLAT)], destinations, buckets)
+    return RankJob(rank, source.buffers[BufferId(rank, FLAT)], destinations, tuple(buckets))
 
 
 def _in_one_buffer(layout: Layout, rank: int) -> Layout:
-    """The same records with all buffers one after another, as in DDP's flat buffer."""
+    """Return the same records with all buffers concatenated, as in DDP's flat buffer."""
     starts: dict[BufferId, int] = {}
     padding: list[Extent] = []
     end = 0

@@ -1,14 +1,15 @@
-"""FSDP2 -> vLLM beside what verl and TRL do, and beside the floor of the machine.
+"""Resharding from FSDP2 to vLLM, compared with the method of verl and TRL and with a plain copy.
 
     python -m benchmarks.fsdp --json FILE [--runs 5] [--only TEXT]
 
-ours          the engine's fill: from released memory to all parameters in vLLM's loader layout
-full_tensor   every parameter gathered whole on every rank (`DTensor.full_tensor()`), cast, and put through vLLM's
-              `load_weights`; packed experts are cut by views known beforehand, to its advantage
-floor         a plain copy of as many elements between the processes, converted as they are
+ours          fill by the engine: from released memory to all parameters in vLLM's loader layout
+full_tensor   every rank gathers each parameter whole (`DTensor.full_tensor()`), casts it, and
+              passes it to vLLM's `load_weights`; packed experts are split by precomputed views, to
+              the advantage of this method
+floor         plain copy of the same number of elements between processes, with the same conversion
 
-Both write the same bits, which is checked. vLLM's repacking is left out of both. Parameters are fp32, vLLM's bf16, on
-CPU and gloo.
+The benchmark checks that both methods write the same bits. Seconds exclude vLLM's repacking.
+Training parameters are in float32, those of vLLM in bfloat16, on CPU and gloo.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
-
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
 from benchmarks.resharding.cases import MODELS
 from benchmarks.resharding.floor import Floor
@@ -36,12 +35,12 @@ from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.switch.states import State
 
 BUDGET = 60.0
-"""Seconds for all runs of one contender."""
+"""Seconds for all runs of a contender."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how many ranks shard it, and vLLM's sizes."""
+    """A model, its number of ranks, and the parallel sizes of vLLM."""
 
     model: str
     ranks: int
@@ -61,11 +60,11 @@ CASES = (
     Case("qwen3-moe-2304", 2, {"tp_size": 2}),
 )
 TINY_CASE = Case("tiny", 2, {"tp_size": 2})
-"""For trying the script: `--only tiny`."""
+"""For tests of the script: `--only tiny`."""
 
 
 class FullTensor(IntoLoader):
-    """Every parameter whole on every rank, one after the other."""
+    """Gathers every parameter whole on every rank, one after the other."""
 
     def __init__(self, engine: HybridEngine[ShardedModel]) -> None:
         super().__init__(engine)
@@ -85,9 +84,9 @@ class FullTensor(IntoLoader):
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in self._views.items():
             tensor: Any = self._tensors[parameter].detach()
-            whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to(
-                torch.bfloat16
-            )
+            if hasattr(tensor, "full_tensor"):
+                tensor = tensor.full_tensor()
+            whole = tensor.to(torch.bfloat16)
             for name in names:
                 view = self._packed[name].view
                 yield name, whole.as_strided(view.shape, view.strides, view.offset)
@@ -96,33 +95,23 @@ class FullTensor(IntoLoader):
 def main() -> None:
     """Run the cases; print and write their figures."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--runs", type=int, default=5, help="timed runs of each contender (default: 5)"
-    )
+    parser.add_argument("--runs", type=int, default=5, help="timed runs per contender (default: 5)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
     rows = []
-    cases = [
-        case
-        for case in (*CASES, TINY_CASE)
-        if arguments.only in case.name and (arguments.only or case in CASES)
-    ]
+    candidates = (*CASES, TINY_CASE) if arguments.only else CASES
+    cases = [case for case in candidates if arguments.only in case.name]
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
     for case in cases:
-        rows.append(
-            figures_of_ranks(
-                "benchmarks.fsdp", {**asdict(case), "runs": arguments.runs}, case.ranks, 900
-            )
-        )
-        print(
-            case.name, {key: value for key, value in rows[-1].items() if key != "case"}, flush=True
-        )
+        job = {**asdict(case), "runs": arguments.runs}
+        rows.append(figures_of_ranks("benchmarks.fsdp", job, case.ranks, 900))
+        print(rows[-1], flush=True)
     write_figures(arguments.json, rows)
 
 
 def run_rank(values: dict[str, Any]) -> None:
-    """One case on one rank; rank 0 writes its figures."""
+    """Run a case on one rank; rank 0 writes its figures."""
     case = Case(values["model"], values["ranks"], values["infer"])
     engine = HybridEngine(
         model=random_model(MODELS[case.model]),
@@ -130,16 +119,14 @@ def run_rank(values: dict[str, Any]) -> None:
         train_config={"fsdp_config": {}},
         compress_reshard=True,
     )
-    report = [
-        engine.sharding.enter(state)
-        for state in (State.INFER, State.TRAIN, State.INFER, State.TRAIN)
-    ][2]
+    for _ in range(2):  # the first switch also plans
+        report = engine.sharding.enter(State.INFER)
+        engine.sharding.enter(State.TRAIN)
     assert report is not None
-    floor = Floor(engine, torch.float32, torch.bfloat16)
     contenders: dict[str, Contender] = {
         "ours": Ours(engine),
         "full_tensor": FullTensor(engine),
-        "floor": floor,
+        "floor": Floor(engine, torch.float32, torch.bfloat16),
     }
     row: dict[str, Any] = {"case": case.name}
     digests: dict[str, Digests] = {}
@@ -147,9 +134,9 @@ def run_rank(values: dict[str, Any]) -> None:
         timing, digests[name] = measure(contender, values["runs"], BUDGET)
         row |= {f"{name}_seconds": timing.seconds, f"{name}_runs": timing.num_runs}
         contender.close()
-    same = gather(len(digests["ours"]) > 0 and digests["ours"] == digests["full_tensor"])
+    is_same = len(digests["ours"]) > 0 and digests["ours"] == digests["full_tensor"]
     row |= {
-        "same_bits": all(same),
+        "same_bits": all(gather(is_same)),
         "full_tensor_ratio": row["full_tensor_seconds"] / row["ours_seconds"],
         "floor_ratio": row["ours_seconds"] / row["floor_seconds"],
         "bytes_received": sum(gather(report.bytes_received)),
@@ -161,13 +148,14 @@ def run_rank(values: dict[str, Any]) -> None:
 
 
 def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Build a frozen transformers model with random weights of a fixed seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    kind = AutoConfig.for_model(
-        **{key: value for key, value in config.items() if key != "torch_dtype"}
+    sizes = {key: value for key, value in config.items() if key != "torch_dtype"}
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**sizes), dtype=dtype
     )
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=dtype)
     return model.requires_grad_(False)
 
 

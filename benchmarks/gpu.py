@@ -1,19 +1,21 @@
-"""What the switch costs on a GPU, beside what the hardware can do, measured in the same run.
+"""Cost of the parts of a switch on a GPU, compared with plain copies in the same run.
 
     python -m benchmarks.gpu [--json FILE] [--repeat N] [--layers N] [--device cuda|cpu]
 
-    offload, onload   the Offloader, against one plain copy of as many bytes from or to page-locked memory
-    reshard           training to inference layout on one rank, QKV de-interleaved, against a plain device copy
-    pull              two processes on one GPU, TP=2 to DP=2, each reads the other's half, against a plain device copy
-                      that both make at the same time
-    memory            the most that is taken at once, and what an offload leaves on the device
+    offload, onload   the Offloader; floor: a plain copy of the same bytes to or from page-locked
+                      memory
+    reshard           training to inference layout on one rank, QKV de-interleaved; floor: a plain
+                      device copy
+    pull              two processes on one GPU, TP=2 to DP=2, each reads half of the weights from
+                      the other; floor: plain device copies in both processes at the same time
+    memory            peak of the device memory in use, and the remainder after an offload
 
-Every time is the median of the repeats, with the time of its floor (the plain copy) and `of_floor`, floor over time: 1
-is as fast as the floor. Bytes are beside those they are a share of. A result that is wrong ends the script. `make
-gpu-check` takes the same figures, of a smaller model, and judges them (tests/gpu/test_stage1_memory.py).
+Every time is the median of the repeats, with the time of its floor and `of_floor`, floor over time:
+at 1 it is as fast as the floor. A wrong result ends the script. `make gpu-check` takes the same
+figures from a smaller model and judges them (tests/gpu/test_stage1_memory.py).
 
-Needs a GPU; without one it says so and ends with 2. `--device cpu` runs a tiny model on the CPU with a model of CUDA's
-driver, to see that the script works: those times mean nothing.
+Needs a GPU; exits with status 2 without one. `--device cpu` tries the script with a tiny model on
+the CPU and a simulated CUDA driver; those times mean nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from hybrid_engine.errors import TransportError
 
 NO_GPU = 2
 """Exit status without a GPU."""
-BUCKET_NBYTES, TINY_BUCKET_NBYTES = 256 * 2**20, 2**15
+BUCKET_NBYTES = 256 * 2**20
+TINY_BUCKET_NBYTES = 2**15
 
 
 def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int) -> dict[str, Any]:
-    """Every figure, and what could not be measured with the reason."""
+    """Return all figures, and a reason for each part that could not be measured."""
     job = rank_job(shape, 1, 0, bucket_nbytes)
     missing = {}
     with target_named(target_name) as target:
@@ -60,8 +63,8 @@ def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int
     return {
         "device": name,
         "model": asdict(shape),
-        "timings": [asdict(each) for each in figures if isinstance(each, Timing)],
-        "memory": [asdict(each) for each in figures if isinstance(each, Memory)],
+        "timings": [asdict(figure) for figure in figures if isinstance(figure, Timing)],
+        "memory": [asdict(figure) for figure in figures if isinstance(figure, Memory)],
         "missing": missing,
     }
 
@@ -69,15 +72,12 @@ def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int
 def main() -> None:
     """Measure, print a table, write the figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each; the median counts")
+    parser.add_argument("--repeat", type=int, default=5, help="timed runs; the median counts")
     parser.add_argument(
-        "--layers", type=int, default=ModelShape.num_layers, help="of the model, on a GPU"
+        "--layers", type=int, default=ModelShape.num_layers, help="layers of the model on a GPU"
     )
     parser.add_argument(
-        "--device",
-        choices=["cuda", "cpu"],
-        default="cuda",
-        help="cpu: a tiny model, to try the script",
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the script"
     )
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -90,28 +90,37 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(NO_GPU)
-    found = measure(target, shape, bucket_nbytes, arguments.repeat)
-    _print(found)
-    write_figures(arguments.json, found)
+    figures = measure(target, shape, bucket_nbytes, arguments.repeat)
+    _print(figures)
+    write_figures(arguments.json, figures)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(figures: dict[str, Any]) -> None:
     console = Console()
     times = Table(
-        "", "GB", "seconds", "GB/s", "floor", "its seconds", "of the floor", title=found["device"]
+        "", "GB", "seconds", "GB/s", "floor", "its seconds", "of the floor", title=figures["device"]
     )
-    for each in found["timings"]:
-        seconds, floor = f"{each['seconds']:.4f}", f"{each['floor_seconds']:.4f}"
-        rate, share = f"{each['gb_per_second']:.1f}", f"{each['of_floor']:.0%}"
+    for row in figures["timings"]:
         times.add_row(
-            each["name"], f"{each['nbytes'] / 1e9:.3f}", seconds, rate, each["floor"], floor, share
+            row["name"],
+            f"{row['nbytes'] / 1e9:.3f}",
+            f"{row['seconds']:.4f}",
+            f"{row['gb_per_second']:.1f}",
+            row["floor"],
+            f"{row['floor_seconds']:.4f}",
+            f"{row['of_floor']:.0%}",
         )
-    sizes = Table("", "GB", "beside", "its GB", "ratio")
-    for each in found["memory"]:
-        beside = each["beside"], f"{each['beside_nbytes'] / 1e9:.3f}"
-        sizes.add_row(each["name"], f"{each['nbytes'] / 1e9:.3f}", *beside, f"{each['ratio']:.4f}")
+    sizes = Table("", "GB", "whole", "its GB", "ratio")
+    for row in figures["memory"]:
+        sizes.add_row(
+            row["name"],
+            f"{row['nbytes'] / 1e9:.3f}",
+            row["whole"],
+            f"{row['whole_nbytes'] / 1e9:.3f}",
+            f"{row['ratio']:.4f}",
+        )
     console.print(times, sizes)
-    for name, reason in found["missing"].items():
+    for name, reason in figures["missing"].items():
         console.print(f"{name}: not measured, {reason}")
 
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: command-line options, launching ranks, writing figures."""
+"""Command-line options, launch of ranks and output of figures for all benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with `--json`, whose help is the docstring of a benchmark."""
+    """Return a parser with `--json` and the docstring of a benchmark as its help."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,7 +25,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--vllm NAME=VALUE`, which may be repeated; `engine_arguments` reads what it gives."""
+    """Add the repeatable option `--vllm NAME=VALUE`; parse it by `parse_with_engine_arguments`."""
     parser.add_argument(
         "--vllm",
         action="append",
@@ -36,7 +36,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_with_engine_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What a parser of `add_engine_arguments` finds in the command line; `vllm` becomes a dict."""
+    """Parse the command line; `vllm` becomes a dict."""
     arguments = parser.parse_args()
     try:
         arguments.vllm = engine_arguments(arguments.vllm)
@@ -46,10 +46,11 @@ def parse_with_engine_arguments(parser: argparse.ArgumentParser) -> argparse.Nam
 
 
 def engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Read texts NAME=VALUE, the values as in JSON or else as texts. Raises ValueError naming all that are neither."""
-    if wrong := [text for text in texts if not all(text.partition("="))]:
+    """Parse NAME=VALUE, values as JSON or strings. Raises ValueError with all malformed texts."""
+    parts = [text.partition("=") for text in texts]
+    if wrong := ["".join(part) for part in parts if not all(part)]:
         raise ValueError(f"--vllm {', '.join(wrong)}: write name=value")
-    return {name: _value_of(value) for name, _, value in (text.partition("=") for text in texts)}
+    return {name: _value_of(value) for name, _, value in parts}
 
 
 def _value_of(text: str) -> Any:
@@ -60,15 +61,15 @@ def _value_of(text: str) -> Any:
 
 
 def write_figures(path: Path | None, figures: object) -> None:
-    """Write what `--json` asks for."""
+    """Write `figures` to the file of `--json`, if there is one."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=2))
 
 
 def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeout: float) -> Any:
-    """Run `python -m MODULE JOB` on so many ranks; return the JSON that rank 0 wrote to the file named by JOB's `out`.
+    """Run `python -m MODULE JOB` on all ranks; return the JSON that rank 0 writes to JOB["out"].
 
-    Exits with the ranks' output where they fail.
+    Exits with the output of the ranks if they fail.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         out = Path(directory) / "figures.json"
@@ -82,9 +83,9 @@ def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeou
 
 
 def main_or_rank(main: Callable[[], None], run_rank: Callable[[dict[str, Any]], None]) -> None:
-    """Be a rank of `figures_of_ranks`, or else what starts them."""
+    """Run as a rank if started by `figures_of_ranks`, else as the main program."""
     if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
-        import torch  # here, for benchmarks that measure a process without it
+        import torch  # not at the top: it is slow to import for --help
 
         torch.set_num_threads(1)
         run_rank(json.loads(sys.argv[1]))

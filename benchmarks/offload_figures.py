@@ -1,4 +1,4 @@
-"""What an offload, an onload and a reshard on one rank cost, beside plain copies of as many bytes."""
+"""Time an offload, an onload and a reshard on one rank, and plain copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from hybrid_engine.memory.offload_items import Action, Items, Kind, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.transports.copies import BatchedCopies, copy_straight
 
-TRAINING_NBYTES, COPIED_NBYTES = 18, 14
-"""Of each parameter with bfloat16 and Adam: on the device, and copied to the host by an offload."""
+TRAINING_NBYTES = 18
+"""Bytes of a parameter with bfloat16 and Adam on the device."""
+COPIED_NBYTES = 14
+"""Bytes of them that an offload copies to the host."""
 
-MOST, LEFT_COUNTED, LEFT_TAKEN = (
-    "training, most at once",
-    "left after an offload, as the offloader counts",
-    "left after an offload, as the driver counts",
-)
-OFFLOAD, ONLOAD, FIRST_OFFLOAD, FIRST_ONLOAD = (
-    "offload",
-    "onload",
-    "offload, the first",
-    "onload, the first",
-)
-RESHARD, BOTH_SIDES = "reshard", "reshard with both sides there"
+MOST = "training, most at once"
+LEFT_COUNTED = "left after an offload, as the offloader counts"
+LEFT_TAKEN = "left after an offload, as the driver counts"
+OFFLOAD = "offload"
+ONLOAD = "onload"
+FIRST_OFFLOAD = "offload, the first"
+FIRST_ONLOAD = "onload, the first"
+RESHARD = "reshard"
+BOTH_SIDES = "reshard with both sides there"
 
 _NUMEL_TO_WARM_UP = 2**20
 _STATE: tuple[tuple[str, Kind, torch.dtype, Action], ...] = (
@@ -51,13 +50,13 @@ _STATE: tuple[tuple[str, Kind, torch.dtype, Action], ...] = (
 
 
 def copied_nbytes(items: Iterable[OffloadItem]) -> int:
-    """Bytes that a whole offload of these copies to the host, each storage once."""
+    """Bytes that a full offload of `items` copies to the host; a shared storage counts once."""
     storages = (item.tensor.untyped_storage() for item in items if item.action == "copy")
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class DeviceUse:
-    """Bytes taken on the device since this was made, at the moments when `observe` is called."""
+    """Device memory in use above that at construction, sampled by `observe`."""
 
     def __init__(self, target: Target) -> None:
         self._taken = target.taken_nbytes
@@ -65,18 +64,16 @@ class DeviceUse:
         self.peak = 0
 
     def observe(self) -> int:
-        """Bytes taken now."""
+        """Return the bytes in use now."""
         taken = self._taken() - self._before
         self.peak = max(self.peak, taken)
         return taken
 
 
 def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing | Memory]:
-    """Training state of `numel` parameters comes and goes. Raises AssertionError when its contents change."""
+    """Offload and onload training state. Raises AssertionError if its contents change."""
     device = target.device
-    _move(
-        target, _NUMEL_TO_WARM_UP
-    )  # kernels that are loaded now take memory of the device for good
+    _move(target, _NUMEL_TO_WARM_UP)  # loads kernels, whose device memory must not count below
     use = DeviceUse(target)
     items = list(_training_state(target, numel))
     total = sum(item.tensor.untyped_storage().nbytes() for item in items)
@@ -86,7 +83,8 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     before = [item.tensor[::step].clone() for item in items if item.action == "copy"]
     offloader = Offloader(Items(lambda: items), device)
     seconds: dict[str, list[float]] = {OFFLOAD: [], ONLOAD: []}
-    left = residual = 0
+    left = 0
+    residual = 0
     for _ in range(repeat + 1):
         seconds[OFFLOAD].append(seconds_of(device, offloader.offload))
         left = use.observe()
@@ -102,14 +100,14 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     yield memory(LEFT_TAKEN, left, whole, total)
     floors = plain_host_copies(device, copied, repeat)
     floor = "plain copy, page-locked" if device.type == "cuda" else "plain copy"
-    for name, of_first in ((OFFLOAD, FIRST_OFFLOAD), (ONLOAD, FIRST_ONLOAD)):
+    for name, name_of_first in ((OFFLOAD, FIRST_OFFLOAD), (ONLOAD, FIRST_ONLOAD)):
         first, *rest = seconds[name]
         yield timing(name, copied, statistics.median(rest), floor, floors[name])
-        yield timing(of_first, copied, first, floor, floors[name])
+        yield timing(name_of_first, copied, first, floor, floors[name])
 
 
 def _move(target: Target, numel: int) -> None:
-    """One offload and onload of training state."""
+    """Offload and onload training state once."""
     items = list(_training_state(target, numel))
     offloader = Offloader(Items(lambda: items), target.device)
     offloader.offload()
@@ -117,16 +115,16 @@ def _move(target: Target, numel: int) -> None:
 
 
 def _training_state(target: Target, numel: int) -> Iterator[OffloadItem]:
-    """Parameters and gradients in elastic buffers; Adam's state too, in a buffer each."""
+    """Yield parameters, gradients and each part of the state of Adam as an elastic buffer."""
     for owner, kind, dtype, action in _STATE:
-        yield OffloadItem(
-            owner, kind, allocate_elastic(numel, dtype, target.elastic, kind).normal_(), action
-        )
+        tensor = allocate_elastic(numel, dtype, target.elastic, kind).normal_()
+        yield OffloadItem(owner, kind, tensor, action)
 
 
 def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timing | Memory]:
-    """All buckets of the switch, QKV taken apart, from a flat source into destinations on the same device."""
-    device, use = target.device, DeviceUse(target)
+    """Copy all buckets, with QKV de-interleaved, from a flat source on the same device."""
+    device = target.device
+    use = DeviceUse(target)
     source = job.new_source(
         lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param")
     )
@@ -134,9 +132,8 @@ def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timin
     use.observe()
     nbytes = job.read_nbytes([job.rank])
 
-    buckets = [
-        (bucket.index, BatchedCopies(bucket.transfers)) for bucket in job.buckets
-    ]  # kept, as by a switch
+    # built once, as in a switch
+    buckets = [(bucket.index, BatchedCopies(bucket.transfers)) for bucket in job.buckets]
 
     def reshard() -> None:
         for index, copies in buckets:
@@ -147,6 +144,6 @@ def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timin
     seconds = statistics.median(seconds_of(device, reshard) for _ in range(repeat))
     floor = plain_device_copy(device, nbytes, repeat)
     yield timing(RESHARD, nbytes, seconds, "plain device copy", floor)
-    # destinations are torch's own tensors, which the tests' driver does not count
+    # destinations are plain torch tensors, which the simulated driver does not count
     most = job.source_nbytes if target.is_simulated else job.source_nbytes + job.destination_nbytes
     yield memory(BOTH_SIDES, use.peak, "the bytes of both", most)

@@ -1,9 +1,10 @@
-"""The RL example with `generate_config.prefetch` off and auto, in turn: seconds of an iteration and of its switches.
+"""Seconds of the RL example's iterations and switches with `generate_config.prefetch` off and auto.
 
-    python -m benchmarks.prefetch [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json FILE]
+    python -m benchmarks.prefetch [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json
+    FILE]
 
-The runs alternate, off, auto, off, auto, so that a machine that slows down slows both. Rewards, losses and all other
-figures, except seconds and memory, must be the same to the last digit, which is checked.
+The runs alternate (off, auto, off, auto), so that a slowdown of the machine affects both. The
+benchmark checks that rewards, losses and all other figures except seconds and memory are identical.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
-
 from benchmarks.launching import ROOT, parser_of, write_figures
 from hybrid_engine.tools.launching import run_ranks
 
@@ -31,19 +30,16 @@ Row = Mapping[str, Any]
 
 
 def main() -> None:
-    """Run both, print and write their figures."""
+    """Run both settings, print and write their figures."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--config", type=Path, default=ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml"
     )
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument(
-        "--iterations",
-        type=int,
-        default=12,
-        help="of a run; the first is not counted (default: 12)",
+        "--iterations", type=int, default=12, help="per run; the first does not count (default: 12)"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs per setting (default: 2)")
     arguments = parser.parse_args()
     runs: dict[str, list[list[Row]]] = {choice: [] for choice in CHOICES}
     with tempfile.TemporaryDirectory(prefix="prefetch-") as directory:
@@ -63,14 +59,14 @@ def main() -> None:
 
 
 def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Path) -> list[Row]:
-    """The rows of one run."""
+    """Run the example; return the rows of its `metrics.jsonl`."""
     values = yaml.safe_load(config.read_text())
     values["model"] = str((config.parent / values["model"]).resolve())
     values["rl_config"]["data"] = str((config.parent / values["rl_config"]["data"]).resolve())
     values["generate_config"]["prefetch"] = prefetch
-    changed = out.with_suffix(".yaml")
-    changed.write_text(yaml.safe_dump(values))
-    options = ["--config", str(changed), "--out", str(out), f"rl_config.iterations={iterations}"]
+    path = out.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(values))
+    options = ["--config", str(path), "--out", str(out), f"rl_config.iterations={iterations}"]
     program = ["-m", "examples.gpt_rl.train", *options]
     ended = run_ranks(
         program, num_ranks, timeout=3600, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT
@@ -81,17 +77,18 @@ def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Pat
 
 
 def require_same(runs: Sequence[Sequence[Row]]) -> None:
-    """Exit with what differs between runs and should not."""
+    """Exit with the figures that differ between runs, if any."""
     first, *others = [
         [{key: value for key, value in row.items() if not _may_differ(key)} for row in rows]
         for rows in runs
     ]
     for other in others:
-        for one, two in zip(first, other, strict=True):
-            differing = [key for key in one if one[key] != two.get(key)]
+        for row, other_row in zip(first, other, strict=True):
+            differing = [key for key in row if row[key] != other_row.get(key)]
             if differing:
+                names = ", ".join(differing)
                 sys.exit(
-                    f"iteration {one['iteration']}: {', '.join(differing)} differ between runs: {one}, {two}"
+                    f"iteration {row['iteration']}: {names} differ between runs: {row}, {other_row}"
                 )
 
 
@@ -100,7 +97,7 @@ def _may_differ(key: str) -> bool:
 
 
 def summary(runs: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """Medians over the iterations of all runs but the warm-up and the first; memory: the largest."""
+    """Return median seconds and largest memory, without warm-up and first iteration."""
     rows = [row for rows in runs for row in rows if row["iteration"] > 1]
     medians = {name: statistics.median(row[name] for row in rows) for name in SECONDS}
     return medians | {name: max(row[name] for row in rows) for name in MEMORY}

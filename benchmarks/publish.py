@@ -1,32 +1,27 @@
-"""Seconds until a vLLM server, a process of its own, has the trainers' weights, beside other ways, in one run.
+"""Seconds to bring weights to a vLLM server, compared with save and reload, and with one process.
 
-    python -m benchmarks.publish [--model qwen2.5-0.5b] [--server-tp 1] [--runs 5] [--rounds 2] [--json FILE]
+    python -m benchmarks.publish [--model qwen2.5-0.5b] [--runs 5] [--rounds 2] [--json FILE]
 
-Two Megatron ranks, TP=2, bfloat16, on CPU and gloo, one thread in each process. They hold weights alone: no gradients,
-no optimizer. The rows take turns; medians of the slowest rank.
+Two Megatron ranks with TP=2 hold weights in bfloat16, without gradients and optimizer, on CPU and
+gloo, with one thread per process; servers have TP=1. The rows take turns; seconds are medians of
+the slowest rank.
 
-publish      a switch to the server: its calls over HTTP, a look at every weight for NaN, parameters to host memory,
-             copies from the trainers' memory into released memory of the server, vLLM's repacking; requests go on
-withdraw     the way back: the server gives its memory back, parameters return
-save         `save_hf_checkpoint` into `--directory`: a look for NaN, each rank writes its part, fsync
-reload       the server is paused, `reload_weights` reads that checkpoint (from the page cache) and repacks, requests go
-             on. Trainers keep their memory and the server its own: a device would hold both
+publish      switch to a server: calls over HTTP, check of every weight for NaN, parameters to host
+             memory, copies into memory that the server had released, vLLM's repacking
+save         `save_hf_checkpoint` into `--directory`: check for NaN, each rank writes its part,
+             fsync
+reload       `reload_weights` of that checkpoint (from the page cache) in a paused server. Trainers
+             and server keep their memory, so a device would hold both models
 disk         save and reload of the same run
-in process   the switch of `ActorHybridWorker` without servers, to vLLM in the ranks that train: as publish, without
-             HTTP. With `--server-tp 1` each of both ranks has a whole copy, so twice as many bytes come
-back         the way back of that
-copy         the floor of publish and disk: as many bytes as the server's weights, from memory to memory that were
-             touched before, by one thread for each worker of the server
-copies       the same for "in process": each rank as many bytes as its vLLM has
+in process   switch of `ActorHybridWorker` without servers, to vLLM in the training ranks. Both
+             ranks get a whole copy, twice the bytes of a publish
 
-vLLM 0.32 has no route of its own that loads a path; `POST /collective_rpc` calls each worker's `reload_weights`. Not
-measured: vLLM's own weight transfer, full tensors between `/start_weight_update` and `/finish_weight_update`. Its
-backends nccl, ipc, sparse_nccl, nccl_m2n and sharded_rdt call CUDA, and modelexpress is a package and a service of its
-own: none runs on a CPU.
+vLLM 0.32 has no route that loads a path; `POST /collective_rpc` calls `reload_weights` of each
+worker. vLLM's own weight transfer is not measured: none of its backends runs on a CPU.
 
-Afterwards both servers must have the same weights, by sums of vLLM's own. Whether they also draw the same tokens with
-the same log-probabilities is a figure: vLLM's reload leaves a tied head on CPUs with oneDNN's packed copy of the former
-weights (docs/certify.md), so there they do not.
+Afterwards both servers must have the same weights by vLLM's checksums. Their tokens and
+log-probabilities may differ on CPUs with AMX, where vLLM's reload leaves a tied head with the
+packed copy of the former weights (docs/certify.md).
 """
 
 from __future__ import annotations
@@ -37,19 +32,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
 from benchmarks.resharding.cases import MODELS, Case
@@ -62,36 +54,27 @@ from tests.harness.vllm_server import FILLED, serving
 
 NUM_RANKS = 2
 TIMEOUT = 1800.0
-FLOORS = {"publish": "copy", "disk": "copy", "in process": "copies"}
-"""Row -> its floor."""
-PLAIN = (
-    *(
-        "--enforce-eager",
-        "--skip-tokenizer-init",
-        "--uvicorn-log-level",
-        "warning",
-        "--dtype",
-        "bfloat16",
-    ),
-    *("--max-model-len", "64", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
+OPTIONS = (
+    *("--enforce-eager", "--skip-tokenizer-init", "--uvicorn-log-level", "warning"),
+    *("--dtype", "bfloat16", "--max-model-len", "64", "--max-num-seqs", "4"),
+    *("--kv-cache-memory-bytes", str(64 << 20)),
 )
+"""Options of every server."""
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 
 
 @dataclass
 class Rows:
-    """Seconds of every run by row, and what came.
+    """Figures of every run by row.
 
     Attributes:
-        seconds: by row, of the slowest rank.
-        nbytes: by row, that all destinations received in one run.
-        phases: by row, those of the last run's report.
-        draw_alike: whether the reloaded server draws what the published one does.
+        seconds: seconds of the slowest rank.
+        nbytes: bytes that all destinations received in a run.
+        draw_alike: True if both servers draw the same tokens with the same log-probabilities.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, dict[str, float]] = field(default_factory=dict)
     draw_alike: bool = True
 
     def time(self, row: str, action: Callable[[], object]) -> None:
@@ -102,11 +85,10 @@ class Rows:
         self.seconds.setdefault(row, []).append(max(gather(time.perf_counter() - started)))
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """What another round has found."""
+        """Add the figures of another round."""
         for row, runs in other["seconds"].items():
             self.seconds.setdefault(row, []).extend(runs)
         self.nbytes |= other["nbytes"]
-        self.phases |= other["phases"]
         self.draw_alike &= other["draw_alike"]
 
 
@@ -115,101 +97,84 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
     parser.add_argument(
-        "--server-tp", type=int, choices=[1, 2], default=1, help="vLLM's tensor parallel size (1)"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, help="timed runs of each row in a round (default: 5)"
+        "--runs", type=int, default=5, help="timed runs per row and round (default: 5)"
     )
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
     parser.add_argument(
-        "--directory", type=Path, help="for checkpoints; default: where temporary files are"
+        "--directory", type=Path, help="for checkpoints (default: the directory of temporary files)"
     )
     arguments = parser.parse_args()
-    figures = measure(
-        arguments.model, arguments.server_tp, arguments.runs, arguments.rounds, arguments.directory
-    )
+    figures = measure(arguments.model, arguments.runs, arguments.rounds, arguments.directory)
     _print(figures)
     write_figures(arguments.json, figures)
 
 
 def measure(
-    model: str, server_tp: int, num_runs: int, num_rounds: int, directory: Path | None = None
+    model: str, num_runs: int, num_rounds: int, directory: Path | None = None
 ) -> dict[str, Any]:
-    """Every figure. Exits where both servers do not have the same weights."""
-    case, rows, loads = (
-        Case(model, NUM_RANKS, "tp=2", f"tp={server_tp}"),
-        Rows(),
-        [os.getloadavg()[0]],
-    )
+    """Return all figures. Exits if the servers do not have the same weights."""
+    rows = Rows()
+    loads = [os.getloadavg()[0]]
     with (
         tempfile.TemporaryDirectory(prefix="publish-", dir=directory) as place,
         ExitStack() as ends,
     ):
-        # its config alone: the one server waits for the trainers, the other begins with what is no model's
-        path, sizes = case.write_model(Path(place)), ("--tensor-parallel-size", str(server_tp))
-        both = {"served": FILLED, "loaded": ("--load-format", "dummy")}
-        with ThreadPoolExecutor(len(both)) as pool:
-            started = {
-                name: pool.submit(
-                    ends.enter_context, serving(path, Path(place, name), *own, *PLAIN, *sizes)
-                )
-                for name, own in both.items()
-            }
-            urls = {name: server.result().url for name, server in started.items()}
+        # the directory has no weights: trainers fill the first server, the second has random ones
+        path = _case(model).write_model(Path(place))
+        formats = {"served": FILLED, "loaded": ("--load-format", "dummy")}
+
+        def start(name: str) -> str:
+            server = serving(path, Path(place, name), *formats[name], *OPTIONS)
+            return ends.enter_context(server).url
+
+        with ThreadPoolExecutor(len(formats)) as pool:
+            urls = dict(zip(formats, pool.map(start, formats), strict=True))
         loaded = HttpServer(urls["loaded"], TIMEOUT)
         _call_workers(loaded, "update_config", overrides={"load_config": {"load_format": "auto"}})
-        job = {"model": model, "server_tp": server_tp, "runs": num_runs, "place": place, **urls}
+        job = {"model": model, "runs": num_runs, "place": place, **urls}
         for _ in range(num_rounds):
             rows.add(figures_of_ranks("benchmarks.publish", job, NUM_RANKS, TIMEOUT))
             loads.append(os.getloadavg()[0])
     return {
         "model": model,
-        "server_tp": server_tp,
-        "rows": {
-            name: _summary(runs, rows.nbytes.get(name)) for name, runs in rows.seconds.items()
-        },
-        "over_floor": {name: _ratio(rows, name, floor) for name, floor in FLOORS.items()},
-        "over_publish": {name: _ratio(rows, name, "publish") for name in rows.seconds},
-        "phases": rows.phases,
+        "rows": {name: summary(rows, name) for name in rows.seconds},
         "draw_alike": rows.draw_alike,
         "load": loads,
     }
 
 
-def _summary(runs: Sequence[float], nbytes: int | None) -> dict[str, Any]:
-    fastest, slowest = min(runs), max(runs)
-    seconds = statistics.median(runs)
+def _case(model: str) -> Case:
+    return Case(model, NUM_RANKS, "tp=2", "tp=1")
+
+
+def summary(rows: Rows, name: str) -> dict[str, Any]:
+    """Return the figures of a row over all runs and rounds."""
+    runs = rows.seconds[name]
     return {
-        "seconds": seconds,
-        "fastest": fastest,
-        "slowest": slowest,
+        "seconds": statistics.median(runs),
+        "fastest": min(runs),
         "runs": len(runs),
-        "nbytes": nbytes,
+        "nbytes": rows.nbytes.get(name),
+        "over_publish": statistics.median(runs) / statistics.median(rows.seconds["publish"]),
     }
 
 
-def _ratio(rows: Rows, one: str, other: str) -> float:
-    return statistics.median(rows.seconds[one]) / statistics.median(rows.seconds[other])
-
-
 def _print(figures: Mapping[str, Any]) -> None:
-    title = f"{figures['model']}, Megatron TP={NUM_RANKS} -> a server of TP={figures['server_tp']}"
-    table = Table(
-        "", "seconds", "fastest", "slowest", "GB", "over the floor", "over publish", title=title
-    )
+    title = f"{figures['model']}, Megatron TP={NUM_RANKS} -> a server with TP=1"
+    table = Table("", "seconds", "fastest", "GB", "over publish", title=title)
     for name, row in figures["rows"].items():
-        times = [f"{row[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
         nbytes = "" if row["nbytes"] is None else f"{row['nbytes'] / 1e9:.3f}"
-        over = figures["over_floor"].get(name)
-        ratios = "" if over is None else f"{over:.1f}", f"{figures['over_publish'][name]:.2f}"
-        table.add_row(name, *times, nbytes, *ratios)
+        table.add_row(
+            name,
+            f"{row['seconds']:.3f}",
+            f"{row['fastest']:.3f}",
+            nbytes,
+            f"{row['over_publish']:.2f}",
+        )
     console = Console()
     console.print(table)
     if not figures["draw_alike"]:
-        console.print(
-            "both servers have the same weights, but vLLM's reload draws other tokens: see docs/certify.md"
-        )
-    console.print("not measured: vLLM's own weight transfer, no backend of which runs on a CPU")
+        console.print("same weights, but the reloaded server draws other tokens: docs/certify.md")
     console.print(
         "load of the machine, before and after each round:",
         *(f"{each:.1f}" for each in figures["load"]),
@@ -217,10 +182,10 @@ def _print(figures: Mapping[str, Any]) -> None:
 
 
 def run_rank(values: dict[str, Any]) -> None:
-    """One round on one rank; rank 0 writes the figures."""
+    """Run a round on one rank; rank 0 writes the figures."""
     dist.init_process_group("gloo")  # outlives the engines
-    case = Case(values["model"], NUM_RANKS, "tp=2", f"tp={values['server_tp']}")
-    config, rows = case.config(Path(values["place"], f"rank{dist.get_rank()}")), Rows()
+    rows = Rows()
+    config = _case(values["model"]).config(Path(values["place"], f"rank{dist.get_rank()}"))
     _to_servers(config, values, rows)
     _in_process(config, values["runs"], rows)
     if dist.get_rank() == 0:
@@ -230,8 +195,10 @@ def run_rank(values: dict[str, Any]) -> None:
 
 def _to_servers(config: HybridConfig, values: Mapping[str, Any], rows: Rows) -> None:
     generate = config.generate_config.model_copy(update={"servers": (values["served"],)})
-    served, loaded = HttpServer(values["served"], TIMEOUT), HttpServer(values["loaded"], TIMEOUT)
-    checkpoint, is_first = str(Path(values["place"], "checkpoint")), dist.get_rank() == 0
+    served = HttpServer(values["served"], TIMEOUT)
+    loaded = HttpServer(values["loaded"], TIMEOUT)
+    checkpoint = str(Path(values["place"], "checkpoint"))
+    is_first = dist.get_rank() == 0
 
     def reload() -> None:
         if is_first:
@@ -245,22 +212,18 @@ def _to_servers(config: HybridConfig, values: Mapping[str, Any], rows: Rows) -> 
         nbytes = _switch_once(worker)
         worker.save_hf_checkpoint(checkpoint)
         reload()
-        copy = _copy_of(
-            nbytes // values["server_tp"] if dist.get_rank() < values["server_tp"] else 0
-        )
         for _ in range(values["runs"]):
-            rows.time("copy", copy)
             rows.time("publish", lambda: worker.sharding.enter(State.INFER))
-            _note_phases(worker, "publish", rows)
-            rows.time("withdraw", lambda: worker.sharding.enter(State.TRAIN))
+            worker.sharding.enter(State.TRAIN)
             rows.time("save", lambda: worker.save_hf_checkpoint(checkpoint))
             rows.time("reload", reload)
         runs = zip(rows.seconds["save"], rows.seconds["reload"], strict=True)
         rows.seconds["disk"] = [save + reload for save, reload in runs]
-        rows.nbytes |= dict.fromkeys(("copy", "publish", "disk"), nbytes)
+        rows.nbytes |= dict.fromkeys(("publish", "disk"), nbytes)
         worker.sharding.enter(State.INFER)
         if is_first:
-            published, reloaded = _look(served), _look(loaded)
+            published = _inspect(served)
+            reloaded = _inspect(loaded)
             _require_same(published["sums"], reloaded["sums"])
             rows.draw_alike = published["tokens"] == reloaded["tokens"]
         worker.sharding.enter(State.TRAIN)
@@ -268,18 +231,14 @@ def _to_servers(config: HybridConfig, values: Mapping[str, Any], rows: Rows) -> 
 
 def _in_process(config: HybridConfig, num_runs: int, rows: Rows) -> None:
     with ActorHybridWorker(config, weights_only=True) as worker:
-        own = _switch_once(worker)
-        copy = _copy_of(own)
+        rows.nbytes["in process"] = sum(gather(_switch_once(worker)))
         for _ in range(num_runs):
-            rows.time("copies", copy)
             rows.time("in process", lambda: worker.sharding.enter(State.INFER))
-            _note_phases(worker, "in process", rows)
-            rows.time("back", lambda: worker.sharding.enter(State.TRAIN))
-        rows.nbytes |= dict.fromkeys(("copies", "in process"), sum(gather(own)))
+            worker.sharding.enter(State.TRAIN)
 
 
 def _switch_once(worker: ActorHybridWorker) -> int:
-    """The first switch plans and allocates; returns the bytes that came, to this rank or to all servers."""
+    """Plan and allocate by a switch; return the bytes that this rank or all servers received."""
     worker.sharding.enter(State.INFER)
     report = worker.sharding.last_report
     assert report is not None
@@ -287,24 +246,12 @@ def _switch_once(worker: ActorHybridWorker) -> int:
     return report.bytes_own + report.bytes_received
 
 
-def _note_phases(worker: ActorHybridWorker, row: str, rows: Rows) -> None:
-    report = worker.sharding.last_report
-    assert report is not None
-    rows.phases[row] = dict(report.seconds_by_phase)
-
-
-def _copy_of(nbytes: int) -> Callable[[], object]:
-    """Copies so many bytes between memory that was touched before."""
-    source, destination = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    return lambda: destination.copy_(source)
-
-
 def _call_workers(server: HttpServer, method: str, **kwargs: Any) -> None:
     server.post("collective_rpc", {"method": method, "kwargs": kwargs})
 
 
-def _look(server: HttpServer) -> dict[str, Any]:
-    """What a server holds and computes."""
+def _inspect(server: HttpServer) -> dict[str, Any]:
+    """Return checksums of the weights, and drawn tokens with their log-probabilities."""
     body = {
         "prompt": PROMPTS,
         "max_tokens": 4,
@@ -316,18 +263,17 @@ def _look(server: HttpServer) -> dict[str, Any]:
     return {
         "sums": server.post("weight_checker", {"action": "checksum"})["checksums"],
         "tokens": [
-            (each["token_ids"], each["logprobs"]["token_logprobs"]) for each in answer["choices"]
+            (choice["token_ids"], choice["logprobs"]["token_logprobs"])
+            for choice in answer["choices"]
         ],
     }
 
 
 def _require_same(published: Mapping[str, str], loaded: Mapping[str, str]) -> None:
-    """The sums of what was published are those of what a server loads from the checkpoint."""
+    """Exit if the checksums of the published and of the reloaded weights differ."""
     names = {*published, *loaded}
     if differ := sorted(name for name in names if published.get(name) != loaded.get(name)):
-        sys.exit(
-            f"weights differ between the server that was published to and the one that reloaded: {differ}"
-        )
+        sys.exit(f"weights differ between publish and reload: {differ}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Two processes, on one GPU or two, that read each other's weights: TP=2 in training, a whole copy each for inference.
+"""Time two processes that read each other's weights, from TP=2 to a whole copy each.
 
-Each is a process of its own, with a driver of its own, as the ranks of a host are.
+Like the ranks of a host, each process has its own driver context. They use the same GPU or two
+GPUs.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from hybrid_engine.transports.pull import SharedMemoryTransport
 
 TIMEOUT = 120.0
 """Seconds that the two processes wait for each other."""
-WITH_MAPPING, COPIES = "pull, mapping bucket by bucket", "pull, copies alone"
+WITH_MAPPING = "pull, mapping bucket by bucket"
+COPIES = "pull, copies alone"
 
 
 @dataclass(frozen=True)
 class PullTask:
-    """What each of the two processes is told. `targets`: of the two, by name."""
+    """Arguments of both processes. `targets`: the name of the target of each."""
 
     targets: tuple[str, str]
     shape: ModelShape
@@ -50,7 +52,7 @@ class PullTask:
 
 @dataclass(frozen=True)
 class PullResult:
-    """One process's: bytes read from the other, median seconds by name, seconds of the floor."""
+    """Bytes that a process read from its peer, median seconds by name, seconds of the floor."""
 
     nbytes: int
     seconds: Mapping[str, float]
@@ -58,9 +60,10 @@ class PullResult:
 
 
 def pull_figures(task: PullTask) -> Iterator[Timing]:
-    """Start the two and take the slower one's figures.
+    """Start both processes and yield the figures of the slower one.
 
-    Raises TransportError where they may not read each other's memory, and RuntimeError when one fails otherwise.
+    Raises TransportError if they are not permitted to read each other's memory, and RuntimeError
+    for other failures.
     """
     between = "in one GPU" if task.targets[0] == task.targets[1] else "from GPU to GPU"
     floor = f"plain copies {between}, both at once"
@@ -75,34 +78,33 @@ def pull_figures(task: PullTask) -> Iterator[Timing]:
     for process in processes:
         process.start()
     for end in (*ends, results[0][1], results[1][1]):
-        end.close()  # so that a process that dies is noticed
+        end.close()  # otherwise recv would not fail when a process dies
     try:
         answers: list[PullResult | str] = [receiver.recv() for receiver, _ in results]
     except EOFError:
-        raise RuntimeError("a process of the pull failed; its error is above") from None
+        raise RuntimeError("a process of the pull failed; see its error above") from None
     finally:
         for process in processes:
             process.join(timeout=10)
             process.kill()
-    found = [answer for answer in answers if isinstance(answer, PullResult)]
-    if len(found) < len(answers):
-        raise TransportError(
-            "; ".join(sorted({answer for answer in answers if isinstance(answer, str)}))
-        )
+    errors = {answer for answer in answers if isinstance(answer, str)}
+    if errors:
+        raise TransportError("; ".join(sorted(errors)))
+    measured = [answer for answer in answers if isinstance(answer, PullResult)]
     for name in (WITH_MAPPING, COPIES):
-        slower = max(found, key=lambda result: result.seconds[name])
+        slower = max(measured, key=lambda result: result.seconds[name])
         yield timing(name, slower.nbytes, slower.seconds[name], floor, slower.floor_seconds)
 
 
 def pull(
     rank: int, task: PullTask, barrier: Barrier, other: Connection, result: Connection
 ) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     try:
         with target_named(task.targets[rank]) as target:
             result.send(_pull(rank, task, target, barrier, other))
     except TransportError as error:
-        barrier.abort()  # the other one fails too instead of waiting
+        barrier.abort()  # lets the other process fail instead of waiting
         result.send(str(error))
     except BrokenBarrierError:
         result.send("the other process failed")
@@ -130,7 +132,7 @@ def _pull(
     copy_straight("local", 0, _read_from(job, rank), lambda _: source, destinations)
     parts = [_read_from(job, 1 - rank, bucket) for bucket in range(len(job.buckets))]
     transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle}, job.buckets)
-    copies = BatchedCopies(each for part in parts for each in part)
+    copies = BatchedCopies(transfer for part in parts for transfer in part)
     seconds: dict[str, list[float]] = {WITH_MAPPING: [], COPIES: []}
     for _ in range(task.repeat + 1):
         barrier.wait()
@@ -139,17 +141,16 @@ def _pull(
         )
         barrier.wait()
         with peer.mapped() as flat:
-            at_once = partial(copy_straight, "pull", 0, copies, _always(flat), destinations)
-            seconds[COPIES].append(seconds_of(device, at_once))
+            copy_all = partial(copy_straight, "pull", 0, copies, _always(flat), destinations)
+            seconds[COPIES].append(seconds_of(device, copy_all))
     raise_unless_written(destinations)
     nbytes = job.read_nbytes([1 - rank])
-    there = None if target.is_simulated else torch.device(task.targets[1 - rank])
-    floor = plain_device_copy(device, nbytes, task.repeat, barrier.wait, there)
+    peer_device = None if target.is_simulated else torch.device(task.targets[1 - rank])
+    floor = plain_device_copy(device, nbytes, task.repeat, barrier.wait, peer_device)
     transport.close()
-    barrier.wait()  # both have read to the end before either's buffer goes
-    return PullResult(
-        nbytes, {name: statistics.median(found[1:]) for name, found in seconds.items()}, floor
-    )
+    barrier.wait()  # keeps the source buffer until the peer has read it
+    medians = {name: statistics.median(runs[1:]) for name, runs in seconds.items()}
+    return PullResult(nbytes, medians, floor)
 
 
 def _pull_by_bucket(
@@ -157,7 +158,7 @@ def _pull_by_bucket(
     parts: Sequence[Sequence[Transfer]],
     destinations: Mapping[str, torch.Tensor],
 ) -> None:
-    """As a switch does: the peer's chunks are mapped from the first bucket that reads them to the last."""
+    """Pull as in a switch: chunks stay mapped from the first to the last bucket that reads them."""
     for index, transfers in enumerate(parts):
         if transfers:
             transport.run(index, transfers, {}, destinations)
@@ -169,5 +170,7 @@ def _always(flat: torch.Tensor) -> Callable[[Transfer], torch.Tensor]:
 
 
 def _read_from(job: RankJob, src_rank: int, bucket: int | None = None) -> list[Transfer]:
+    """Return the transfers from `src_rank`, of one bucket or of all."""
     buckets = job.buckets if bucket is None else [job.buckets[bucket]]
-    return [each for one in buckets for each in one.transfers if each.src_rank == src_rank]
+    transfers = (transfer for bucket in buckets for transfer in bucket.transfers)
+    return [transfer for transfer in transfers if transfer.src_rank == src_rank]

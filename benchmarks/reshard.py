@@ -1,11 +1,12 @@
-"""Resharding beside its peers: seconds, bytes and peak memory of each case, as JSON and as a table.
+"""Resharding compared with other systems: seconds, bytes and peak memory of each case.
 
-    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT]
-    python -m benchmarks.reshard --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth
-    python -m benchmarks.reshard --from FILE --markdown TABLES.md --plot PHASES.svg                 no run
+    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT] python -m benchmarks.reshard
+    --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth python -m
+    benchmarks.reshard --from FILE --plot PHASES.svg                                   plot only
 
-Both real engines run on every rank, on CPU and gloo; 4 ranks need about 16 GiB. Contenders and their checks: see the
-package `benchmarks.resharding`; keys of the JSON: `benchmarks/resharding/figures.py`.
+Every rank runs both engines, on CPU and gloo; 4 ranks need about 16 GiB. The package
+`benchmarks.resharding` has the contenders and their checks, `benchmarks/resharding/figures.py` the
+keys of the JSON.
 """
 
 from __future__ import annotations
@@ -21,31 +22,30 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
-
 from benchmarks.launching import ROOT, add_engine_arguments, parse_with_engine_arguments, parser_of
 from benchmarks.resharding.cases import Case, chosen
 from benchmarks.resharding.figures import Figures
-from benchmarks.resharding.page import page, plot_memory, plot_phases
+from benchmarks.resharding.plots import plot_memory, plot_phases
 from hybrid_engine.tools.launching import run_ranks
 
 SECONDS_PER_CASE = 1800
-BUDGET, QUICK_BUDGET = 120.0, 30.0
-"""Seconds for all runs of one contender of a case."""
+BUDGET = 120.0
+"""Seconds for all runs of a contender in a case."""
+QUICK_BUDGET = 30.0
 
 
 def main() -> int:
-    """Run the cases, print and write their figures; 1 when a case could not be run."""
+    """Run the cases, print and write their figures; return 1 if a case could not run."""
     arguments = _arguments()
     if arguments.source is not None:
-        _render(json.loads(arguments.source.read_text()), arguments)
+        _plot(json.loads(arguments.source.read_text()), arguments)
         return 0
-    cases = chosen(arguments.only, arguments.quick, trains=arguments.train, keeps=arguments.keep)
+    cases = chosen(arguments.only, arguments.quick, trains=arguments.train)
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
-    num_runs = arguments.runs if arguments.runs is not None else (3 if arguments.quick else 7)
+    default_runs = 3 if arguments.quick else 7
     request = {
-        "runs": num_runs,
+        "runs": default_runs if arguments.runs is None else arguments.runs,
         "budget": QUICK_BUDGET if arguments.quick else BUDGET,
         "cycles": arguments.cycles,
         "timeline": arguments.plot_memory is not None,
@@ -61,7 +61,7 @@ def main() -> int:
             print(_line(row), flush=True)
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(rows, indent=2))
-    _render(rows, arguments)
+    _plot(rows, arguments)
     return int(any("case" in row["reasons"] for row in rows))
 
 
@@ -69,45 +69,32 @@ def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a subset, with fewer runs")
     parser.add_argument(
-        "--only",
-        default="",
-        help="cases whose name contains this; tiny: a case for trying the script",
+        "--only", default="", help="cases whose name contains this; tiny: a case to try the script"
     )
     parser.add_argument(
-        "--runs", type=int, help="timed runs of each contender (default: 7, quick: 3; 0: none)"
+        "--runs", type=int, help="timed runs per contender (default: 7, quick: 3; 0: none)"
     )
     parser.add_argument(
-        "--cycles",
-        type=int,
-        default=0,
-        help="switch so often after the timing and watch for growth",
+        "--cycles", type=int, default=0, help="number of switches over which to measure growth"
     )
     parser.add_argument(
         "--train", action="store_true", help="with gradients and optimizer; needs far more memory"
     )
     parser.add_argument(
-        "--bridge", action="store_true", help="with Megatron-Bridge, which you have installed"
+        "--bridge", action="store_true", help="with Megatron-Bridge, which must be installed"
     )
     add_engine_arguments(parser)
+    parser.add_argument("--plot", type=Path, help="plot the phases to this file (SVG)")
     parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="vLLM keeps its weights' memory (release_weights: false)",
-    )
-    parser.add_argument("--markdown", type=Path, help="write tables here")
-    parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")
-    parser.add_argument(
-        "--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)"
+        "--plot-memory", type=Path, help="trace a cycle and plot the memory to this file (SVG)"
     )
     parser.add_argument(
-        "--from", dest="source", type=Path, help="run nothing: tables and plots of this JSON"
+        "--from", dest="source", type=Path, help="plot the figures of this JSON without a run"
     )
     return parse_with_engine_arguments(parser)
 
 
-def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(page(rows))
+def _plot(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     for path, draw in ((arguments.plot, plot_phases), (arguments.plot_memory, plot_memory)):
         if path is None:
             continue
@@ -118,9 +105,10 @@ def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> No
 
 
 def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run cases with one number of ranks under torchrun; a row for each, with the reason where one has no figures."""
+    """Run cases of the same number of ranks; yield a row per case."""
     with tempfile.TemporaryDirectory(prefix="reshard-") as directory:
-        job, out = Path(directory, "job.json"), Path(directory, "figures.json")
+        job = Path(directory, "job.json")
+        out = Path(directory, "figures.json")
         job.write_text(json.dumps({"cases": [asdict(case) for case in cases], "request": request}))
         failure = _run(cases[0].ranks, [str(job), str(out)], SECONDS_PER_CASE * len(cases))
         rows = json.loads(out.read_text()) if out.is_file() else []
@@ -130,8 +118,8 @@ def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None:
-    """Run the ranks to their end; the last of their output when they failed."""
-    # torch keeps records of a process's last 2,000 collectives: until these are full they look like growth of ours
+    """Run the ranks; return the end of their output if they failed."""
+    # torch records the last 2,000 collectives; until the buffer is full, it looks like a leak
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_FR_BUFFER_SIZE": "0"}
     program = ["-m", "benchmarks.resharding.ranks", *arguments]
     ended = run_ranks(program, num_ranks, timeout, environment=environment, directory=ROOT)
@@ -143,20 +131,19 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
 
 
 def _line(row: dict[str, Any]) -> str:
-    words = [f"{row['model']}: {row['train']} -> {row['infer']} on {row['ranks']}"]
+    parts = [f"{row['model']}: {row['train']} -> {row['infer']} on {row['ranks']}"]
     for key, value in row.items():
         if key.endswith("_seconds"):
-            words.append(
-                f"{key.removesuffix('_seconds')} {'-' if value is None else f'{value:.3f}'}"
-            )
-    words.append(f"peak over {row['peak_over_max_layout_bytes']} B")
+            seconds = "-" if value is None else f"{value:.3f}"
+            parts.append(f"{key.removesuffix('_seconds')} {seconds}")
+    parts.append(f"peak over {row['peak_over_max_layout_bytes']} B")
     notes = [f"{key}: {reason}" for key, reason in row["reasons"].items()]
     if growth := row["growth"]:
         changes = (
             f"{key} {first} -> {growth['last'][key]}" for key, first in growth["first"].items()
         )
         notes.append(f"{growth['cycles']} cycles: {', '.join(changes)}")
-    return "  ".join(words) + "".join(f"\n    {note}" for note in notes)
+    return "  ".join(parts) + "".join(f"\n    {note}" for note in notes)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Whole switches of both real engines with training state, beside plain copies of the bytes that they move.
+"""Whole switches of both engines with training state, compared with plain copies of the same bytes.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile DIRECTORY]
-                                [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile
+                                DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
 
-One rank. Each cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds are medians over the
-cycles but for the first, which takes page-locked memory of the host and plans. Beside them, in the same process, the
-floor: one plain copy of as many bytes to or from page-locked memory, and of the weights within the device. Most device
-memory is looked for in the first cycle, for asking takes time.
+Runs one rank. A cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds
+are medians over all cycles except the first, which also plans and allocates page-locked host
+memory. The floor, measured in the same process, is a plain copy of the same bytes to or from
+page-locked memory, and of the weights within the device. The peak of device memory is sampled in
+the first cycle only, because sampling takes time.
 
-Needs a GPU; on the CPU the tiny model tries the script, and its times mean nothing.
+Needs a GPU. `--model tiny` tries the script on the CPU; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS = 1500
 MOST_COPIED = 8 * 2**30
-"""Bytes of a plain copy to and from the host, whose time is scaled."""
+"""Upper limit for the bytes of a plain copy to or from the host; its time is scaled up."""
 SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
 
 
 def run_rank(job: dict[str, Any]) -> None:
-    """Build both engines, switch, and write the figures to the job's `out`."""
+    """Build both engines, switch, and write the figures to `job["out"]`."""
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
     with (
         tempfile.TemporaryDirectory(prefix="switch-") as directory,
@@ -106,7 +107,7 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _profiled(directory: Path, state: State) -> Iterator[None]:
-    """Write what the functions of this thread took in the block, the slowest first."""
+    """Profile the block; write the slowest functions to a file in `directory`."""
     with cProfile.Profile() as profile:
         yield
     with (directory / f"{state.name.lower()}.txt").open("w") as file:
@@ -114,7 +115,7 @@ def _profiled(directory: Path, state: State) -> Iterator[None]:
 
 
 def _memory(device: torch.device, name: str) -> dict[str, int]:
-    """Bytes that are taken on the device now: by everybody, by torch's tensors, by torch's allocator."""
+    """Return the device bytes in use by all processes and by torch."""
     return {
         name: taken_nbytes(device),
         f"{name}, torch's tensors": torch.cuda.memory_allocated(device),
@@ -123,7 +124,7 @@ def _memory(device: torch.device, name: str) -> dict[str, int]:
 
 
 def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
-    """Medians of seconds, of the whole and by phase; the first apart, and all of the whole."""
+    """Return median seconds in total and by phase; those of the first switch are separate."""
     first, *later = reports
     phases = {name for report in later for name in report.seconds_by_phase}
     return {
@@ -139,7 +140,7 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
 
 
 def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
-    """Seconds of plain copies of as many bytes, those of the host from what a part of them takes."""
+    """Return seconds of plain copies; those with the host are scaled up from MOST_COPIED bytes."""
     part = min(MOST_COPIED, copied)
     torch.cuda.empty_cache()
     copies = plain_host_copies(device, part, 3)
@@ -151,18 +152,15 @@ def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run one rank, print and write its figures."""
+    """Run the rank, print and write its figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
     parser.add_argument(
-        "--prefetch",
-        choices=("off", "auto"),
-        default="off",
-        help="auto: state moves beside the fill and completions",
+        "--prefetch", choices=("off", "auto"), default="off", help="generate_config.prefetch"
     )
     parser.add_argument(
-        "--profile", metavar="DIRECTORY", type=Path, help="profiles of one more cycle go there"
+        "--profile", metavar="DIRECTORY", type=Path, help="write profiles of an additional cycle"
     )
     add_engine_arguments(parser)
     arguments = parse_with_engine_arguments(parser)
@@ -184,15 +182,8 @@ def main() -> None:
 
 def _print(figures: dict[str, Any]) -> None:
     console = Console()
-    table = Table(
-        "",
-        "seconds",
-        "the first",
-        "GB copied",
-        "floor, seconds",
-        "floor / seconds",
-        title=figures["device"],
-    )
+    columns = ("", "seconds", "first", "GB copied", "floor, seconds", "floor / seconds")
+    table = Table(*columns, title=figures["device"])
     floor = figures["floor"]
     for name, row, least in (
         ("to vLLM", figures["to_vllm"], floor["offload"] + floor["weights"]),

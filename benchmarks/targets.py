@@ -1,4 +1,4 @@
-"""Where figures are taken: a GPU, or the CPU with the driver of tests/software_gpu."""
+"""Targets of measurements: a GPU, or the CPU with the driver of tests/software_gpu."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
 from tests.software_gpu.device import GRANULE, load_driver, virtual_memory
 
 SIMULATED = "simulated"
-"""Name of the target without a GPU; the others are named as torch names the device."""
+"""Name of the target without a GPU. Other targets have the name of the torch device."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where something is measured.
+    """Device of a measurement.
 
     Attributes:
-        device: holds plain tensors and makes the copies.
-        elastic: where elastic buffers are asked for.
-        driver: of their memory; None where there are none.
-        taken_nbytes: bytes taken on the device by everybody, as its driver counts.
+        device: device of plain tensors and copies.
+        elastic: device passed to `allocate_elastic`.
+        driver: driver of elastic memory; None without elastic memory.
+        taken_nbytes: returns the bytes in use on the device by all processes, as counted by the
+            driver.
     """
 
     device: torch.device
@@ -35,13 +36,13 @@ class Target:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether there is no GPU: contents and bytes of memory count, times mean nothing."""
+        """True without a GPU: contents and bytes are valid, times mean nothing."""
         return self.device.type != "cuda"
 
 
 @contextmanager
 def target_named(name: str) -> Iterator[Target]:
-    """The target of this name, "cuda:0" or SIMULATED; within the block a GPU is the current one."""
+    """Yield the target "cuda:N" or SIMULATED; a GPU is the current device within the block."""
     if name == SIMULATED:
         with _simulated() as target:
             yield target
@@ -52,7 +53,7 @@ def target_named(name: str) -> Iterator[Target]:
 
 
 def _taken_on(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # else memory that torch keeps for later counts as taken
+    torch.cuda.empty_cache()  # memory cached by torch must not count
     return taken_nbytes(device)
 
 

@@ -1,4 +1,4 @@
-"""Figures of benchmarks/gpu.py and of the checks on GPUs, and the clock and the floors they are taken with."""
+"""Figures of benchmarks/gpu.py and of the checks on GPUs, with their clock and floors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from hybrid_engine.memory.cuda_driver import taken_nbytes
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one thing and of its floor, over the same bytes.
+    """Seconds of an operation and of its floor, for the same bytes.
 
-    `of_floor`: floor over seconds. `gb_per_second` counts each byte once, though it is read and written.
+    `of_floor` is floor over seconds. `gb_per_second` counts each byte once, though it is read and
+    written.
     """
 
     name: str
@@ -32,22 +33,22 @@ class Timing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one thing, beside others: `ratio` is bytes over `beside_nbytes`."""
+    """Bytes compared with a whole: `ratio` is `nbytes` over `whole_nbytes`."""
 
     name: str
     nbytes: int
-    beside: str
-    beside_nbytes: int
+    whole: str
+    whole_nbytes: int
     ratio: float
 
 
-def memory(name: str, nbytes: int, beside: str, beside_nbytes: int) -> Memory:
-    """With the ratio."""
-    return Memory(name, nbytes, beside, beside_nbytes, nbytes / beside_nbytes)
+def memory(name: str, nbytes: int, whole: str, whole_nbytes: int) -> Memory:
+    """Build the figure with its ratio."""
+    return Memory(name, nbytes, whole, whole_nbytes, nbytes / whole_nbytes)
 
 
 def timing(name: str, nbytes: int, seconds: float, floor: str, floor_seconds: float) -> Timing:
-    """With the ratios."""
+    """Build the figure with its ratios."""
     return Timing(
         name, nbytes, seconds, floor, floor_seconds, floor_seconds / seconds, nbytes / seconds / 1e9
     )
@@ -60,7 +61,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
-    """Wall time of an action, the work it queues included."""
+    """Return the wall time of an action, including the work it queues."""
     synchronize(device)
     start = time.perf_counter()
     action()
@@ -75,38 +76,38 @@ def plain_device_copy(
     wait: Callable[[], object] = int,
     source: torch.device | None = None,
 ) -> float:
-    """Seconds of one copy of as many bytes within the device, or from `source` to it; `wait` is called before each."""
-    there = torch.ones(nbytes, dtype=torch.uint8, device=source or device)
-    here = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    found = []
+    """Return median seconds of a copy to `device`, by default from it; calls `wait` before each."""
+    origin = torch.ones(nbytes, dtype=torch.uint8, device=source or device)
+    destination = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    seconds = []
     for _ in range(repeat + 1):
         wait()
-        found.append(seconds_of(device, lambda: here.copy_(there)))
-    return statistics.median(found[1:])
+        seconds.append(seconds_of(device, lambda: destination.copy_(origin)))
+    return statistics.median(seconds[1:])
 
 
 def plain_host_copies(device: torch.device, nbytes: int, repeat: int) -> dict[str, float]:
-    """Seconds of one copy of as many bytes to page-locked host memory (`offload`) and back (`onload`)."""
-    there = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    here = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    """Return median seconds of a copy to page-locked memory (`offload`) and back (`onload`)."""
+    on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return {
         name: statistics.median(seconds_of(device, copy) for _ in range(repeat + 1))
         for name, copy in (
-            ("offload", lambda: here.copy_(there, non_blocking=True)),
-            ("onload", lambda: there.copy_(here, non_blocking=True)),
+            ("offload", lambda: on_host.copy_(on_device, non_blocking=True)),
+            ("onload", lambda: on_device.copy_(on_host, non_blocking=True)),
         )
     }
 
 
 def raise_unless_written(destinations: Mapping[str, torch.Tensor]) -> None:
-    """Every element has a source's value."""
+    """Raise AssertionError if an element still is NaN, the initial value of destinations."""
     missing = [name for name, flat in destinations.items() if bool(flat.isnan().any())]
     if missing:
         raise AssertionError(f"never written in part: {', '.join(missing)}")
 
 
 class PeakOfDevice:
-    """The most that everybody takes on the device, asked of its driver every two milliseconds within `watched`."""
+    """Peak of the device memory in use by all processes, sampled every 2 ms within `watched`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +115,7 @@ class PeakOfDevice:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch during the block."""
+        """Sample during the block."""
         is_over = threading.Event()
 
         def watch() -> None:

@@ -1,28 +1,24 @@
-"""Publishing to vLLM servers on another host: bytes over the link, and seconds beside those of a plain socket.
+"""Publishing to vLLM servers on another host: bytes over the link and seconds.
 
     python -m benchmarks.two_hosts [--model qwen2.5-0.5b] [--runs N] [--json FILE]
 
-Two network namespaces stand for two hosts (tests/harness/hosts.py; needs root): two Megatron ranks with TP=2 in one,
-servers of TP=1 and TP=2 in the other, a veth pair between them. The link counts bytes of both directions, with all
-headers of its packets of 64 KiB; it is memory, not a network: bytes hold anywhere, seconds do not.
+Two network namespaces simulate two hosts (tests/harness/hosts.py; needs root): two Megatron ranks
+with TP=2 in the first, servers with TP=1 and TP=2 in the second, connected by a veth pair. The
+interface counts the bytes of both directions, including the headers of its packets of 64 KiB. The
+link is memory, not a network: bytes hold anywhere, seconds do not.
 
-    publish          all weights, training parameters stay where they are; withdraw: the way back
-    socket           floor: as many bytes as crossed, from one socket to another over the same link
+    publish          all weights; training parameters stay on the device
+    socket           floor: the same bytes from one socket to another over the same link
 
-and with `incremental: auto`, servers that keep their weights, and changes that are made between two publishes:
+With `incremental: auto`, servers that keep their weights, and changes between two publishes:
 
-    all              every tensor
-    one layer        the tensors of one layer
-    one in 1,000     one element of 1,000 in every tensor: nothing is left out, for a bucket is sent whole
+    all              every tensor one layer        the tensors of one layer one in 1,000     one
+    element of 1,000 in every tensor: everything is sent, because a bucket is sent whole nothing
+
+With `incremental: delta`, the last bit of random elements of every tensor:
+
+    1 % ... all      share of the elements
     nothing
-
-and with `incremental: delta`, random elements of every tensor:
-
-    0.1 % ... all    the last bit of so many
-    Adam's step      those that a step changes with a learning rate of 1e-6 and weights in bfloat16: each is rounded
-                     from a number in float32 that moves by the learning rate, as in a first step
-
-With `--gbit` the trainers send no more than so much over the link.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
-from benchmarks.publish import PLAIN
+from benchmarks.publish import OPTIONS
 from benchmarks.resharding.cases import MODELS, Case
 from benchmarks.resharding.measuring import gather
 from hybrid_engine import ActorHybridWorker
@@ -54,7 +50,10 @@ from hybrid_engine.switch.states import State
 from tests.harness.hosts import ADDRESSES, Host, two_hosts
 from tests.harness.vllm_server import FILLED, serving
 
-NUM_RANKS, SERVER_TPS, TIMEOUT, SECRET = 2, (1, 2), 1800.0, "of these two hosts"
+NUM_RANKS = 2
+SERVER_TPS = (1, 2)
+TIMEOUT = 1800.0
+SECRET = "secret of two hosts"
 STAY = {f"offload_train_{kind}": False for kind in ("param", "grad", "optimizer")}
 KEPT = {**STAY, "release_weights": False}
 JOBS: dict[str, dict[str, Any]] = {
@@ -62,9 +61,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "kept": {**KEPT, "incremental": "auto"},
     "delta": {**KEPT, "incremental": "delta"},
 }
-"""What their configurations have beside the case's."""
+"""Keys of generate_config by job, in addition to those of the case."""
 PORT = 5001
-LEARNING_RATE = 1e-6
+SHARES = {"1 %": 0.01, "6 %": 0.06, "30 %": 0.3, "60 %": 0.6, "all": 1.0, "nothing": 0.0}
+"""Shares of the elements that change before a publish with `incremental: delta`."""
 SINK = """
 import socket, sys
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
@@ -84,10 +84,10 @@ class Rows:
     """Figures of every run by row.
 
     Attributes:
-        seconds: of the slowest rank.
-        link: bytes over the link, in both directions.
-        planned: bytes that crossed by the report.
-        density: share of the words that had changed, by the report, and share of messages that went as deltas.
+        seconds: seconds of the slowest rank.
+        link: bytes over the link in both directions.
+        planned: bytes between hosts according to the report.
+        density: share of changed elements, and messages sent as deltas, according to the report.
     """
 
     host: Host
@@ -97,7 +97,7 @@ class Rows:
     density: dict[str, tuple[float | None, str]] = field(default_factory=dict)
 
     def measure(self, row: str, action: Callable[[], object]) -> None:
-        """An action of all ranks."""
+        """Measure an action of all ranks."""
         dist.barrier()
         before = sum(self.host.link_nbytes().values())
         dist.barrier()
@@ -108,7 +108,7 @@ class Rows:
         self.link.setdefault(row, []).append(sum(self.host.link_nbytes().values()) - before)
 
     def publish(self, row: str, worker: ActorHybridWorker) -> None:
-        """One switch to the servers."""
+        """Measure a switch to the servers."""
         self.measure(row, lambda: worker.sharding.enter(State.INFER))
         assert worker.sharding.last_report is not None
         report = worker.sharding.last_report
@@ -123,35 +123,33 @@ def main() -> None:
     """Measure; print and write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
-    parser.add_argument("--runs", type=int, default=5, help="of each row (default: 5)")
+    parser.add_argument("--runs", type=int, default=5, help="runs per row (default: 5)")
     parser.add_argument(
-        "--gbit", type=float, help="Gbit/s that the link takes from the trainers (default: all)"
+        "--gbit", type=float, help="limit of the link from the trainers, Gbit/s (default: none)"
     )
     arguments = parser.parse_args()
     figures = measure(arguments.model, arguments.runs, arguments.gbit)
     for name, row in figures["rows"].items():
-        seconds, nbytes = (
-            f"{row['seconds']:7.3f} s (fastest {row['fastest']:.3f})",
-            f"{row['planned'] / 1e6:9.3f} MB",
-        )
+        seconds = f"{row['seconds']:7.3f} s (fastest {row['fastest']:.3f})"
         link = f"{row['link'] / 1e6:9.3f} MB (most {row['most'] / 1e6:.3f})"
         density, deltas = row["density"]
-        of_words = "" if density is None else f", {density:.4%} changed, deltas {deltas}"
-        print(f"{name:22} {seconds}, planned {nbytes}, over the link {link}{of_words}")
-    print("load of the machine, before and after:", *(f"{each:.1f}" for each in figures["load"]))
+        changes = "" if density is None else f", {density:.4%} changed, deltas {deltas}"
+        planned = f"{row['planned'] / 1e6:9.3f} MB"
+        print(f"{name:22} {seconds}, planned {planned}, over the link {link}{changes}")
+    print("load of the machine, before and after:", *(f"{load:.1f}" for load in figures["load"]))
     write_figures(arguments.json, figures)
 
 
 def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, Any]:
-    """Every figure."""
-    case, load = _case(model), [os.getloadavg()[0]]
+    """Return all figures."""
+    load_before = os.getloadavg()[0]
     rows: dict[str, Any] = {}
     with (
         two_hosts() as (trainers, away),
         ExitStack() as ends,
         ThreadPoolExecutor(len(SERVER_TPS)) as pool,
     ):
-        case.write_model(away.path("/tmp"))
+        _case(model).write_model(away.path("/tmp"))
         if gbit is not None:
             trainers.limit_link(gbit)
         sink = [*away.command(), sys.executable, "-c", SINK, away.address, str(PORT)]
@@ -159,7 +157,7 @@ def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, A
         ends.callback(process.kill)
 
         def start(tp: int) -> str:
-            options = (*FILLED, *PLAIN, "--tensor-parallel-size", str(tp))
+            options = (*FILLED, *OPTIONS, "--tensor-parallel-size", str(tp))
             place = away.path(f"/tmp/server{tp}")
             server = serving(
                 f"/tmp/{model}", place, *options, environment={TOKEN: SECRET}, host=away
@@ -177,7 +175,7 @@ def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, A
             }
             with trainers.network():
                 rows |= figures_of_ranks("benchmarks.two_hosts", job, NUM_RANKS, TIMEOUT)
-    return {"model": model, "gbit": gbit, "rows": rows, "load": [*load, os.getloadavg()[0]]}
+    return {"model": model, "gbit": gbit, "rows": rows, "load": [load_before, os.getloadavg()[0]]}
 
 
 def _case(model: str) -> Case:
@@ -185,11 +183,13 @@ def _case(model: str) -> Case:
 
 
 def run_rank(values: dict[str, Any]) -> None:
-    """One job on one rank; rank 0 writes the figures."""
+    """Run a job on one rank; rank 0 writes the figures."""
     os.environ[TOKEN] = SECRET
     host = Host(values["pids"][0], ADDRESSES[0])
     dist.init_process_group("gloo")
-    rows, name = Rows(host), values["name"]
+    rows = Rows(host)
+    name = values["name"]
+    publish = {"whole": _publish_all, "kept": _publish_changes, "delta": _publish_deltas}[name]
     with host.entered():
         config = _case(values["model"]).config(Path(f"/tmp/rank{dist.get_rank()}"))
         keys = {**JOBS[name], "servers": tuple(values["urls"]), "server_address": host.address}
@@ -200,9 +200,7 @@ def run_rank(values: dict[str, Any]) -> None:
             rows.publish(f"{name}: with the join", worker)
             worker.sharding.enter(State.TRAIN)
             for _ in range(values["runs"]):
-                {"whole": _publish_all, "kept": _publish_changes, "delta": _publish_deltas}[name](
-                    worker, rows
-                )
+                publish(worker, rows)
     if dist.get_rank() == 0:
         Path(values["out"]).write_text(
             json.dumps({row: _summary(rows, row) for row in rows.seconds})
@@ -213,13 +211,13 @@ def run_rank(values: dict[str, Any]) -> None:
 def _publish_all(worker: ActorHybridWorker, rows: Rows) -> None:
     rows.publish("publish", worker)
     nbytes = rows.planned["publish"]
-    rows.measure("withdraw", lambda: worker.sharding.enter(State.TRAIN))
+    worker.sharding.enter(State.TRAIN)
     rows.measure("socket", lambda: _send(nbytes))
-    rows.planned |= {"withdraw": 0, "socket": nbytes}
+    rows.planned["socket"] = nbytes
 
 
 def _send(nbytes: int) -> None:
-    """So many bytes, of memory that is touched, from the first rank."""
+    """Send `nbytes` from the first rank."""
     if dist.get_rank() == 0:
         part = bytes(1 << 20)
         with socket.create_connection((ADDRESSES[1], PORT)) as peer:
@@ -243,43 +241,21 @@ def _publish_changes(worker: ActorHybridWorker, rows: Rows) -> None:
 
 
 def _publish_deltas(worker: ActorHybridWorker, rows: Rows) -> None:
-    shares = {
-        "0.1 %": 0.001,
-        "1 %": 0.01,
-        "6 %": 0.06,
-        "30 %": 0.3,
-        "60 %": 0.6,
-        "70 %": 0.7,
-        "all": 1,
-        "nothing": 0,
-    }
-    for row, share in shares.items():
+    for row, share in SHARES.items():
         _flip(worker, share)
         rows.publish(f"delta: {row}", worker)
         worker.sharding.enter(State.TRAIN)
-    for flat in worker.sharding.trainer.weights.buffers().values():
-        flat.copy_(adam_stepped(flat))
-    rows.publish("delta: Adam's step", worker)
-    worker.sharding.enter(State.TRAIN)
 
 
 def _flip(worker: ActorHybridWorker, share: float) -> None:
-    """The last bit of so many elements."""
+    """Flip the last bit of a share of the elements."""
     for flat in worker.sharding.trainer.weights.buffers().values():
         for part in flat.view(torch.int16).split(1 << 24):
             part ^= (torch.rand(part.shape) < share).to(torch.int16)
 
 
-def adam_stepped(flat: torch.Tensor) -> torch.Tensor:
-    """Weights in bfloat16 after a step by LEARNING_RATE of what they were rounded from, anywhere it can have been."""
-    exponent = torch.frexp(flat.float())[1]
-    unit = torch.ldexp(torch.ones(()), exponent - 8)  # between neighbours
-    main = flat.float() + unit * (torch.rand(flat.shape) - 0.5) * 0.999
-    return (main + LEARNING_RATE * (torch.randint(0, 2, flat.shape) * 2 - 1)).to(flat.dtype)
-
-
 def _change(worker: ActorHybridWorker, is_changed: Callable[[str], bool], every: int) -> None:
-    """Add to every so manieth element of these tensors."""
+    """Change every `every`-th element of the tensors that `is_changed` selects."""
     weights = worker.sharding.trainer.weights
     buffers = weights.buffers()
     for shard in weights.layout().shards:
@@ -291,7 +267,8 @@ def _change(worker: ActorHybridWorker, is_changed: Callable[[str], bool], every:
 
 
 def _summary(rows: Rows, row: str) -> Mapping[str, Any]:
-    seconds, link = rows.seconds[row], rows.link[row]
+    seconds = rows.seconds[row]
+    link = rows.link[row]
     return {
         "seconds": statistics.median(seconds),
         "fastest": min(seconds),

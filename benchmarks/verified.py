@@ -1,20 +1,25 @@
-"""What `generate_config.verify` and `incremental` cost, and save: seconds of a switch to vLLM in each mode, in turn.
+"""Costs of `generate_config.verify` and savings of `incremental`, in seconds of a switch to vLLM.
 
-    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed] [--runs 5] [--rounds 2]
+    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed] [--runs
+    5] [--rounds 2]
 
-Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns, so that a machine
-that slows down slows all of them. "verify" has digests and their comparison; reading weights back through vLLM's
-kernels, where these have packed them, is part of "commit". "written" and "kept" are `incremental: auto` with every
-weight written between two switches, and with none: "compare" is what the digests of all weights take, to hold against
-a copy of as many bytes ("copy", the floor of what a switch does with them). In "apart" and "mixed" the MLPs are frozen
-and all else is written: what is frozen has buckets of its own, as always, or shares them with what is trained.
+Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns,
+so that a slowdown of the machine affects all of them.
+
+    off, sample, full   `verify`; phase "verify" computes and compares digests
+    written, kept       `incremental: auto` with every weight written between two switches, or none;
+                        phase "compare" computes the digests of all weights
+    apart, mixed        `incremental: auto` with frozen MLPs, everything else written; frozen
+                        weights have separate buckets (as in the product) or share buckets with
+                        trained weights
+
+"copy" is the floor of a switch: a plain copy of the same bytes into new memory.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +27,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.fsdp import random_model
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
@@ -40,8 +43,12 @@ MODES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("written", "kept", "apart", "mixed"), INCREMENTAL),
 }
 PHASES = ("verify", "commit", "compare")
-BYTES = ("bytes_sent", "bytes_received", "bytes_held")
-FIGURES = ("switch_seconds", *(f"{phase}_seconds" for phase in PHASES), "copy_seconds", *BYTES)
+FIGURES = (
+    "switch_seconds",
+    *(f"{phase}_seconds" for phase in PHASES),
+    "copy_seconds",
+    "bytes_sent",
+)
 NUM_RANKS = 2
 
 
@@ -50,10 +57,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), help="beside off (default: all)"
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        help="modes in addition to off (default: all)",
     )
     parser.add_argument(
-        "--runs", type=int, default=5, help="timed switches of a mode in a round (default: 5)"
+        "--runs", type=int, default=5, help="timed switches per mode and round (default: 5)"
     )
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
     arguments = parser.parse_args()
@@ -66,7 +77,7 @@ def main() -> None:
 
 
 def run_rank(values: dict[str, Any]) -> None:
-    """All modes on one rank; rank 0 writes the figures."""
+    """Run all modes on one rank; rank 0 writes the figures."""
     dist.init_process_group("gloo")  # outlives the engines
     seconds: dict[str, list[list[float]]] = {mode: [] for mode in ("off", *values["modes"])}
     for _ in range(values["rounds"]):
@@ -84,13 +95,13 @@ def run_rank(values: dict[str, Any]) -> None:
 
 
 def _is_written(mode: str, name: str) -> bool:
-    """Whether a parameter is trained in this mode, and so written between two switches."""
+    """Return whether a parameter is trained in this mode, and so written between two switches."""
     return mode == "written" or (mode in ("apart", "mixed") and ".mlp." not in name)
 
 
 @torch.no_grad()
 def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
-    """`FIGURES` of each switch to vLLM, each of the rank with the most of it."""
+    """Return `FIGURES` of each switch to vLLM; each figure is the maximum over ranks."""
     model = random_model(MODELS[model_name], torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_written(mode, name))
@@ -107,32 +118,28 @@ def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
             train_config={"fsdp_config": {}},
         )
     written: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine.sharding.enter(State.INFER)  # the first one allocates
+    engine.sharding.enter(State.INFER)  # the first switch allocates
     engine.sharding.enter(State.TRAIN)
-    found = []
+    rows = []
     for _ in range(num_runs):
-        held = list(engine.train.weights.buffers().values())
+        buffers = list(engine.train.weights.buffers().values())
         for parameter in written:
             parameter.to_local().neg_()
-        copies = [torch.empty_like(flat) for flat in held]
+        copies = [torch.empty_like(flat) for flat in buffers]
         started = time.perf_counter()
-        copy_each(copies, held)
-        copied = time.perf_counter() - started
+        copy_each(copies, buffers)
+        copy_seconds = time.perf_counter() - started
         report: Any = engine.sharding.enter(State.INFER)
-        phases = (report.seconds_by_phase.get(phase, 0.0) for phase in PHASES)
-        sent = report.bytes_own + report.bytes_received
-        own = (
+        row = (
             report.seconds,
-            *phases,
-            copied,
-            sent,
-            report.bytes_received,
-            sum(flat.nbytes for flat in held),
+            *(report.seconds_by_phase.get(phase, 0.0) for phase in PHASES),
+            copy_seconds,
+            report.bytes_own + report.bytes_received,
         )
-        found.append([max(column) for column in zip(*gather(own), strict=True)])
+        rows.append([max(column) for column in zip(*gather(row), strict=True)])
         engine.sharding.enter(State.TRAIN)
     engine.shutdown()
-    return found
+    return rows
 
 
 if __name__ == "__main__":

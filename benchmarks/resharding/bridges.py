@@ -1,21 +1,21 @@
-"""Bridges as contenders: whole tensors under Hugging Face names, one at a time, into vLLM's `load_weights`.
+"""Bridges as contenders: whole Hugging Face tensors, one at a time, into vLLM's `load_weights`.
 
-mbridge 0.15.1: `export_weights`, as verl runs it. Real: mbridge's bridge with its own constructor, its collectives,
-joins and conversions; vLLM's loader. Two things stand in for what a CPU does not have:
+mbridge 0.15.1 runs `export_weights`, as in verl, with its own constructor, collectives, joins and
+conversions, and vLLM's loader. Two substitutes make it run on a CPU:
 
-- The CUDA redirect: mbridge asks `torch.cuda` for the device of what it receives. Its modules see the CPU there, as
-  megatron-core's do by `megatron_patches`; torch itself stays as it is.
-- The names: mbridge knows Transformer Engine's layers. On a CPU the same parameters are in megatron-core's own layers
-  under other names, and are called by Transformer Engine's from the start.
+- CUDA redirect: mbridge takes the device of received tensors from `torch.cuda`. Its modules get the
+  CPU there, like those of megatron-core by `megatron_patches`; torch itself is unchanged.
+- Names: mbridge supports the layers of Transformer Engine. On a CPU the same parameters are in
+  megatron-core's local layers under other names, which are mapped to those of Transformer Engine.
 
-Megatron-Bridge: `export_hf_weights`, as verl 0.9 runs it. Optional (`--bridge`), for it needs a newer megatron-core
-than the locked environment has. Real: the bridge for the model's config, its conversion tasks, kept between exports as
-verl keeps them, its collectives, joins and conversions; vLLM's loader. One thing stands in for what a CPU does not
-have: Bridge imports Transformer Engine, whether a model uses it or not. Where that is not installed, empty classes are
-in its place during the import, and gone afterwards.
+Megatron-Bridge runs `export_hf_weights`, as in verl 0.9, with its bridge for the model's config,
+its collectives, joins and conversions, conversion tasks that are kept between exports as in verl,
+and vLLM's loader. It is optional (`--bridge`), because it needs a newer megatron-core than the
+locked environment has. Bridge imports Transformer Engine even if a model does not use it. If that
+is not installed, empty classes replace it during the import.
 
-verl fills a bucket with exported tensors and hands it to a server process. Here each tensor goes straight into
-`load_weights`, which is faster.
+verl fills a bucket with exported tensors and hands it to a server process. Here each tensor goes
+straight into `load_weights`, which is faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HINT = "pip install 'megatron-bridge>=0.6' 'megatron-core>=0.19' (for Python 3.
 
 
 class Export(IntoLoader, ABC):
-    """Training weights to vLLM's parameters, tensor by tensor through `load_weights`, as a bridge exports them."""
+    """Loads the tensors that a bridge exports into vLLM, one at a time, by `load_weights`."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         super().__init__(worker)
@@ -55,7 +55,7 @@ class Export(IntoLoader, ABC):
 
     @abstractmethod
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names in the checkpoint, and whole tensors; makes one at a time. Collective."""
+        """Yield checkpoint names and whole tensors, one at a time. Collective."""
 
     def run(self, clock: Clock) -> None:
         self._target.allocate(clock)
@@ -67,7 +67,7 @@ class Export(IntoLoader, ABC):
 
 
 class MbridgeExport(Export):
-    """Training weights to vLLM's parameters by mbridge 0.15.1."""
+    """Writes training weights to vLLM's parameters by mbridge 0.15.1."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         super().__init__(worker)
@@ -82,14 +82,14 @@ class MbridgeExport(Export):
 
 
 def _bridge_class(config: Any) -> type:
-    """mbridge's class for a model, reading the local layers' names as Transformer Engine's."""
+    """Return mbridge's class for a model, with names of local layers mapped."""
     import mbridge  # noqa: F401  (registers its models)
     from mbridge.core.bridge import _MODEL_REGISTRY
 
     base = _MODEL_REGISTRY[config.model_type]
     has_experts = bool(getattr(config, "num_experts", 0))
 
-    class OfLocalLayers(base):
+    class LocalLayersBridge(base):
         def _weight_name_mapping_mcore_local_to_global(
             self, model: torch.nn.Module, consider_ep: bool = True
         ) -> Any:
@@ -99,14 +99,13 @@ def _bridge_class(config: Any) -> type:
                 local: transformer_engine_name(name, has_experts) for local, name in names.items()
             }
 
-    OfLocalLayers._DIRECT_MAPPING = dict(
-        base._DIRECT_MAPPING
-    )  # mbridge changes its class for tied embeddings
-    return OfLocalLayers
+    # a copy, because mbridge changes the mapping of its class for tied embeddings
+    LocalLayersBridge._DIRECT_MAPPING = dict(base._DIRECT_MAPPING)
+    return LocalLayersBridge
 
 
 def transformer_engine_name(name: str, has_experts: bool) -> str:
-    """Return the name in Transformer Engine's layers of a parameter of megatron-core's local layers."""
+    """Map a parameter name of megatron-core's local layers to that of Transformer Engine."""
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     if not has_experts:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
@@ -114,7 +113,7 @@ def transformer_engine_name(name: str, has_experts: bool) -> str:
 
 
 def _redirect_cuda() -> None:
-    """Without a GPU, mbridge's modules see a `torch.cuda` that names the CPU; nobody else does."""
+    """Without a GPU, let `torch.cuda` in mbridge's modules return the CPU."""
     if torch.cuda.is_available():
         return
     from mbridge.core import bridge, util
@@ -124,14 +123,14 @@ def _redirect_cuda() -> None:
 
 
 class MegatronBridgeExport(Export):
-    """Training weights to vLLM's parameters by Megatron-Bridge."""
+    """Writes training weights to vLLM's parameters by Megatron-Bridge."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         super().__init__(worker)
         self._bridge = _auto_bridge().from_hf_config(
             AutoConfig.from_pretrained(worker.config.model)
         )
-        # its own way to them, `get_conversion_tasks`, wants a checkpoint, which is not needed for an export
+        # the public `get_conversion_tasks` requires a checkpoint, which an export does not need
         self._tasks = self._bridge._model_bridge.build_conversion_tasks(
             self._bridge.hf_pretrained, self._chunks
         )
@@ -144,7 +143,7 @@ class MegatronBridgeExport(Export):
 
 
 def _auto_bridge() -> Any:
-    """Bridge's `AutoBridge`. Raises DependencyError with what to install."""
+    """Import `AutoBridge`. Raises DependencyError with an install hint."""
     try:
         with _importable_transformer_engine():
             from megatron.bridge.models.conversion.auto_bridge import AutoBridge
@@ -155,8 +154,9 @@ def _auto_bridge() -> Any:
 
 @contextlib.contextmanager
 def _importable_transformer_engine() -> Iterator[None]:
-    """Within this context Transformer Engine can be imported: what is installed, else one of empty classes."""
-    import megatron.core.extensions.transformer_engine  # noqa: F401  (finds out by itself that there is none)
+    """Make Transformer Engine importable: the installed one, else modules of empty classes."""
+    # imported first, because it must not see the empty classes
+    import megatron.core.extensions.transformer_engine  # noqa: F401
 
     if importlib.util.find_spec(_TRANSFORMER_ENGINE) is not None:
         yield
@@ -184,7 +184,7 @@ class _EmptyModule(ModuleType):
     """A module of empty classes."""
 
     __version__ = "0"
-    __path__: list[str] = []  # noqa: RUF012  (a package's, as the import system wants it)
+    __path__: list[str] = []  # noqa: RUF012  (marks a package for the import system)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -193,7 +193,7 @@ class _EmptyModule(ModuleType):
 
 
 class _EmptyModules(MetaPathFinder, Loader):
-    """Finds and makes them."""
+    """Finds and creates the modules of empty classes."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

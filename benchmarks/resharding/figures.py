@@ -1,4 +1,4 @@
-"""What is written for a case: one JSON object."""
+"""Figures of a case, written as a JSON object."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from benchmarks.resharding.cases import Case
 
 @dataclass
 class Figures:
-    """One case. Seconds are those of the slowest rank in the median run; None where `reasons` says why.
+    """Figures of a case. Seconds are of the slowest rank in the median run.
 
     Attributes:
-        ours_seconds: training weights to vLLM's parameters in loader layout, from released to filled memory.
-        ours_allocate_seconds: of these, taking and zeroing that memory (the same task for all who write into vLLM).
-        ours_copies_seconds: the copies alone, where all parameters have memory that was used before.
-        ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
+        ours_seconds: training weights to vLLM's parameters in loader layout, from released to
+            filled memory.
+        ours_allocate_seconds: part of `ours_seconds` that allocates and zeroes memory, as every
+            contender does.
+        ours_copies_seconds: copies alone, into memory that was used before.
+        ours_commit_seconds: vLLM's repacking, equal for every contender and not part of
+            `ours_seconds`.
         mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
-        megatron_bridge_seconds: Megatron-Bridge's export_hf_weights into vLLM's load_weights; with --bridge.
+        megatron_bridge_seconds: Megatron-Bridge's export_hf_weights into vLLM's load_weights; with
+            --bridge.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
         ours_to_megatron_seconds: ours into the same model.
-        gather_broadcast_seconds: gather and broadcast as MindSpeed-RL describes it, written here, into vLLM.
-        floor_seconds: a plain copy of as many bytes.
-        bytes_received, bytes_least, bytes_own: by all ranks, from other ranks; the least possible; inside a rank.
-        peak_bytes, max_layout_bytes: of the rank on which a switch exceeds the larger of its layouts most.
-        bucket_bytes: of the plan's largest bucket, on the rank that is filled most. A tensor is never in two.
-        weights_kept: the whole run was made with `release_weights: false`.
-        phases: contender -> phase -> seconds. spread: contender -> fastest and slowest run.
-        num_runs: contender -> timed runs; a slow one has fewer.
-        switch_phases: of a whole switch to inference, with offload, on rank 0.
-        growth: what the ranks held after the first and the last of many cycles (`--cycles`).
-        timeline: device bytes of rank 0 over one cycle (`--timeline`).
-        reasons: key -> why it is null.
+        gather_broadcast_seconds: gather and broadcast after MindSpeed-RL's description, into vLLM.
+        floor_seconds: plain copy of the same bytes.
+        bytes_received: bytes from other ranks, sum over all ranks.
+        bytes_least: least possible value of `bytes_received`.
+        peak_bytes: peak of a switch on the rank with the largest excess over its larger layout.
+        max_layout_bytes: larger layout of that rank.
+        bucket_bytes: size of the largest bucket of the plan.
+        phases: contender -> phase -> seconds.
+        spread: contender -> seconds of the fastest and of the slowest run.
+        num_runs: contender -> timed runs; a slow contender has fewer.
+        growth: resources of the ranks after the first and the last of many cycles (`--cycles`).
+        timeline: device bytes of rank 0 over a cycle (`--plot-memory`).
+        reasons: key -> reason why the figure is None, null in JSON.
     """
 
     model: str
@@ -59,57 +64,43 @@ class Figures:
     floor_seconds: float | None = None
     bytes_received: int | None = None
     bytes_least: int | None = None
-    bytes_own: int | None = None
     peak_bytes: int | None = None
     max_layout_bytes: int | None = None
     bucket_bytes: int | None = None
-    num_tensors: int | None = None
-    inference_bytes: int | None = None
-    weights_kept: bool = False
     phases: dict[str, Mapping[str, float]] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_runs: dict[str, int] = field(default_factory=dict)
-    switch_phases: dict[str, float] = field(default_factory=dict)
     growth: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(case: Case, **more: Any) -> Figures:
-        """Empty ones."""
+        """Return the empty figures of a case."""
         return Figures(case.model, case.ranks, case.train, case.infer, **more)
 
     def times_ours(self, key: str) -> float | None:
-        """How many times as long as ours a contender into the same destination takes."""
-        own = (
+        """Return the seconds of a contender over those of ours into the same destination."""
+        ours = (
             self.ours_to_megatron_seconds
             if key == "megatron_resharding_seconds"
             else self.ours_seconds
         )
         other = getattr(self, key)
-        return other / own if own and other is not None else None
-
-    def _percent_of_floor(self, seconds: float | None) -> float | None:
-        return 100 * self.floor_seconds / seconds if self.floor_seconds and seconds else None
+        return other / ours if ours and other is not None else None
 
     def as_json(self) -> dict[str, Any]:
-        """All fields and the ratios.
-
-        The floor writes to memory that it has already, so percent_of_floor_copies is the like for like one.
-        """
+        """Return all fields and ratios."""
         over = self.peak_bytes - self.max_layout_bytes if self.peak_bytes is not None else None
         return {
             **dataclasses.asdict(self),
-            "percent_of_floor": self._percent_of_floor(self.ours_seconds),
-            "percent_of_floor_copies": self._percent_of_floor(self.ours_copies_seconds),
-            "bytes_over_least": self.bytes_received / self.bytes_least
-            if self.bytes_least
-            else None,
             "peak_over_max_layout_bytes": over,
             "times_ours": {
                 key: self.times_ours(key)
                 for key in (
-                    *("mbridge_seconds", "megatron_bridge_seconds", "megatron_resharding_seconds"),
+                    "mbridge_seconds",
+                    "megatron_bridge_seconds",
+                    "megatron_resharding_seconds",
                     "gather_broadcast_seconds",
                 )
             },

@@ -1,4 +1,4 @@
-"""The floor: what no way to bring the weights can beat on this machine."""
+"""The floor: a plain copy of the same bytes, a lower bound for every contender."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hybrid_engine.memory.elastic import export_tensor, reading
 
 
 class Floor:
-    """Each rank copies as many elements as its inference shard has from the next rank's training weights.
+    """Copies as many elements as an inference shard has from the training weights of the next rank.
 
-    Plain contiguous copies from mapped memory into memory of its own that was touched before; nothing else. Where the
-    next rank holds fewer elements, its memory is read again from the start.
+    The copies are contiguous, from mapped memory into memory that was used before. If the next rank
+    has fewer elements, its memory is read again from the start.
 
     Args:
         worker: both engines.
         source: dtype of the training weights.
-        destination: of vLLM's, to which they are converted; default: both are bytes.
+        destination: dtype of vLLM's weights, to which the copy converts. By default, both are
+            bytes.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class Floor:
             sources = [
                 ends.enter_context(reading(handle, device)).view(source) for handle in handles[peer]
             ]
-            for each in sources:
-                each.sum()  # its pages are in this process's tables from here on
+            for flat in sources:
+                flat.sum()  # maps its pages into this process
             self._ends = ends.pop_all()
         numel = worker.inference.adaptor.nbytes // destination.itemsize
-        own = torch.empty(numel, dtype=destination, device=device).fill_(1)
-        self._copies = list(_pairs(sources, own))
+        target = torch.empty(numel, dtype=destination, device=device).fill_(1)
+        self._copies = list(_pairs(sources, target))
 
     def prepare(self) -> None:
         pass
@@ -69,7 +70,7 @@ class Floor:
 def _pairs(
     sources: list[torch.Tensor], destination: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Runs of destination and source of equal size, over the sources again and again, until all is covered."""
+    """Yield parts of equal size; sources repeat until the destination is covered."""
     start = 0
     while start < destination.numel():
         for source in sources:

@@ -1,13 +1,14 @@
-"""Gather and broadcast, as MindSpeed-RL's resharding is described: written here from the description, not its code.
+"""Gather and broadcast, written from the description of MindSpeed-RL's resharding, not its code.
 
-    every parameter of a stage      all-gather over tensor parallel ranks, one blocking call each; an expert's over
-                                    expert tensor and then expert parallel ranks
-    every stage                     one broadcast of all that was gathered, stage after stage
-    every rank                      cuts its inference shard out of the whole and drops the rest
+    every parameter of a stage      a blocking all-gather over tensor parallel ranks; for an expert,
+                                    over expert tensor and then expert parallel ranks
+    every stage                     a broadcast of all gathered parameters, stage after stage
+    every rank                      copies its inference shard from the whole model and drops the
+                                    rest
 
-So every rank receives the whole model. Where it departs from the description, it is to its advantage: what is cut from
-where is known beforehand (from the engine's records) and goes straight into vLLM's loader layout, without names, dicts
-or `load_weights`, and what comes twice (a tied head) is cut once.
+So every rank receives the whole model. Deviations are to its advantage: copies are planned
+beforehand from the engine's records and write vLLM's loader layout directly, without names, dicts
+or `load_weights`, and a tied head is copied once.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 
 @dataclass(frozen=True)
-class Held:
-    """A region of a canonical tensor inside a parameter: element offset and strides from the parameter's start."""
+class PlacedRegion:
+    """Region of a canonical tensor inside a parameter; offset and strides in elements."""
 
     region: Region
     offset: int
@@ -38,41 +39,42 @@ class Held:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one rank.
+    """Parameter of a rank.
 
     Attributes:
-        is_expert: gathered over expert groups. is_cut: gathered over (expert) tensor parallel ranks at all.
+        is_expert: True if gathered over expert groups.
+        is_cut: True if gathered over (expert) tensor parallel ranks.
     """
 
     numel: int
     is_expert: bool
     is_cut: bool
-    held: tuple[Held, ...]
+    regions: tuple[PlacedRegion, ...]
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one rank tells the others: its parameters in order, and global ranks of its groups."""
+class RankState:
+    """Parameters of a rank in order, and the global ranks of its groups."""
 
     parameters: tuple[Parameter, ...]
     tensor: tuple[int, ...]
     expert_tensor: tuple[int, ...]
     expert: tuple[int, ...]
 
-    def owners(self, parameter: Parameter, places: Mapping[int, Place], rank: int) -> list[int]:
-        """Ranks whose parts of this rank's parameter are gathered, in the order in which they lie."""
+    def owners(self, parameter: Parameter, states: Mapping[int, RankState], rank: int) -> list[int]:
+        """Return the ranks of the gathered parts of a parameter of `rank`, in order."""
         if not parameter.is_expert:
             return list(self.tensor) if parameter.is_cut else [rank]
         return [
             owner
             for peer in self.expert
-            for owner in (places[peer].expert_tensor if parameter.is_cut else (peer,))
+            for owner in (states[peer].expert_tensor if parameter.is_cut else (peer,))
         ]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A copy from a gathered stage into a flat destination buffer; all in elements."""
+    """Copy from a gathered stage into a flat buffer; offsets and strides in elements."""
 
     lengths: tuple[int, ...]
     src_offset: int
@@ -83,36 +85,36 @@ class Cut:
 
 
 class GatherBroadcast(IntoLoader):
-    """Training weights to vLLM's parameters by whole tensors and whole stages."""
+    """Writes training weights to vLLM's parameters by whole tensors and whole stages."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         super().__init__(worker)
         self._weights = [tensor for _, tensor in worker.train.weights.model.named_weights()]
         dtypes = {tensor.dtype for tensor in self._weights}
         if len(dtypes) > 1:
-            raise ValueError(f"written for weights of one dtype, not {', '.join(map(str, dtypes))}")
+            raise ValueError(f"weights must have the same dtype, not {', '.join(map(str, dtypes))}")
         self._dtype = dtypes.pop()
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._expert_tensor_group = parallel_state.get_expert_tensor_parallel_group()
         self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._stage_group = parallel_state.get_pipeline_model_parallel_group()
         self._stages = dist.get_process_group_ranks(self._stage_group)
-        self._place = self._describe(worker)
-        places = dict(enumerate(gather(self._place)))
-        self._sizes = [_stage_numel(places, rank) for rank in self._stages]
+        self._state = self._describe(worker)
+        states = dict(enumerate(gather(self._state)))
+        self._sizes = [_stage_numel(states, rank) for rank in self._stages]
         seen: set[tuple[Shard, Region]] = set()
-        self._cuts = [list(_cuts(places, rank, self._target.layout, seen)) for rank in self._stages]
+        self._cuts = [list(_cuts(states, rank, self._target.layout, seen)) for rank in self._stages]
 
     def run(self, clock: Clock) -> None:
         flats = self._target.allocate(clock)
         with torch.no_grad():
-            own = dist.get_rank()
+            rank = dist.get_rank()
             with clock.phase("gather"):
-                gathered = torch.empty(self._sizes[self._stages.index(own)], dtype=self._dtype)
+                gathered = torch.empty(self._sizes[self._stages.index(rank)], dtype=self._dtype)
                 self._gather_stage(gathered)
             for source, size, cuts in zip(self._stages, self._sizes, self._cuts, strict=True):
                 with clock.phase("broadcast"):
-                    stage = gathered if source == own else torch.empty(size, dtype=self._dtype)
+                    stage = gathered if source == rank else torch.empty(size, dtype=self._dtype)
                     if len(self._stages) > 1:
                         dist.broadcast(stage, source, group=self._stage_group)
                 with clock.phase("cut"):
@@ -126,27 +128,25 @@ class GatherBroadcast(IntoLoader):
                 del stage
         self._target.commit(clock)
 
-    def _describe(self, worker: ActorHybridWorker) -> Place:
-        held = _held_by_parameter(worker)
-        parameters = [
+    def _describe(self, worker: ActorHybridWorker) -> RankState:
+        by_address = _regions_by_parameter(worker)
+        parameters = tuple(
             Parameter(
                 tensor.numel(),
                 ".experts." in name,
                 bool(getattr(tensor, "tensor_model_parallel", False)),
-                parts,
+                tuple(by_address.get(tensor.data_ptr(), ())),
             )
-            for (name, tensor), parts in zip(
-                worker.train.weights.model.named_weights(), held, strict=True
-            )
-        ]
+            for name, tensor in worker.train.weights.model.named_weights()
+        )
         groups = (self._tensor_group, self._expert_tensor_group, self._expert_group)
-        return Place(
-            tuple(parameters), *(tuple(dist.get_process_group_ranks(group)) for group in groups)
+        return RankState(
+            parameters, *(tuple(dist.get_process_group_ranks(group)) for group in groups)
         )
 
     def _gather_stage(self, stage: torch.Tensor) -> None:
         start = 0
-        for parameter, tensor in zip(self._place.parameters, self._weights, strict=True):
+        for parameter, tensor in zip(self._state.parameters, self._weights, strict=True):
             whole = tensor.detach().reshape(-1)
             if parameter.is_cut:
                 whole = _all_gather(
@@ -159,7 +159,7 @@ class GatherBroadcast(IntoLoader):
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """One after the other, in the order of the group."""
+    """Gather the parts of all ranks of the group, concatenated in its order."""
     if group.size() == 1:
         return tensor
     whole = torch.empty(group.size() * tensor.numel(), dtype=tensor.dtype)
@@ -167,72 +167,71 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
-def _held_by_parameter(worker: ActorHybridWorker) -> list[tuple[Held, ...]]:
-    """What the records say of each of this rank's parameters, in their order."""
+def _regions_by_parameter(worker: ActorHybridWorker) -> dict[int, list[PlacedRegion]]:
+    """Map the address of each parameter of this rank to its regions, from the engine's records."""
     adaptor = worker.train.weights
     flats = adaptor.buffers()
-    by_address: dict[int, list[Held]] = {}
+    by_address: dict[int, list[PlacedRegion]] = {}
     starts = sorted(
         (tensor.data_ptr(), tensor.nbytes) for _, tensor in adaptor.model.named_weights()
     )
-    starts_of = {flat: flats[flat].data_ptr() for flat in flats}
     for shard in adaptor.layout().shards:
-        name, size = shard.place.buffer.name, flats[shard.place.buffer.name].element_size()
-        address = starts_of[name] + shard.place.offset * size
-        start = _home(starts, address)
-        held = Held(shard.region, (address - start) // size, shard.place.strides)
-        by_address.setdefault(start, []).append(held)
-    return [
-        tuple(by_address.get(tensor.data_ptr(), ())) for _, tensor in adaptor.model.named_weights()
-    ]
+        flat = flats[shard.place.buffer.name]
+        address = flat.data_ptr() + shard.place.offset * flat.element_size()
+        start = _parameter_start(starts, address)
+        offset = (address - start) // flat.element_size()
+        region = PlacedRegion(shard.region, offset, shard.place.strides)
+        by_address.setdefault(start, []).append(region)
+    return by_address
 
 
-def _home(starts: list[tuple[int, int]], address: int) -> int:
-    """Start of the parameter that an address lies in."""
+def _parameter_start(starts: list[tuple[int, int]], address: int) -> int:
+    """Return the start address of the parameter that contains `address`."""
     start, nbytes = starts[bisect.bisect_right(starts, (address, float("inf"))) - 1]
     assert start <= address < start + nbytes
     return start
 
 
-def _parts(places: Mapping[int, Place], rank: int) -> Iterator[tuple[Parameter, int]]:
-    """What lies in the gathered stage of `rank`, in order: a parameter of one owner, and where it starts."""
+def _parts(states: Mapping[int, RankState], rank: int) -> Iterator[tuple[Parameter, int]]:
+    """Yield the parts of the gathered stage of `rank` in order, with their offsets."""
     start = 0
-    for index, parameter in enumerate(places[rank].parameters):
-        for owner in places[rank].owners(parameter, places, rank):
-            part = places[owner].parameters[index]
+    for index, parameter in enumerate(states[rank].parameters):
+        for owner in states[rank].owners(parameter, states, rank):
+            part = states[owner].parameters[index]
             yield part, start
             start += part.numel
 
 
-def _stage_numel(places: Mapping[int, Place], rank: int) -> int:
-    return sum(part.numel for part, _ in _parts(places, rank))
+def _stage_numel(states: Mapping[int, RankState], rank: int) -> int:
+    return sum(part.numel for part, _ in _parts(states, rank))
 
 
 def _cuts(
-    places: Mapping[int, Place], rank: int, layout: Layout, seen: set[tuple[Shard, Region]]
+    states: Mapping[int, RankState], rank: int, layout: Layout, seen: set[tuple[Shard, Region]]
 ) -> Iterator[Cut]:
-    """Copies from the gathered stage of `rank` into the buffers of `layout`; regions in `seen` are there already."""
+    """Yield copies from the gathered stage of `rank` into `layout`; skip regions in `seen`."""
     wanted = layout.shards_by_tensor()
-    for part, start in _parts(places, rank):
-        for held in part.held:
-            for shard in wanted.get(held.region.tensor, ()):
-                common = held.region.intersect(shard.region)
+    for part, start in _parts(states, rank):
+        for source in part.regions:
+            for shard in wanted.get(source.region.tensor, ()):
+                common = source.region.intersect(shard.region)
                 if common is None or (shard, common) in seen:
                     continue
                 seen.add((shard, common))
-                inner = [
-                    low - base
-                    for low, base in zip(common.offsets, held.region.offsets, strict=True)
-                ]
-                shift = sum(step * stride for step, stride in zip(inner, held.strides, strict=True))
+                shift = sum(
+                    (low - base) * stride
+                    for low, base, stride in zip(
+                        common.offsets, source.region.offsets, source.strides, strict=True
+                    )
+                )
                 target = shard.place.at(
                     low - base
                     for low, base in zip(common.offsets, shard.region.offsets, strict=True)
                 )
                 yield Cut(
                     common.lengths,
-                    start + held.offset + shift,
-                    held.strides,
+                    start + source.offset + shift,
+                    source.strides,
                     target.buffer.name,
                     target.offset,
                     target.strides,

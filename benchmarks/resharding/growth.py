@@ -1,4 +1,4 @@
-"""What the process itself holds: over many cycles, and over the time of one."""
+"""Resources of a process over many cycles, and its memory during a cycle."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from hybrid_engine.switch.sharding_manager import State
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 WARM_UP_CYCLES = 3
-"""Cycles before the first count: pools, caches and the host arena fill in these."""
+"""Cycles before the first count, in which pools, caches and the host arena fill."""
 
 _SECONDS_BETWEEN_SAMPLES = 0.005
 
 
-def held() -> dict[str, int]:
-    """Bytes and numbers that this process holds now.
-
-    rss_bytes: anonymous memory in RAM. memfd_bytes: pages of the memory files that it owns. fds, threads: numbers.
-    """
+def resources() -> dict[str, int]:
+    """Return anonymous memory, bytes of memory files, and numbers of descriptors and threads."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "rss_bytes": int(status["RssAnon"].split()[0]) * 1024,
@@ -35,52 +32,47 @@ def held() -> dict[str, int]:
 
 
 def memfd_nbytes() -> int:
-    """Pages of this process's own memory files."""
+    """Return the bytes of the memory files that this process created."""
     total = 0
     for fd in Path("/proc/self/fd").iterdir():
         try:
             if os.readlink(fd).startswith("/memfd:hybrid_engine."):
                 total += os.stat(fd).st_blocks * 512
-        except FileNotFoundError:  # the listing's own descriptor, closed by now
+        except FileNotFoundError:  # the descriptor of the listing, already closed
             continue
     return total
 
 
 def grow(worker: ActorHybridWorker, num_cycles: int) -> dict[str, Any]:
-    """Switch to inference and back `num_cycles` times after some that warm up; what all ranks held after each."""
-    samples = []
+    """Switch back and forth `num_cycles` times; return the ranks' resources before and after."""
     for number in range(WARM_UP_CYCLES + num_cycles):
         worker.sharding.enter(State.INFER)
         worker.sharding.enter(State.TRAIN)
-        if number >= WARM_UP_CYCLES - 1:
-            samples.append(_sum_over_ranks(held()))
-    return {"cycles": num_cycles, "first": samples[0], "last": samples[-1], "samples": samples}
+        if number == WARM_UP_CYCLES - 1:
+            first = _sum_over_ranks(resources())
+    return {"cycles": num_cycles, "first": first, "last": _sum_over_ranks(resources())}
 
 
 def _sum_over_ranks(values: Mapping[str, int]) -> dict[str, int]:
-    everyone = gather(values)
-    return {name: sum(one[name] for one in everyone) for name in values}
+    by_rank = gather(values)
+    return {name: sum(counts[name] for counts in by_rank) for name in values}
 
 
 def trace_cycle(worker: ActorHybridWorker) -> dict[str, Any]:
-    """Device bytes of this rank over one switch to inference and back: training and inference, by time.
+    """Return the device bytes of training and inference on this rank over a cycle.
 
-    `events`: when each switch began and ended. On a CPU the host arena is not counted: it stands for host memory.
+    `events` has start and end of each switch. On a CPU, the host arena does not count: it stands
+    for host memory.
     """
     started = time.perf_counter()
     samples: list[tuple[float, int, int]] = []
     events = []
     with _sampling(worker, samples, started):
         for target in (State.INFER, State.TRAIN):
-            before = time.perf_counter() - started
+            start = time.perf_counter() - started
             worker.sharding.enter(target)
-            events.append(
-                {
-                    "name": f"to {target.value}",
-                    "start": before,
-                    "stop": time.perf_counter() - started,
-                }
-            )
+            stop = time.perf_counter() - started
+            events.append({"name": f"to {target.value}", "start": start, "stop": stop})
             time.sleep(20 * _SECONDS_BETWEEN_SAMPLES)
     seconds, training, inference = map(list, zip(*samples, strict=True))
     return {
@@ -95,7 +87,7 @@ def trace_cycle(worker: ActorHybridWorker) -> dict[str, Any]:
 def _sampling(
     worker: ActorHybridWorker, samples: list[tuple[float, int, int]], started: float
 ) -> Iterator[None]:
-    """Note the bytes again and again in a thread of its own."""
+    """Append (seconds, training bytes, inference bytes) from another thread during the block."""
     over = threading.Event()
     adaptor = worker.inference.adaptor
 
@@ -103,7 +95,7 @@ def _sampling(
         while not over.wait(_SECONDS_BETWEEN_SAMPLES):
             try:
                 inference = adaptor.resident_nbytes()
-            except RuntimeError:  # the books changed while they were read
+            except RuntimeError:  # a dict changed size during iteration
                 continue
             samples.append((time.perf_counter() - started, memfd_nbytes(), inference))
 

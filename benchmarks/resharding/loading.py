@@ -1,4 +1,4 @@
-"""vLLM's parameters as its own loader wants them: for contenders that write there without the engine."""
+"""vLLM's parameters in loader layout, for contenders that write them without the engine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 Engines = ActorHybridWorker | HybridEngine[Any]
-"""Who trains and who generates, with the switch between them."""
+"""Objects with both engines and the switch between them."""
 
 
 class LoaderTarget:
-    """This rank's vLLM model between `allocate` and `commit`: every parameter in loader layout, zeroed.
+    """vLLM model of this rank; from `allocate` to `commit` its parameters are in loader layout.
 
-    Uses the adaptor's own means to get there, also private ones, so that all contenders write into the same memory.
+    Uses private methods of the adaptor, so that all contenders write into the same memory.
     """
 
     def __init__(self, worker: Engines, keeps_memory: bool = False) -> None:
-        """`keeps_memory`: from one fill to the next."""
+        """Set up the target; with `keeps_memory`, its memory stays allocated between fills."""
         self._keeps_memory = keeps_memory
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
             raise ValueError(
-                f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader"
+                f"{len(self._adaptor.staged)} tensors can only be loaded by vLLM's loader"
             )
         self.layout = self._adaptor.layout()
         self.rank = worker.job.rank
@@ -40,14 +40,14 @@ class LoaderTarget:
         return self._adaptor.model
 
     def release(self) -> None:
-        """Give up the weights and, unless it is kept, their memory."""
+        """Discard the weights and, without `keeps_memory`, release their memory."""
         if self._keeps_memory:
             self._adaptor.void(self._groups)
         else:
             self._adaptor.release()
 
     def allocate(self, clock: Clock) -> dict[str, torch.Tensor]:
-        """Fresh parameters, bound in the model; their flat buffers by name. Timed as the allocation."""
+        """Bind new parameters in the model; return their flat buffers. Timed as ALLOCATE."""
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
             for group, tensors in self._adaptor._filling.items():
@@ -55,12 +55,12 @@ class LoaderTarget:
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's `load_weights`."""
+        """Call vLLM's `load_weights`."""
         with torch.no_grad(), self._adaptor._processed.context():
             self.model.load_weights(weights)
 
     def commit(self, clock: Clock) -> None:
-        """vLLM's repacking of all that was written; timed as the commit."""
+        """Let vLLM repack the weights. Timed as COMMIT."""
         with clock.phase(COMMIT):
             self._adaptor.commit(self._groups)
             if not self._keeps_memory:
@@ -71,7 +71,7 @@ class LoaderTarget:
 
 
 class IntoLoader:
-    """Base of contenders that write vLLM's parameters themselves: the methods of `Contender` but for `run`."""
+    """Base of contenders that write vLLM's parameters: the methods of `Contender` except `run`."""
 
     def __init__(self, worker: Engines) -> None:
         self._target = LoaderTarget(worker)
@@ -89,7 +89,7 @@ class IntoLoader:
 def timed(
     items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """The same items; the time that making each of them takes goes to `phase`."""
+    """Yield the items; the time to produce each item is added to `phase`."""
     while True:
         started = time.perf_counter()
         item = next(items, None)

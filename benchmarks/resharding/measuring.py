@@ -1,6 +1,6 @@
-"""How a contender is timed: all ranks start together, the slowest one counts, the median of several runs is kept.
+"""Timing of a contender: the seconds of the slowest rank in the median of several runs.
 
-A slow contender is given fewer runs, so that it does not hold up the others.
+A slow contender gets fewer runs.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import torch.distributed as dist
 from hybrid_engine.ranks.digests import box_digest
 
 COMMIT = "commit"
-"""The phase that is reported apart: vLLM's own repacking, the same for every contender."""
+"""Phase of vLLM's repacking, which is equal for every contender and reported separately."""
 
 ALLOCATE = "allocate"
-"""The phase in which fresh memory for vLLM's weights is taken; part of every contender's time who writes there."""
+"""Phase that allocates memory for vLLM's weights."""
 
 Digests = Mapping[str, str]
-"""Parameter name -> digest of its bytes, as vLLM's loader lays it out."""
+"""Parameter name -> digest of its bytes in loader layout."""
 
 
 class Contender(Protocol):
-    """One way to bring the weights to where they are needed. All methods are collective."""
+    """A way to bring training weights to inference. All methods are collective."""
 
     def prepare(self) -> None:
-        """Before every run, not timed: undo the run before."""
+        """Undo the previous run. Called before every run, not timed."""
 
     def run(self, clock: Clock) -> None:
-        """Timed. `clock.phase` splits the time; what is in phase `COMMIT` is reported apart."""
+        """Write the weights. Timed; `clock.phase` splits the time."""
 
     def digesting(self) -> AbstractContextManager[Digests]:
-        """Around a run: gives what it wrote on this rank, complete at the end of the block."""
+        """Yield digests of the weights that the block writes on this rank; complete at its end."""
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Release all memory."""
 
 
 @dataclass
 class Clock:
-    """Seconds by phase of one run on one rank."""
+    """Seconds by phase of a run on one rank."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Clock:
             self.add(name, time.perf_counter() - started)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add to a phase what was timed elsewhere."""
+        """Add seconds to a phase."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
@@ -67,11 +67,12 @@ class Timing:
     """The median run of a contender, on its slowest rank.
 
     Attributes:
-        seconds: without the commit. commit_seconds: the commit, of the same rank and run.
-        allocate_seconds: part of `seconds`.
-        by_phase: phases of that rank and run.
-        fastest, slowest: of all runs, without the commit.
-        num_runs: how many.
+        seconds: seconds without the commit.
+        commit_seconds: seconds of the commit.
+        allocate_seconds: seconds of the allocation, part of `seconds`.
+        by_phase: seconds by phase.
+        fastest, slowest: seconds of the fastest and of the slowest run, without the commit.
+        num_runs: number of timed runs.
     """
 
     seconds: float
@@ -84,15 +85,16 @@ class Timing:
 
 
 def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing, Digests]:
-    """Time up to `num_runs` runs after one that warms up, whose result is digested. Raises what the contender raises.
+    """Time up to `num_runs` runs after a warm-up, whose result is digested.
 
     Args:
-        budget: seconds for all runs together; one that would exceed them is not begun. Where none fits, the run that
-            warms up is the only one.
+        budget: seconds for all runs together. A run that would exceed it is not started; if there
+            is no time for any, the warm-up counts.
     """
     with contender.digesting() as digests:
         warm_up = last = _slowest(*_one_run(contender))
-    spent, runs = last[0], []
+    spent = last[0]
+    runs = []
     while len(runs) < num_runs and spent + last[0] <= budget:
         last = _slowest(*_one_run(contender))
         spent += last[0]
@@ -100,10 +102,16 @@ def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing,
     runs = sorted(runs or [warm_up], key=_net)
     middle = runs[(len(runs) - 1) // 2]
     phases = middle[1]
-    commit, allocate = (phases.get(name, 0.0) for name in (COMMIT, ALLOCATE))
-    return Timing(
-        _net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1]), len(runs)
-    ), digests
+    timing = Timing(
+        seconds=_net(middle),
+        commit_seconds=phases.get(COMMIT, 0.0),
+        allocate_seconds=phases.get(ALLOCATE, 0.0),
+        by_phase=phases,
+        fastest=_net(runs[0]),
+        slowest=_net(runs[-1]),
+        num_runs=len(runs),
+    )
+    return timing, digests
 
 
 def _one_run(contender: Contender) -> tuple[float, Clock]:
@@ -118,48 +126,48 @@ def _one_run(contender: Contender) -> tuple[float, Clock]:
 
 
 def _synchronize() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-def _slowest(whole: float, clock: Clock) -> tuple[float, dict[str, float]]:
-    """Seconds and phases of the rank that took longest without the commit; the same answer on every rank."""
-    return max(gather((whole, clock.seconds)), key=_net)
+def _slowest(seconds: float, clock: Clock) -> tuple[float, dict[str, float]]:
+    """Return seconds and phases of the slowest rank, without the commit. Equal on every rank."""
+    return max(gather((seconds, clock.seconds)), key=_net)
 
 
 def _net(run: tuple[float, Mapping[str, float]]) -> float:
-    whole, phases = run
-    return whole - phases.get(COMMIT, 0.0)
+    seconds, phases = run
+    return seconds - phases.get(COMMIT, 0.0)
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank."""
+    """Return `value` of every rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of shape, dtype and bytes."""
+    """Return a digest of shape, dtype and bytes."""
     return f"{tuple(tensor.shape)} {tensor.dtype} {box_digest(tensor.detach())}"
 
 
 @contextmanager
 def digesting_vllm(adaptor: Any) -> Iterator[Digests]:
-    """Digest every parameter of vLLM in loader layout, filled, before it is repacked."""
+    """Yield digests of vLLM's filled parameters in loader layout, before repacking."""
     digests: dict[str, str] = {}
     with adaptor.observed(lambda name, tensor: digests.update({name: digest(tensor)})):
         yield digests
 
 
 def agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of `action` and None, or None and the reasons when it failed on any rank."""
+    """Return (result, None), or (None, errors) if `action` failed on any rank. Collective."""
+    result: Any = None
+    failure = None
     try:
-        result, own = action(), None
+        result = action()
     except Exception as error:
-        result, own = None, f"{type(error).__name__}: {error}"
-    reasons = gather(own)
-    if not any(reasons):
-        return result, None
-    return None, "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+        failure = f"{type(error).__name__}: {error}"
+    failures = dict.fromkeys(filter(None, gather(failure)))
+    return (None, "; ".join(failures)) if failures else (result, None)

@@ -1,8 +1,9 @@
-"""Megatron to Megatron: megatron-core's own `resharding`, and ours, into a second model in the inference layout.
+"""Megatron to Megatron: megatron-core's `resharding` and ours, to the inference layout.
 
-Real: megatron-core 0.16.1's planner, executor and gloo copy service, both models, their process groups. The parameters'
-names: its planner knows the experts of Transformer Engine's layers; those of megatron-core's local layers, which a CPU
-runs, are shown to it under Transformer Engine's names. The plan is made before the first run and kept, by both.
+megatron-core 0.16.1 runs with its planner, executor and gloo copy service. Its planner supports the
+experts of Transformer Engine's layers, so parameters of the local layers, which a CPU needs, are
+presented under Transformer Engine's names. Both contenders plan before the first run and keep the
+plan.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ SECONDS_TO_WAIT = 900
 
 
 class MegatronDestination:
-    """One rank's share of a Megatron model that is filled from another one.
+    """Share of this rank in a Megatron model that is filled from another model.
 
     Args:
-        adaptor: of the model that is filled; made while that model's parallel state is Megatron's present one.
+        adaptor: adaptor of the filled model, built while the model's parallel state is active.
 
-    Every flat buffer is a group of its own. Weights are written in place: nothing is allocated, committed or freed, so
-    `release` keeps memory and contents. Padding is zeroed here, once.
+    Every flat buffer is a separate group. Weights are written in place: nothing is allocated,
+    committed or freed, so `release` keeps memory and contents. Padding is zeroed once, here.
 
-    Raises StateError for a model with LoRA, whose weights do not lie where its sums would be written.
+    Raises StateError for a model with LoRA, whose base weights and adapters are separate.
     """
 
     def __init__(self, adaptor: MegatronAdaptor) -> None:
         if SUMS in adaptor.buffers():
-            raise StateError("cannot write a model with LoRA: build it without lora")
+            raise StateError("cannot fill a model with LoRA: build it without lora")
         self._adaptor = adaptor
         self._buffers = adaptor.buffers()
         adaptor.zero_padding()
@@ -59,40 +60,38 @@ class MegatronDestination:
         self._layout = Layout(layout.tensors, grouped, layout.shards)
 
     def layout(self) -> Layout:
-        """The records of this rank."""
+        """Return the records of this rank."""
         return self._layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """The live flat buffers of these groups. Raises StateError for one that this rank does not have."""
+        """Return the live flat buffers of these groups. Raises StateError for an unknown group."""
         self._check_known(groups)
         return {name: self._buffers[name] for name in groups}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Nothing to do: what was written is live. Raises StateError for an unknown group."""
+        """Do nothing: writes are already live. Raises StateError for an unknown group."""
         self._check_known(groups)
 
     def finish_fill(self) -> None:
-        """Do nothing: all memory is the buffers' own."""
+        """Do nothing: there is no temporary memory."""
 
     def abandon(self) -> None:
         """Do nothing: no rank waits for another in `commit`."""
 
     def release(self) -> None:
-        """Nothing: the model keeps its memory."""
+        """Do nothing: the model keeps its memory."""
 
     def _check_known(self, groups: Sequence[str]) -> None:
-        if unknown := [
-            name
-            for name in groups
-            if BufferId(self._adaptor.rank, name) not in self._layout.buffers
-        ]:
-            raise StateError(f"unknown buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
+        rank = self._adaptor.rank
+        unknown = [name for name in groups if BufferId(rank, name) not in self._layout.buffers]
+        if unknown:
+            raise StateError(f"unknown buffers on rank {rank}: {', '.join(unknown)}")
 
 
 class SecondModel:
-    """A Megatron model of the same kind in the inference layout, with groups of its own. Collective.
+    """Megatron model in the inference layout, with separate process groups. Collective.
 
-    Memory: this rank's inference shard in the training dtype, until it is dropped.
+    Takes the memory of this rank's inference shard in the training dtype.
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
@@ -107,13 +106,13 @@ class SecondModel:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Zero everything, so that nothing of an earlier run counts."""
+        """Zero all weights, so that an earlier run cannot hide missing writes."""
         for flat in self.adaptor.buffers().values():
             flat.zero_()
 
     @contextmanager
     def digesting(self) -> Iterator[Digests]:
-        """Digests of all parameters at the end of the block, which starts with zeros."""
+        """Zero all weights, then yield digests of the weights at the end of the block."""
         digests: dict[str, str] = {}
         self.clear()
         yield digests
@@ -123,7 +122,7 @@ class SecondModel:
 
 
 def inference_layout(config: HybridConfig) -> ActorConfig:
-    """Megatron's settings with vLLM's parallel sizes: with expert parallelism whole experts, else cut ones."""
+    """Return the actor settings with vLLM's parallel sizes; EP keeps experts whole."""
     generate = config.generate_config
     expert = generate.infer_expert_parallel_size
     sizes = {
@@ -139,22 +138,22 @@ def inference_layout(config: HybridConfig) -> ActorConfig:
 
 @contextmanager
 def second_parallel_state() -> Iterator[None]:
-    """Megatron's module-wide groups as if not initialised; as they were at the end of the block."""
-    kept = {
+    """Reset Megatron's global parallel state for the block and restore it afterwards."""
+    saved = {
         name: value
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and name.isupper()
     }
-    kept["_global_process_group_list"] = parallel_state._global_process_group_list
+    saved["_global_process_group_list"] = parallel_state._global_process_group_list
     parallel_state.destroy_model_parallel()
     try:
         yield
     finally:
-        vars(parallel_state).update(kept)
+        vars(parallel_state).update(saved)
 
 
 class OursToMegatron:
-    """Our plan and transports into the second model."""
+    """Writes the second model by our plan and transports."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         self._source = worker.train.weights
@@ -180,20 +179,20 @@ class OursToMegatron:
 
 
 class MegatronResharding:
-    """`megatron.core.resharding` with its gloo copy service."""
+    """Writes the second model by `megatron.core.resharding` with its gloo copy service."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
         from megatron.core.resharding.refit import build_centralized_reshard_plan
 
         self._model = SecondModel(worker)
-        source, target = one_chunk(worker.train.chunks), one_chunk(self._model.chunks)
+        source = single_chunk(worker.train.chunks)
+        target = single_chunk(self._model.chunks)
         source.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         target.pg_collection = self._model.groups
         num_experts = source.config.num_moe_experts
-        self._source, self._target = (
-            _TransformerEngineNames(each, bool(num_experts)) for each in (source, target)
-        )
+        self._source = _TransformerEngineNames(source, bool(num_experts))
+        self._target = _TransformerEngineNames(target, bool(num_experts))
         self._target._cached_reshard_plan = build_centralized_reshard_plan(
             self._source, self._target, num_experts
         )
@@ -217,21 +216,21 @@ class MegatronResharding:
         gc.collect()
 
 
-def one_chunk(chunks: list[torch.nn.Module]) -> Any:
-    """The model of a rank without virtual stages. Raises ValueError: megatron-core reshards one chunk."""
+def single_chunk(chunks: list[torch.nn.Module]) -> Any:
+    """Return the model of a rank. Raises ValueError with virtual stages."""
     if len(chunks) > 1:
         raise ValueError(
-            f"megatron-core's resharding takes 1 model chunk of a rank, not {len(chunks)}"
+            f"megatron-core's resharding supports 1 model chunk per rank, not {len(chunks)}"
         )
     return unwrap_model(chunks[0])
 
 
 class _TransformerEngineNames(torch.nn.Module):
-    """A model whose parameters are called as those of Transformer Engine's layers; otherwise the model itself."""
+    """Proxy of a model with the parameter names of Transformer Engine's layers."""
 
     def __init__(self, model: Any, has_experts: bool) -> None:
         super().__init__()
-        self.__dict__["_model"] = model  # not a submodule: that would prefix all names
+        self.__dict__["_model"] = model  # a submodule would prefix all names
         self._has_experts = has_experts
         self.config = model.config
         self.pg_collection = model.pg_collection

@@ -1,4 +1,4 @@
-"""The engine itself: a fill of the inference weights by its own container."""
+"""Our contenders: a fill of the inference weights by the engine's container."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 
 def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) -> None:
-    """One fill of the empty container; its phases go to `clock`. The only place that knows how a fill is called."""
+    """Fill the empty container; add its phases to `clock`."""
     container.begin()
     report = container.fill(training.buffers())
     for name, seconds in report.seconds.items():
@@ -28,7 +28,7 @@ def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) ->
 def connect(
     worker: ActorHybridWorker, destination: InferenceWeights, owner: ExitStack
 ) -> Connection:
-    """To another destination of the worker's training weights; ends with `owner`. Collective."""
+    """Connect the training weights with another destination, until `owner` closes. Collective."""
     weights, config = worker.train.weights, worker.config.generate_config
     return setup.connect(
         worker.job, weights, destination, config, owner, may_stay_unread=worker.table.shapes
@@ -36,7 +36,7 @@ def connect(
 
 
 class Ours:
-    """Training weights to vLLM's parameters, bucket by bucket, in state TRAIN."""
+    """Writes training weights to vLLM's parameters bucket by bucket, in state TRAIN."""
 
     def __init__(self, worker: Engines) -> None:
         self._training = worker.sharding.training
@@ -54,19 +54,20 @@ class Ours:
         return digesting_vllm(self._adaptor)
 
     def close(self) -> None:
-        """Free the weights' memory."""
+        """Release the memory of the weights."""
         if self._container.state is not ContainerState.EMPTY:
             self._container.release()
 
 
 class OursCopies:
-    """The copies alone: every parameter of vLLM has its memory in loader layout already; all are repacked at the end.
+    """The copies alone: vLLM's parameters already have memory, and are repacked at the end.
 
-    So one rank's repacking never runs beside another's copies, which it would slow down where ranks share cores.
+    So the repacking of a rank never slows down the copies of another rank on the same cores.
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._training, self._sharding = worker.sharding.training, worker.sharding
+        self._sharding = worker.sharding
+        self._training = worker.sharding.training
         self._target = LoaderTarget(worker, keeps_memory=True)
         self._adaptor = worker.inference.adaptor
         self._flats: Mapping[str, torch.Tensor] = {}
@@ -89,6 +90,6 @@ class OursCopies:
         return self._target.digesting()
 
     def close(self) -> None:
-        """Free the memory, unless it is configured to be kept."""
+        """Release the memory."""
         self._flats = {}
         self._adaptor.release()

@@ -1,4 +1,4 @@
-"""One rank of the benchmark: builds both real engines of each case and times the contenders one after the other."""
+"""Rank of the benchmark: builds both engines of each case and times the contenders."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from hybrid_engine.switch.sharding_manager import State
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
-"""Longest wait of one rank for another."""
+"""Timeout of a rank that waits for another."""
 
 _NUM_VALUES = 1_000_003
-"""Different values in a tensor; a prime, so that no cut of a tensor repeats another one's."""
+"""Number of different values in a tensor. A prime, so that no two shards of a tensor are equal."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender and where its figures go.
+    """A contender and the keys of its figures.
 
     Attributes:
         key: prefix of its keys in `Figures`.
-        build: makes it from the worker, collectively.
-        compared_with: the contender whose result it must reproduce.
+        build: builds it from the worker, collectively.
+        compared_with: contender whose result it must reproduce.
     """
 
     key: str
@@ -52,8 +52,8 @@ class Entry:
 
 
 def entries(*, bridge: bool = False) -> list[Entry]:
-    """All contenders, in the order in which they run; `bridge`: Megatron-Bridge too."""
-    # these import Megatron, which is patched when the worker is built
+    """Return all contenders in their order; with `bridge`, also Megatron-Bridge."""
+    # these modules import Megatron, which must be patched before, when the worker is built
     from benchmarks.resharding.bridges import MbridgeExport, MegatronBridgeExport
     from benchmarks.resharding.gather_broadcast import GatherBroadcast
     from benchmarks.resharding.megatron_core import MegatronResharding, OursToMegatron
@@ -73,15 +73,15 @@ def entries(*, bridge: bool = False) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done with every case.
+    """Measurements of every case.
 
     Attributes:
-        runs: timed runs of each contender; 0 times none.
-        budget: seconds for the runs of one contender; see `measure`.
-        cycles: switches there and back over which growth is watched; 0 for none.
-        timeline: trace memory over one cycle.
-        bridge: time Megatron-Bridge too.
-        vllm: further engine arguments.
+        runs: timed runs per contender; 0 skips the contenders.
+        budget: seconds for the runs of a contender; see `measure`.
+        cycles: switches to inference and back over which growth is measured.
+        timeline: True to trace memory over a cycle.
+        bridge: True to time Megatron-Bridge.
+        vllm: additional engine arguments.
     """
 
     runs: int
@@ -93,14 +93,14 @@ class Request:
 
 
 def main(job: str, out: str) -> None:
-    """Run the cases of the job file; rank 0 writes all figures so far after each one."""
+    """Run the cases of the job file; rank 0 writes the figures so far after each case."""
     values = json.loads(Path(job).read_text())
     request = Request(**values["request"])
     own_device()
     dist.init_process_group(default_backend(), timeout=timedelta(seconds=SECONDS_TO_WAIT))
     directory = Path(job).parent / f"rank{dist.get_rank()}"
     rows = []
-    for case in (Case(**each) for each in values["cases"]):
+    for case in (Case(**fields) for fields in values["cases"]):
         started = time.perf_counter()
         figures = Figures.of(case)
         _, failure = agreed(partial(run_case, case, directory, request, figures))
@@ -114,7 +114,7 @@ def main(job: str, out: str) -> None:
 
 
 def run_case(case: Case, directory: Path, request: Request, figures: Figures) -> None:
-    """Build, time, shut down. Errors of the build are raised; those of a contender are its reason."""
+    """Build, time, shut down. Errors of a contender become its reason; others propagate."""
     worker = ActorHybridWorker(case.config(directory, request.vllm), weights_only=True)
     try:
         _fill_with_values(worker)
@@ -134,54 +134,43 @@ def run_case(case: Case, directory: Path, request: Request, figures: Figures) ->
 
 
 def _fill_with_values(worker: ActorHybridWorker) -> None:
-    """Give every canonical tensor values of its own, on all ranks that hold some of it the same."""
+    """Fill every canonical tensor with different values, equal on all ranks."""
     adaptor = worker.train.weights
     layout, buffers = adaptor.layout(), adaptor.buffers()
-    values = (torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02).to(
-        worker.job.device
-    )
+    values = torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02
+    values = values.to(worker.job.device)
     for name, shards in layout.shards_by_tensor().items():
         shape = layout.tensors[name]
-        first = zlib.crc32(name.encode()) % _NUM_VALUES
-        turned = values.roll(first).to(buffers[shards[0].place.buffer.name].dtype)
-        whole = turned.repeat(-(-math.prod(shape) // _NUM_VALUES))[: math.prod(shape)].view(shape)
+        numel = math.prod(shape)
+        rolled = values.roll(zlib.crc32(name.encode()) % _NUM_VALUES)
+        repeated = rolled.to(buffers[shards[0].place.buffer.name].dtype).repeat(
+            math.ceil(numel / _NUM_VALUES)
+        )
+        tensor = repeated[:numel].view(shape)
         for shard in shards:
-            region, place = shard.region, shard.place
-            box = tuple(
-                slice(low, high) for low, high in zip(region.offsets, region.ends, strict=True)
-            )
-            flat = buffers[place.buffer.name]
-            flat.as_strided(
-                region.lengths, place.strides, flat.storage_offset() + place.offset
-            ).copy_(whole[box])
+            region = shard.region
+            box = tuple(map(slice, region.offsets, region.ends))
+            flat = buffers[shard.place.buffer.name]
+            offset = flat.storage_offset() + shard.place.offset
+            flat.as_strided(region.lengths, shard.place.strides, offset).copy_(tensor[box])
 
 
 def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
-    """A whole switch there and back, for bytes, peak and phases; the second one, for the first one also plans."""
+    """Note bytes and peak of a whole switch to inference and back."""
     sharding = worker.sharding
-    training, inference = _resident(worker), worker.inference.adaptor.nbytes
-    for _ in range(2):
+    layout_nbytes = max(_resident(worker), worker.inference.adaptor.nbytes)
+    for _ in range(2):  # the first switch also plans
         report = sharding.enter(State.INFER)
         sharding.enter(State.TRAIN)
-    received, own, least = (
-        gather(value) for value in (report.bytes_received, report.bytes_own, report.bytes_least)
-    )
-    figures.bytes_received, figures.bytes_own, figures.bytes_least = (
-        sum(received),
-        sum(own),
-        sum(least),
-    )
-    peaks = gather((report.peak_bytes, max(training, inference)))
+    figures.bytes_received = sum(gather(report.bytes_received))
+    figures.bytes_least = sum(gather(report.bytes_least))
+    peaks = gather((report.peak_bytes, layout_nbytes))
     figures.peak_bytes, figures.max_layout_bytes = max(peaks, key=lambda pair: pair[0] - pair[1])
-    figures.inference_bytes = sum(gather(inference))
     figures.bucket_bytes = max(bucket.nbytes for bucket in sharding.plan.buckets)
-    figures.weights_kept = not worker.config.generate_config.release_weights
-    figures.num_tensors = len(worker.table.shapes)
-    figures.switch_phases = dict(report.seconds_by_phase)
 
 
 def _resident(worker: ActorHybridWorker) -> int:
-    """Bytes of training state on this rank's device now."""
+    """Return the bytes of training state on the device of this rank."""
     worker.sharding.offloader.onload(set(KINDS))
     return sum(
         nbytes
@@ -197,7 +186,7 @@ def _time(
     figures: Figures,
     results: dict[str, Digests],
 ) -> None:
-    """Time one contender and check what it wrote."""
+    """Time a contender and check its result."""
     key = f"{entry.key}_seconds"
     contender, failure = agreed(lambda: entry.build(worker))
     if failure is None:
@@ -225,19 +214,22 @@ def _time(
 
 
 def _difference(entry: Entry, results: dict[str, Digests]) -> str | None:
-    """Which parameters differ from those of the contender that it is compared with; the same answer on every rank."""
+    """Describe the differences from the result of `compared_with`. Equal on every rank."""
     if entry.compared_with is None:
         return None
-    own, expected = results[entry.key], results.get(entry.compared_with, {})
-    different = sorted(name for name in {*own, *expected} if own.get(name) != expected.get(name))
-    found = gather((len(different), len(expected), different[:1]))
-    if not min(total for _, total, _ in found):
-        return f"nothing of {entry.compared_with} to compare with"
-    if not (count := sum(count for count, _, _ in found)):
+    actual = results[entry.key]
+    expected = results.get(entry.compared_with, {})
+    names = {*actual, *expected}
+    differing = sorted(name for name in names if actual.get(name) != expected.get(name))
+    differing_by_rank = gather(differing)
+    totals = gather(len(expected))
+    if not all(totals):
+        return f"{entry.compared_with} has no result to compare with"
+    if not any(differing_by_rank):
         return None
-    first = next(name for _, _, names in found for name in names)
-    num_parameters = sum(total for _, total, _ in found)
-    return f"{count} of {num_parameters} parameters are not those of {entry.compared_with}: {first}"
+    count = sum(map(len, differing_by_rank))
+    first = next(names[0] for names in differing_by_rank if names)
+    return f"{count} of {sum(totals)} parameters differ from {entry.compared_with}: {first}"
 
 
 if __name__ == "__main__":

@@ -197,10 +197,10 @@ class TestOffload:
     def test_bytes(self, name: str, figures: dict[str, Memory], note: Note) -> None:
         figure = figures[name]
         share = MAX_BYTES[name]
-        limit = f"{figure.ratio:.2f} of {size(figure.beside_nbytes)} ({figure.beside}); at most {share:g}"
-        note(size(figure.nbytes), limit, nbytes=figure.nbytes, beside_nbytes=figure.beside_nbytes)
+        limit = f"{figure.ratio:.2f} of {size(figure.whole_nbytes)} ({figure.whole}); at most {share:g}"
+        note(size(figure.nbytes), limit, nbytes=figure.nbytes, beside_nbytes=figure.whole_nbytes)
         segment = SEGMENT_NBYTES if name == offloads.LEFT_TAKEN else 0
-        assert figure.nbytes <= share * figure.beside_nbytes + segment
+        assert figure.nbytes <= share * figure.whole_nbytes + segment
 
 
 class TestReshard:
