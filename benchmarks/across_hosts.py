@@ -1,7 +1,7 @@
 """Resharding between simulated hosts: four ranks of one machine, messages over gloo, no engines.
 
-    python -m benchmarks.across_hosts [--train TP PP] [--infer TP PP] [--hosts a,b,a,b] [--layers N]
-    [--json FILE]
+    python -m benchmarks.across_hosts [--train TP PP] [--infer TP PP] [--hosts a,b,a,b]
+                                      [--layers N] [--json FILE]
 
 Fills the same weights with and without relay buffers, and with and without sending the next bucket
 ahead while a bucket is written and committed. The variants take turns; the median of several fills

@@ -4,10 +4,10 @@
 
 Four series; each point runs in a separate process:
 
-    dense     318 tensors, 64 to 2,048 ranks, training TP=4 x PP=4, inference TP=2 experts
-    DeepSeek-V3's 46,181 tensors, 64 to 2,048 ranks, training TP=8 x PP=8 x EP=8, inference TP=8 x
-    EP=8 tensors   8 to 256 experts in each of 58 layers, 512 ranks, the same layouts target
-    DeepSeek-V3, 2,048 ranks, training TP=8 x PP=16 x EP=32, inference TP=8 with EP=8 and EP=32
+    dense     318 tensors, 64 to 2,048 ranks, TP=4 x PP=4 to TP=2
+    experts   DeepSeek-V3's 46,181 tensors, 64 to 2,048 ranks, TP=8 x PP=8 x EP=8 to TP=8 x EP=8
+    tensors   8 to 256 experts in each of 58 layers, 512 ranks, the same layouts
+    target    DeepSeek-V3, 2,048 ranks, TP=8 x PP=16 x EP=32 to TP=8 with EP=8 and EP=32
 
 `exponent` is the slope of log(seconds) over log(size) between the two largest sizes: 1 is linear.
 """

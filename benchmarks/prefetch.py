@@ -1,7 +1,7 @@
 """Seconds of the RL example's iterations and switches with `generate_config.prefetch` off and auto.
 
-    python -m benchmarks.prefetch [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json
-    FILE]
+    python -m benchmarks.prefetch [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2]
+                                  [--json FILE]
 
 The runs alternate (off, auto, off, auto), so that a slowdown of the machine affects both. The
 benchmark checks that rewards, losses and all other figures except seconds and memory are identical.

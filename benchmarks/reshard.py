@@ -1,8 +1,10 @@
 """Resharding compared with other systems: seconds, bytes and peak memory of each case.
 
-    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT] python -m benchmarks.reshard
-    --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth python -m
-    benchmarks.reshard --from FILE --plot PHASES.svg                                   plot only
+    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT]
+    # growth
+    python -m benchmarks.reshard --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50
+    # plot only
+    python -m benchmarks.reshard --from FILE --plot PHASES.svg
 
 Every rank runs both engines, on CPU and gloo; 4 ranks need about 16 GiB. The package
 `benchmarks.resharding` has the contenders and their checks, `benchmarks/resharding/figures.py` the

@@ -9,8 +9,8 @@ release schedule (`setup.rank_plan`). The messages of the other ranks are genera
 code and read from a file, so the time of the network is not included. Each point runs in a separate
 process.
 
-    bytes_received   bytes that a rank receives in `Agreement.gather` and `Agreement.share`, as they
-    count them peak_bytes       peak of the resident memory, without that of the imported modules
+    bytes_received   bytes that a rank receives in `Agreement.gather` and `Agreement.share`
+    peak_bytes       peak of the resident memory, without that of the imported modules
 
 `--real` starts ranks on this machine, four per simulated host, which set up the switch of a small
 model: seconds, bytes, and the sockets, other descriptors and threads of rank 0. Ranks share the

@@ -1,7 +1,7 @@
 """Whole switches of both engines with training state, compared with plain copies of the same bytes.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile
-                                DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto]
+                                [--profile DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
 
 Runs one rank. A cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds
 are medians over all cycles except the first, which also plans and allocates page-locked host

@@ -12,8 +12,10 @@ link is memory, not a network: bytes hold anywhere, seconds do not.
 
 With `incremental: auto`, servers that keep their weights, and changes between two publishes:
 
-    all              every tensor one layer        the tensors of one layer one in 1,000     one
-    element of 1,000 in every tensor: everything is sent, because a bucket is sent whole nothing
+    all              every tensor
+    one layer        the tensors of one layer
+    one in 1,000     an element of 1,000 in every tensor: everything is sent, since buckets are whole
+    nothing
 
 With `incremental: delta`, the last bit of random elements of every tensor:
 

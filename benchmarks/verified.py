@@ -1,7 +1,7 @@
 """Costs of `generate_config.verify` and savings of `incremental`, in seconds of a switch to vLLM.
 
-    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed] [--runs
-    5] [--rounds 2]
+    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed]
+                                  [--runs 5] [--rounds 2]
 
 Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns,
 so that a slowdown of the machine affects all of them.

@@ -1,9 +1,9 @@
-"""An engine around a transformers model: FSDP2 trains it, vLLM generates with its weights, in turn.
+"""A transformers model that FSDP2 trains and vLLM samples from, in the same processes.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp_engine.py MODEL
 
-MODEL is a directory or a name on the Hub; without one a small random Qwen2 is made. The "reward" is the share of
-even tokens, and each step makes rewarded completions likelier.
+MODEL is a directory or a name on the Hub; the default is a small random Qwen2. The reward is the
+share of even tokens.
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""A trainer of one's own: a model that every rank holds whole, an ordinary optimizer, and vLLM with their weights.
+"""A custom trainer: every rank has the whole model and a plain optimizer; vLLM gets its weights.
 
     torchrun --standalone --nproc-per-node 2 examples/own_trainer.py
 
-`MyTrainer` is all that a switch asks for; the numbered list in hybrid_engine/ports.py says who calls what, and when.
+`MyTrainer` is all that a switch requires. hybrid_engine/ports.py lists the calls in their order.
 """
 
 import tempfile
@@ -18,13 +18,15 @@ from hybrid_engine.memory.offload_items import OffloadItem
 
 
 class MyTrainer(GuardedState):
-    """Says where the weights lie (`weights`), how new they are (`version`) and what can leave the device."""
+    """Provides the weights, their version, and the tensors that can leave the device."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
         super().__init__()
-        self.model, self.optimizer, self.version = model, optimizer, 0
-        self.weights = WholeTensors(model.state_dict(keep_vars=True), rank)  # by their names in a checkpoint
-        self.watch([model], [optimizer])  # StateError where they are used and off the device
+        self.model = model
+        self.optimizer = optimizer
+        self.version = 0
+        self.weights = WholeTensors(model.state_dict(keep_vars=True), rank)  # checkpoint names
+        self.watch([model], [optimizer])  # raises StateError if they are used while off the device
 
     def offload_items(self) -> Iterator[OffloadItem]:
         yield from self.weights.offload_items()
@@ -32,11 +34,11 @@ class MyTrainer(GuardedState):
             if parameter.grad is not None:
                 yield OffloadItem(f"{name}.grad", "grad", parameter.grad)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value.numel() > 1:  # not Adam's count of steps
+                if value.numel() > 1:  # the step count of Adam stays
                     yield OffloadItem(f"{key} of {name}", "optimizer", value)
 
     def step(self, rows: torch.Tensor) -> float:
-        """Your own loop: gradients are added up over ranks, each of which has rows of its own."""
+        """Take an optimizer step; gradients are summed over ranks, each with different rows."""
         loss: torch.Tensor = self.model(rows, labels=rows).loss
         self.optimizer.zero_grad()
         loss.backward()
@@ -55,7 +57,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(hf_config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as directory:
-        hf_config.save_pretrained(directory)  # all that vLLM reads; its weights come from the trainer
+        hf_config.save_pretrained(directory)  # no weights: they come from the trainer
         generate = {"infer_tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 8, "verify": "full"}
         values = {"model": directory, "actor_config": {"params_dtype": "float32"}, "generate_config": generate}
         config = load_config(values, own_loop=True, own_weights=True)
@@ -64,7 +66,7 @@ def main() -> None:
                 with engine.train_context():
                     rows = (torch.arange(8)[:, None] + torch.arange(16) + number + engine.rank) % 12
                     losses = [engine.train.step(rows.to(engine.job.device)) for _ in range(10)]
-                with engine.rollout_context():  # here the trainer's memory is vLLM's
+                with engine.rollout_context():  # the trainer's state is off the device
                     (answer,) = engine.generate([[3, 4, 5]], Sampling(temperature=0.0, max_tokens=6))
                 if engine.rank == 0:
                     print(f"loss {losses[-1]:.3f}: after 3, 4, 5 comes {list(answer[0].token_ids)}", flush=True)

@@ -1,4 +1,4 @@
-"""GRPO on two-digit addition: Megatron trains, vLLM samples, weights are resharded between them every iteration.
+"""GRPO on two-digit addition: Megatron trains, vLLM samples, both with the same weights.
 
 data/*.jsonl -> task.py (characters, problems, reward)
                      |
@@ -10,12 +10,12 @@ train.py  ->  trainer.py: warm up, then the library's loop, hybrid_engine/rl
                      |
               report.py (terminal, metrics.jsonl, reward.png, TensorBoard)
 
-With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns before the actor is scored, and gives each token its advantage.
-With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
+With PPO (configs/ppo_tp2_to_dp2.yaml) a critic is trained before the actor is scored, and provides
+the advantage of each token. With configs/fsdp2_to_dp.yaml, FSDP2 replaces Megatron.
 
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/
 torchrun.py            torchrun without its own tracebacks
-served.py              a server beside the ranks: `make rl SERVER=1`
-pretrain_gpt_rl.py     the same inside Megatron-LM's own training loop; rollouts.py is its dataset
+served.py              the run with a vLLM server: `make rl SERVER=1`
+pretrain_gpt_rl.py     the same in the training loop of Megatron-LM; rollouts.py is its dataset
 """

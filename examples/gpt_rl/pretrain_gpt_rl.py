@@ -1,13 +1,8 @@
-"""GRPO inside Megatron's own training loop: Megatron's arguments, data samplers, checkpoints and logging.
+"""GRPO in the training loop of Megatron-LM, with its arguments, samplers, checkpoints and logging.
 
-    PYTHONPATH=.:MEGATRON_LM torchrun … -m megatron_patches examples/gpt_rl/pretrain_gpt_rl.py <Megatron's arguments> \
-        --rl-stage warm-up                                          imitate demonstrations, save
-        --rl-stage reward --pretrained-checkpoint WARM_UP \
-            --enable-resharding --resharding-at-start --resharding-interval 4 \
-            --resharding-callback examples.gpt_rl.rollouts:collect  rollouts between the steps
-
-examples/gpt_rl/pretrain_gpt_rl.sh has all arguments. It only uses what any entry script of Megatron-LM uses, so your
-own script can do the same: a dataset, a forward step with your loss, and a callback.
+examples/gpt_rl/pretrain_gpt_rl.sh has the commands: `--rl-stage warm-up` imitates demonstrations,
+`--rl-stage reward` has rollouts between its steps. Your own entry script can do the same with a
+dataset, a forward step with your loss, and a callback.
 """
 
 from __future__ import annotations
@@ -46,24 +41,22 @@ CALLBACK = "examples.gpt_rl.rollouts:collect"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Ours, in Megatron's parser."""
+    """Add the RL options to Megatron's parser."""
     group = parser.add_argument_group("reinforcement learning")
     group.add_argument("--rl-stage", choices=("warm-up", "reward"), required=True)
     group.add_argument("--rl-data", type=str, default=str(DATA), help="Directory with train.jsonl and held_out.jsonl.")
     group.add_argument("--rl-samples-per-prompt", type=int, default=8)
-    group.add_argument("--rl-max-tokens", type=int, default=5, help="Of a completion, its end token included.")
+    group.add_argument("--rl-max-tokens", type=int, default=5, help="Longest completion, including its end token.")
     group.add_argument("--rl-clip-ratio", type=float, default=0.2)
     group.add_argument("--rl-kl-coefficient", type=float, default=0.01)
     return parser
 
 
-# -- data ---------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def dataset(num_samples: int) -> torch.utils.data.Dataset[Batch]:
-    """Training data of the stage, on every rank; Megatron's samplers take from it in order."""
-    args, resharding = get_args(), script.options()
+    """Return the training data of the stage; Megatron's samplers read it in order."""
+    args = get_args()
+    resharding = script.options()
     _check(args, resharding)
     if args.rl_stage == "warm-up":
         return Demonstrations(Path(args.rl_data), num_samples, args.seq_length, args.seed)
@@ -78,7 +71,7 @@ def dataset(num_samples: int) -> torch.utils.data.Dataset[Batch]:
     )
     score = None
     if args.rl_kl_coefficient:
-        assert resharding.config is not None, "the engine, attached before, requires --resharding-config"
+        assert resharding.config is not None, "the attached engine requires --resharding-config"
         score = Reference(args, resharding.config).log_probs
     return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
 
@@ -86,114 +79,114 @@ def dataset(num_samples: int) -> torch.utils.data.Dataset[Batch]:
 def datasets(
     num_samples: Sequence[int], vp_stage: int | None = None
 ) -> tuple[torch.utils.data.Dataset[Batch], None, None]:
-    """For training, evaluation and test, as Megatron asks: for every virtual stage, all of which share one."""
+    """Return datasets for training, evaluation and test; virtual stages share them."""
     return dataset(num_samples[0]), None, None
 
 
-datasets.is_distributed = True  # type: ignore[attr-defined]  # where Megatron looks for it
+datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron
 
 
 def _check(args: Any, resharding: ReshardingOptions) -> None:
-    """Exit with all that does not go together; every rank sees the same."""
+    """Exit with all conflicting options; every rank has the same."""
     problems = []
     if args.rl_stage == "reward" and not (resharding.enabled and resharding.at_start):
-        problems.append("--rl-stage reward draws before it learns: add --enable-resharding --resharding-at-start")
+        problems.append(
+            "--rl-stage reward samples before its first step: add --enable-resharding --resharding-at-start"
+        )
     if args.rl_stage == "reward" and resharding.callback != CALLBACK:
         problems.append(f"--resharding-callback {resharding.callback}: use {CALLBACK}")
     if args.fp16:
-        problems.append("--fp16: a skipped step would use up samples; use --bf16 or neither")
+        problems.append("--fp16: a skipped step would consume samples; use --bf16 or neither")
     if args.num_workers:
-        problems.append(f"--num-workers {args.num_workers}: samples live in this process; use 0")
+        problems.append(f"--num-workers {args.num_workers}: samples exist in this process only; use 0")
     if args.dataloader_type != "single":
         problems.append(f"--dataloader-type {args.dataloader_type}: samples are drawn in order; use single")
     if args.rampup_batch_size is not None:
-        problems.append("--rampup-batch-size: rollouts have one size; leave it out")
+        problems.append("--rampup-batch-size: rollouts have a fixed size; remove it")
     if args.rl_stage == "reward" and args.global_batch_size % args.rl_samples_per_prompt:
         size = args.rl_samples_per_prompt
-        problems.append(f"--global-batch-size {args.global_batch_size}: no multiple of --rl-samples-per-prompt {size}")
+        problems.append(
+            f"--global-batch-size {args.global_batch_size}: not a multiple of --rl-samples-per-prompt {size}"
+        )
     if problems:
         sys.exit("\n".join(problems))
 
 
 def _report(iteration: int, figures: dict[str, float]) -> None:
-    """The figures of the rollout after an iteration, where Megatron logs."""
-    shown = " | ".join(f"{name}: {value:.3f}" for name, value in figures.items())
-    print_rank_0(f" rollout after iteration {iteration:8d} | {shown}")
+    """Log the figures of the rollout after an iteration to Megatron's loggers."""
+    text = " | ".join(f"{name}: {value:.3f}" for name, value in figures.items())
+    print_rank_0(f" rollout after iteration {iteration:8d} | {text}")
+    tensorboard = get_tensorboard_writer()
+    wandb = get_wandb_writer()
     for name, value in figures.items():
-        if (writer := get_tensorboard_writer()) is not None:
-            writer.add_scalar(f"rl/{name}", value, iteration)
-        if (wandb := get_wandb_writer()) is not None:
+        if tensorboard is not None:
+            tensorboard.add_scalar(f"rl/{name}", value, iteration)
+        if wandb is not None:
             wandb.log({f"rl/{name}": value}, iteration)
 
 
-# -- the reference ------------------------------------------------------------------------------------------------
-
-
 class Reference:
-    """The model as it was when reinforcement learning began, frozen; built by its first use.
-
-    Kept on disk beside the checkpoints (`--save`/reference), each rank its own part, for a run that is resumed.
-    """
+    """Frozen copy of the model at the start of the reward stage, saved for resumed runs."""
 
     def __init__(self, args: Any, config: Path) -> None:
-        """`config`: the file of --resharding-config, which names the model."""
+        """`config` is the file of --resharding-config, with the path of the model."""
         self._args = args
         self._model = Path(yaml.safe_load(config.read_text())["model"])
         self._engine: TrainEngine | None = None
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, policy: Sequence[torch.nn.Module]) -> torch.Tensor:
-        """Log-probabilities [B, S] fp32 of the labels, on every rank; data parallel ranks share the work."""
-        engine = self._engine = self._engine or self._build(policy)
+        """Return log-probs [B, S] fp32 of the labels; data parallel ranks share the work."""
+        if self._engine is None:
+            self._engine = self._build(policy)
+        engine = self._engine
         rows = slice(engine.dp_rank, None, engine.dp_size)
-        own = engine.log_probs({name: batch[name][rows] for name in ("tokens", "labels")})
-        everyone = engine.gather_over_data_parallel(own).to("cpu")
-        found = torch.empty_like(everyone)
-        for rank, share in enumerate(everyone.chunk(engine.dp_size)):
-            found[rank :: engine.dp_size] = share
-        return found
+        share = engine.log_probs({name: batch[name][rows] for name in ("tokens", "labels")})
+        gathered = engine.gather_over_data_parallel(share).to("cpu")
+        log_probs = torch.empty_like(gathered)
+        for rank, part in enumerate(gathered.chunk(engine.dp_size)):
+            log_probs[rank :: engine.dp_size] = part
+        return log_probs
 
     def _build(self, policy: Sequence[torch.nn.Module]) -> TrainEngine:
         weights = self._weights(policy)
         chunks = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
-        for chunk, found in zip(unwrap_model(chunks), weights, strict=True):
+        for chunk, saved in zip(unwrap_model(chunks), weights, strict=True):
             for name, tensor in _tensors(chunk).items():
-                tensor.copy_(found[name])
+                tensor.copy_(saved[name])
         table = table_for(json.loads((self._model / "config.json").read_text()))
         actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
         return TrainEngine(actor, table, self._args.micro_batch_size)
 
     def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
-        """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""
+        """Load the weights of a resumed run, or save those of the unchanged policy. Collective."""
         args = self._args
         path = Path(args.save or ".", "reference", f"rank{args.rank}.pt")
         if args.curr_iteration:
-            found: list[Any] = [None] * args.world_size
-            torch.distributed.all_gather_object(found, path.is_file())
-            if not all(found):
-                missing = [rank for rank, has_file in enumerate(found) if not has_file]
-                raise RuntimeError(f"no {path.parent} of ranks {missing}: resume with the --save of the run's start")
+            has_file: list[Any] = [None] * args.world_size
+            torch.distributed.all_gather_object(has_file, path.is_file())
+            if not all(has_file):
+                missing = [rank for rank, exists in enumerate(has_file) if not exists]
+                raise RuntimeError(f"{path.parent} lacks ranks {missing}: resume with the --save of the first start")
             with naming("reading the reference", path, "Restore it from a copy, or start the run again"):
                 return torch.load(path, map_location="cpu", weights_only=True)
         weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
         if args.save:
             path.parent.mkdir(parents=True, exist_ok=True)
             with naming("writing the reference", path):
-                torch.save([{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights], path)
+                copies = [{name: tensor.cpu().clone() for name, tensor in chunk.items()} for chunk in weights]
+                torch.save(copies, path)
                 sync(path)
         return weights
 
 
 def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers; not the extra state of layers, which is no tensor."""
+    """Return parameters and buffers, without the extra state of layers."""
     return {name: value.detach() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-# -- the loss -----------------------------------------------------------------------------------------------------
-
-
 def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """What Megatron's schedules call for every micro batch."""
+    """Run the model on a micro batch. Called by Megatron's schedules."""
     batch = {name: tensor.to(model_device()) for name, tensor in next(iterator).items()}
     tokens = batch["tokens"]
     output = model(tokens, *causal_inputs(tokens), labels=batch["labels"])
@@ -201,16 +194,17 @@ def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
 
 
 def loss_function(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sums over the response's tokens and their number, which Megatron divides by; `output` [b, S] is -log p."""
+    """Return the sum of the loss, the number of tokens, and figures; `output` [b, S] is -log p."""
     args = get_args()
     mask = batch["mask"]
     num_tokens = mask.sum()
-    sums = {**batch, "weights": mask * mask.shape[0]}  # averaged over sequences, that is the sum over all tokens
+    # losses average over sequences; these weights turn the average into a sum over tokens
+    sums = {**batch, "weights": mask * mask.shape[0]}
     if args.rl_stage == "warm-up":
         loss, report = losses.cross_entropy(sums, -output.float())
     else:
         loss, report = losses.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(sums, -output.float())
-    # cloned: Megatron divides the loss in place
+    # cloned, because Megatron divides the loss in place
     figures = {name: torch.stack([value.clone(), num_tokens]) for name, value in report.items()}
     return loss, num_tokens.int(), figures
 

@@ -1,12 +1,12 @@
 #!/bin/sh
-# GRPO inside Megatron's own training loop: warm-up, then reinforcement learning, from the root of this repository.
+# GRPO in the training loop of Megatron-LM: warm-up, then reinforcement learning. Run it in the root of this repository.
 #   MEGATRON_LM_PATH=<checkout of core_v0.16.1> [NPROC=2] [TP=2] [PP=1] [OUT=runs/pretrain_gpt_rl] [STEPS=160] sh examples/gpt_rl/pretrain_gpt_rl.sh
 set -eu
 : "${MEGATRON_LM_PATH:?name a checkout of Megatron-LM, core_v0.16.1}"
 NPROC=${NPROC:-2} TP=${TP:-2} PP=${PP:-1} OUT=${OUT:-runs/pretrain_gpt_rl} STEPS=${STEPS:-160} WARM_UP=${WARM_UP:-800} SAVE=${SAVE:-40}
 export PYTHONPATH="$PWD:$MEGATRON_LM_PATH${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 
-# That of examples/gpt_rl/model/config.json.
+# The model of examples/gpt_rl/model/config.json.
 MODEL="--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --kv-channels 32
     --group-query-attention --num-query-groups 2 --qk-layernorm --swiglu --normalization RMSNorm --norm-epsilon 1e-6
     --position-embedding-type rope --rotary-base 10000 --disable-bias-linear --untie-embeddings-and-output-weights

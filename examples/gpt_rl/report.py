@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes: rows on the terminal, metrics.jsonl, TensorBoard events, reward.png, a summary."""
+"""Output of rank 0: terminal, metrics.jsonl, TensorBoard events, reward.png, a summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybrid_engine.rl.run_files import Events, Row, RunFiles
 
-# Heading, key of the row, format, width; all fit 80 characters.
+# Heading, key of the row, format, width. A line has at most 80 characters.
 _COLUMNS = (
     ("iter", "iteration", "d", 4),
     ("reward", "reward", ".3f", 6),
@@ -29,16 +29,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Report:
-    """Rank 0's view of a run, as a context manager.
-
-    Args:
-        console: where to show; need not be a terminal (then there is no bar, only lines).
-        files: the run's.
-        title: of the curves.
-    """
+    """Report of a run on rank 0, with a progress bar if `console` is a terminal. A context manager."""
 
     def __init__(self, console: Console, files: RunFiles, title: str = "") -> None:
-        self._console, self._files, self._title = console, files, title
+        self._console = console
+        self._files = files
+        self._title = title
         self._bar = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
@@ -46,7 +42,7 @@ class Report:
             console=console,
             transient=True,
             disable=not console.is_terminal,
-            # the streams go to the log by then, and rich would bring them back to the terminal
+            # stdout and stderr go to the log by then; rich would redirect them to the terminal
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -64,19 +60,19 @@ class Report:
         self._events.close()
 
     def show_progress(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """Move the bar; where there is none, say so now and then, until the first row is there."""
+        """Move the bar; without a terminal, print a line every few seconds until the first row."""
         self._bar.update(self._task, description=what, completed=done, total=total)
         if not self._console.is_terminal and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            self._say(what if total is None else f"{what}, {done}/{total}")
+            self._print(what if total is None else f"{what}, {done}/{total}")
 
     def begin(self) -> None:
-        """The engines are ready: show the rows that an earlier start of this run has written."""
+        """Show the rows of a resumed run so far. Call it when the engines are ready."""
         for number, row in enumerate(self._files.metrics.rows()):
             self._show(row, headed=number == 0)
 
     def add(self, row: Row) -> None:
-        """An iteration has ended: write and show its row."""
+        """Write and show the row of an iteration."""
         is_first = not self._files.metrics.rows()
         self._files.metrics.append(row)
         self._show(row, headed=is_first)
@@ -90,31 +86,31 @@ class Report:
             return
         plot(rows, self._files.out / "reward.png", self._title)
         figures = summary(rows)
-        self._say(
-            f"\nheld-out accuracy now {_shown(figures['accuracy'], '.3f')}, "
-            f"{_shown(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
+        self._print(
+            f"\nheld-out accuracy now {_text(figures['accuracy'], '.3f')}, "
+            f"{_text(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
             f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s\n"
             f"{figures['bytes_received']:,} bytes received, {figures['bytes_least']:,} the least possible\n"
-            f"largest log-prob difference, vLLM against the trainer: {_shown(figures['logprob_diff'], '.1e')}\n"
+            f"largest log-prob difference, vLLM against the trainer: {_text(figures['logprob_diff'], '.1e')}\n"
             f"written to {self._files.out}"
         )
 
     def _show(self, row: Row, headed: bool) -> None:
         if headed:
-            self._say(_HEADINGS)
-        self._say(row_line(row))
+            self._print(_HEADINGS)
+        self._print(row_line(row))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def row_line(row: Row) -> str:
-    """One iteration in fixed columns; what was not measured is a dash."""
-    return " ".join(f"{_shown(row.get(key), style):>{width}}" for _, key, style, width in _COLUMNS)
+    """Format an iteration in fixed columns, with a dash for a missing value."""
+    return " ".join(f"{_text(row.get(key), style):>{width}}" for _, key, style, width in _COLUMNS)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What came out of a run; None where no row has it."""
+    """Return the results of a run; None for a value that no row has."""
     return {
         "accuracy_after_warm_up": rows[0].get("accuracy") if rows[0]["iteration"] == 0 else None,
         "accuracy": next(iter(_values(rows[::-1], "accuracy")), None),
@@ -127,7 +123,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
-    """Over iterations: accuracy and reward; KL; where the time goes."""
+    """Plot accuracy and reward, KL, and the time of each phase over iterations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,7 +138,8 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
     ):
         points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=colour)
-    if (after_warm_up := summary(rows)["accuracy_after_warm_up"]) is not None:
+    after_warm_up = summary(rows)["accuracy_after_warm_up"]
+    if after_warm_up is not None:
         top.axhline(after_warm_up, color="tab:blue", linestyle=":", label="after warm-up")
     top.set(ylim=(0, 1), ylabel="share right, reward")
     middle.set(ylabel="nats per token")
@@ -150,7 +147,7 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
     seconds = [[row.get(f"{phase}_seconds") or 0.0 for row in timed] for phase in _PHASES]
     bottom.stackplot([row["iteration"] for row in timed], seconds, labels=_PHASES)
     bottom.set(ylabel="seconds per iteration", xlabel="iteration")
-    for axes in (top, middle, bottom):  # beside the panel: inside, a legend hides data of some run
+    for axes in (top, middle, bottom):  # legends next to the panels hide no data
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
@@ -161,7 +158,7 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-def _shown(value: float | None, style: str) -> str:
+def _text(value: float | None, style: str) -> str:
     if value is None:
         return "-"
     return f"{value / 1e6:.2f}" if style == "MB" else format(value, style)

@@ -1,13 +1,14 @@
-"""Rollouts as the dataset of Megatron's own training loop: sample i of the run is a completion that vLLM drew.
+"""Rollouts as a dataset for the training loop of Megatron: sample i is a completion by vLLM.
 
-    train_iters x global_batch_size samples, in order         Megatron's sampler, its resume included
+    train_iters x global_batch_size samples in order       Megatron's sampler, also after a resume
     sample i = completion i % n of the prompt of group i // n
-                                                    ┌─ collect(inference): completions, rewards, advantages
-    every N optimizer steps (--resharding-interval) ┤       of the next N x global_batch_size samples
-                                                    └─ the returned function: log-probs under the reference
-    Rollouts[i]                                     what the loss reads of sample i
+    every N optimizer steps (--resharding-interval):
+        collect(inference)                                 completions, rewards and advantages of
+                                                           the next N x global_batch_size samples
+        the function that it returns                       log-probs under the reference
+    Rollouts[i]                                            sample i as the loss needs it
 
-`collect` is given to Megatron's script as --resharding-callback.
+Megatron's script gets `collect` as --resharding-callback.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 ScoreReference = Callable[[Batch, Sequence[Any]], torch.Tensor]
-"""(all samples, the policy's model chunks) -> log-probabilities [B, S] of the labels, the same on every rank."""
+"""(all samples, model chunks of the policy) -> log-probs [B, S] of the labels on every rank."""
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How rollouts are drawn. Raises ConfigError for what `Sampling` refuses, before anything is trained.
+    """Settings of rollouts. Raises ConfigError for values that `Sampling` rejects.
 
     Attributes:
         data: directory with train.jsonl and held_out.jsonl.
         samples_per_prompt: n, the size of a group.
-        max_tokens: of a completion, its end token included.
-        batch_size: samples of an optimizer step; a multiple of n.
-        steps: optimizer steps from one rollout to the next.
+        max_tokens: longest completion, including its end token.
+        batch_size: samples per optimizer step; a multiple of n.
+        steps: optimizer steps between rollouts.
         seq_length: S.
-        seed: of the order of prompts and of the samples.
+        seed: seed of the order of prompts and of sampling.
     """
 
     data: Path
@@ -56,23 +57,23 @@ class RolloutSettings:
     seed: int
 
     def __post_init__(self) -> None:
-        _ = self.sampling
+        _ = self.sampling  # raises before training starts
 
     @property
     def sampling(self) -> Sampling:
-        """Of the samples."""
+        """Sampling of the training samples."""
         return Sampling(n=self.samples_per_prompt, max_tokens=self.max_tokens, stop_token_ids=(task.END,))
 
 
 class Rollouts(torch.utils.data.Dataset[Batch]):
-    """The samples that the next optimizer steps learn from; those of steps to come are not there yet.
+    """Samples of the next optimizer steps. Later samples do not exist yet.
 
     Args:
-        settings: see there.
-        num_samples: of the whole run.
-        num_consumed: samples that the run learnt from before it was resumed, all of whole steps.
-        score_reference: None where the loss has no KL term.
-        report: told (steps so far, figures) of every rollout, on every rank.
+        settings: settings of rollouts.
+        num_samples: samples of the whole run.
+        num_consumed: samples consumed before the run was resumed; a multiple of the batch size.
+        score_reference: None if the loss has no KL term.
+        report: called with (steps done, figures) after every rollout, on every rank.
     """
 
     def __init__(
@@ -89,29 +90,29 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         self._report = report
         self._problems = task.load_problems(settings.data / "train.jsonl")
         self._held_out = task.load_problems(settings.data / "held_out.jsonl")
-        self._first = self._next = num_consumed
+        self._first = num_consumed
+        self._next = num_consumed
         self._batch: Batch = {}
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> Batch:
-        """tokens, labels [S] int64; mask, old_log_probs, ref_log_probs [S] fp32; advantages [].
-
-        Raises IndexError for a sample of a step that is not drawn yet.
-        """
+        """Return the tensors of a sample. Raises IndexError for a sample that was not drawn yet."""
         self._next = max(self._next, index + 1)
         row = index - self._first
-        if not 0 <= row < len(self._batch.get("advantages", ())):
+        num_drawn = len(self._batch.get("advantages", ()))
+        if not 0 <= row < num_drawn:
             raise IndexError(
-                f"sample {index} was not drawn yet; there are {len(self._batch.get('advantages', ()))} from "
-                f"{self._first} on. Was no rollout made before the first step, or was a step skipped since?"
+                f"sample {index} was not drawn yet; there are {num_drawn} from {self._first} on. "
+                "Was no rollout made before the first step, or was a step skipped since?"
             )
         return {name: tensor[row] for name, tensor in self._batch.items()}
 
     def collect(self, inference: InferenceEngine) -> Callable[[Sequence[Any]], None] | None:
-        """Draw and judge the samples of the next steps. Collective. Returns what is left to do in training."""
+        """Draw the samples of the next steps; return a function to call in training. Collective."""
         settings = self._settings
+        # a data parallel rank reads only its share of a step, so round up to whole steps
         self._first = -(-self._next // settings.batch_size) * settings.batch_size
         num_samples = min(settings.steps * settings.batch_size, self._num_samples - self._first)
         first_group = self._first // settings.samples_per_prompt
@@ -131,19 +132,22 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         return add_reference
 
     def _problem(self, group: int) -> task.Problem:
-        """Every problem once before any comes again, in an order that the seed gives."""
-        epoch, place = divmod(group, len(self._problems))
-        return self._problems[_order(len(self._problems), self._settings.seed, epoch)[place]]
+        """Return the problem of a group: each epoch has every problem once, in random order."""
+        epoch, position = divmod(group, len(self._problems))
+        order = _order(len(self._problems), self._settings.seed, epoch)
+        return self._problems[order[position]]
 
     def _figures(
         self, inference: InferenceEngine, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> dict[str, float]:
-        """Mean reward of the samples, and the share of held-out problems answered rightly, greedily."""
+        """Return the mean reward of the samples and the greedy accuracy on held-out problems."""
         greedy = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,))
         prompts = [task.encode(problem.prompt) for problem in self._held_out]
         answers = inference.generate_over_replicas(prompts, greedy)
         figures = {"accuracy": task.accuracy(self._held_out, answers)}
-        return figures | ({"reward": task.rewards(problems, groups).mean().item()} if groups else {})
+        if groups:
+            figures["reward"] = task.rewards(problems, groups).mean().item()
+        return figures
 
 
 @functools.cache
@@ -159,36 +163,30 @@ def _batch(
     problems: Sequence[task.Problem],
     seq_length: int,
 ) -> Batch:
-    """All samples, group after group; the reference's log-probs are those of the samples until it has scored."""
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    batch = build_batch(
-        [prompt for prompt, _ in pairs], [completion for _, completion in pairs], seq_length, task.PADDING
-    )
+    """Build a batch of all samples, with a placeholder for `ref_log_probs`."""
+    completions = [completion for group in groups for completion in group]
+    repeated = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+    batch = build_batch(repeated, completions, seq_length, task.PADDING)
     del batch["weights"]
-    old_log_probs = losses.align_log_probs([completion.logprobs for _, completion in pairs], batch)
+    log_probs = losses.align_log_probs([completion.logprobs for completion in completions], batch)
     advantages = losses.group_advantages(task.rewards(problems, groups)).flatten()
-    return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
+    return {**batch, "old_log_probs": log_probs, "ref_log_probs": log_probs, "advantages": advantages}
 
 
 class Demonstrations(torch.utils.data.Dataset[Batch]):
-    """Samples to imitate, for the warm-up: sample i is one of the problems, in an order that the seed gives.
-
-    Args:
-        data: directory with train.jsonl.
-        num_samples: of the whole run.
-        seq_length: S.
-        seed: of the order.
-    """
+    """Demonstrations of random problems for the warm-up; `data` has the file train.jsonl."""
 
     def __init__(self, data: Path, num_samples: int, seq_length: int, seed: int) -> None:
         self._problems = task.load_problems(data / "train.jsonl")
-        self._num_samples, self._seq_length, self._seed = num_samples, seq_length, seed
+        self._num_samples = num_samples
+        self._seq_length = seq_length
+        self._seed = seed
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> Batch:
-        """tokens, labels [S] int64; mask [S] fp32."""
+        """Return tokens, labels [S] int64; mask [S] fp32."""
         problem = random.Random(f"{self._seed} {index}").choice(self._problems)
         batch = task.demonstrations([problem], self._seq_length)
         return {name: batch[name][0] for name in ("tokens", "labels", "mask")}
@@ -198,14 +196,14 @@ _rollouts: Rollouts | None = None
 
 
 def install(rollouts: Rollouts) -> Rollouts:
-    """Make these the rollouts that `collect` fills."""
+    """Set the rollouts that `collect` fills."""
     global _rollouts
     _rollouts = rollouts
     return rollouts
 
 
 def collect(inference: InferenceEngine) -> Callable[[Sequence[Any]], None] | None:
-    """For --resharding-callback. Raises RuntimeError when no rollouts were installed."""
+    """Collect into the installed rollouts; the value of --resharding-callback."""
     if _rollouts is None:
         raise RuntimeError("no rollouts are installed; run examples/gpt_rl/pretrain_gpt_rl.py")
     return _rollouts.collect(inference)

@@ -1,9 +1,9 @@
-"""A run whose completions come from `vllm serve`, beside the ranks that train:
+"""Runs a training command with a vLLM server on the same machine.
 
     python -m examples.gpt_rl.served CONFIG -- COMMAND ...
 
-starts a server of the configuration's model on a free port of the loopback, without weights, runs the command with
-`generate_config.servers` added, and ends the server when that ends. Exits with the command's status.
+Starts a server on a free loopback port, without weights, runs the command with
+`generate_config.servers` added, and stops the server. Exits with the status of the command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SECONDS_TO_END = 20
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See the module."""
+    """Start the server, run the command, return its status."""
     config, separator, *command = arguments
     if separator != "--" or not command:
         print(__doc__, file=sys.stderr)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     log = Path("runs") / "server.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(TOKEN, secrets.token_hex(32))
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # also stops the server
     with serving(model, values, log) as url:
         print(f"server: {url}, log: {log}", flush=True)
         process = subprocess.Popen([*command, f"generate_config.servers=[{url}]"])
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def serving(model: Path, values: Mapping[str, Any], log: Path) -> Iterator[str]:
-    """The address of a server that waits for its weights; it ends with the context."""
+    """Yield the URL of a server that waits for weights; stop it at the end of the block."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
@@ -75,19 +75,19 @@ def serving(model: Path, values: Mapping[str, Any], log: Path) -> Iterator[str]:
 
 
 def server_arguments(model: Path, values: Mapping[str, Any], port: int) -> list[str]:
-    """vLLM's, on the command line."""
-    told = {
+    """Return the command line arguments of vLLM."""
+    options = {
         "host": LOOPBACK,
         "port": port,
         "load-format": "hybrid_engine",
         "weight-transfer-config": '{"backend": "hybrid_engine"}',
         **{name.replace("_", "-"): value for name, value in engine_arguments(model, values).items()},
     }
-    return [*(f"--{name}={value}" for name, value in told.items()), "--enforce-eager", "--skip-tokenizer-init"]
+    return [*(f"--{name}={value}" for name, value in options.items()), "--enforce-eager", "--skip-tokenizer-init"]
 
 
 def engine_arguments(model: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's, as a run in one process would have them."""
+    """Return vLLM's engine arguments, equal to those of a run without a server."""
     generate = values["generate_config"]
     return {
         "model": str(model),

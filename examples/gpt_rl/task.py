@@ -1,7 +1,7 @@
-"""The task: characters as tokens, problems in JSON lines, and a reward that code checks.
+"""The task: characters as tokens, problems in JSON lines, and a reward that is computed by code.
 
-To train on something else, replace the data, `CHARACTERS` and `reward`; nothing else knows what the text means. The
-rest of this file is what both ways to train, trainer.py and rollouts.py, make of problems and completions.
+For another task, replace the data, `CHARACTERS` and `reward`; nothing else depends on the text. The
+rest of this file converts problems and completions for trainer.py and rollouts.py.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:  # settings are checked without torch
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)  # ends a completion
-PADDING = len(CHARACTERS) + 1  # fills rows of a batch up; no loss is taken there
+PADDING = len(CHARACTERS) + 1  # fills the rows of a batch; not part of the loss
 VOCAB_SIZE = len(CHARACTERS) + 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, the right answer and, for the warm-up, a response to imitate, which may be wrong.
+    """A problem; all texts consist of `CHARACTERS`.
 
-    `prompt`, `answer` and `demonstration` are text over `CHARACTERS`.
+    `demonstration` is a response to imitate in the warm-up. It may be wrong.
     """
 
     prompt: str
@@ -40,7 +40,7 @@ class Problem:
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text. Raises KeyError naming every unknown character."""
+    """Return the token ids of a text. Raises KeyError with all unknown characters."""
     unknown = sorted(set(text) - set(CHARACTERS))
     if unknown:
         raise KeyError(f"{text!r} has unknown characters {''.join(unknown)!r}; the tokens are {CHARACTERS!r}")
@@ -48,37 +48,40 @@ def encode(text: str) -> list[int]:
 
 
 def encode_response(text: str) -> list[int]:
-    """Token ids of a response, with the end token."""
+    """Return the token ids of a response with its end token."""
     return [*encode(text), END]
 
 
 def decode(token_ids: Sequence[int]) -> str | None:
-    """Return the text of a completion, or None if it is unfinished or has tokens that are not characters."""
+    """Return the text of a completion, or None if it is unfinished or has special tokens."""
     if not token_ids or token_ids[-1] != END or any(token >= END for token in token_ids[:-1]):
         return None
     return "".join(CHARACTERS[token] for token in token_ids[:-1])
 
 
 def reward(problem: Problem, token_ids: Sequence[int]) -> float:
-    """1 for exactly the right answer, else 0."""
+    """Return 1 for exactly the right answer, else 0."""
     return float(decode(token_ids) == problem.answer)
 
 
 def rewards(problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
-    """Rewards [P, n] of a group of completions for each problem."""
+    """Return rewards [P, n] of n completions for each of P problems."""
     import torch
 
-    pairs = zip(problems, groups, strict=True)
-    return torch.tensor([[reward(problem, one.token_ids) for one in group] for problem, group in pairs])
+    rows = []
+    for problem, group in zip(problems, groups, strict=True):
+        rows.append([reward(problem, completion.token_ids) for completion in group])
+    return torch.tensor(rows)
 
 
 def accuracy(problems: Sequence[Problem], answers: Sequence[Sequence[Completion]]) -> float:
-    """Share of problems whose first completion is right."""
-    return fmean(reward(problem, one[0].token_ids) for problem, one in zip(problems, answers, strict=True))
+    """Return the share of problems whose first completion is right."""
+    pairs = zip(problems, answers, strict=True)
+    return fmean(reward(problem, completions[0].token_ids) for problem, completions in pairs)
 
 
 def demonstrations(problems: Sequence[Problem], seq_length: int) -> dict[str, torch.Tensor]:
-    """A batch to imitate."""
+    """Return a batch of demonstrations, or of answers for problems without one."""
     from hybrid_engine import build_batch
 
     responses = [encode_response(problem.demonstration or problem.answer) for problem in problems]
@@ -86,18 +89,18 @@ def demonstrations(problems: Sequence[Problem], seq_length: int) -> dict[str, to
 
 
 def load_problems(path: Path) -> list[Problem]:
-    """Problems of a JSON lines file. Raises ConfigError naming every line that is none."""
-    problems, violations = [], []
+    """Read problems from a JSON lines file. Raises ConfigError with all invalid lines."""
+    problems = []
+    violations = []
     text = read_text(path, clipped(str(path)), "Run python -m examples.gpt_rl.make_data")
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             problem = Problem(**json.loads(line))
             encode(problem.prompt + problem.answer + (problem.demonstration or ""))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            remedy = "Give prompt, answer and perhaps demonstration, over the task's characters"
-            violations.append(
-                Violation(f"{path}:{number}", clipped(str(error.args[0] if error.args else error)), remedy)
-            )
+            message = clipped(str(error.args[0] if error.args else error))
+            remedy = "Give prompt, answer and optionally demonstration, over the task's characters"
+            violations.append(Violation(f"{path}:{number}", message, remedy))
         else:
             problems.append(problem)
     if violations:

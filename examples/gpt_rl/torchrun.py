@@ -1,12 +1,11 @@
-"""torchrun, with its own options, that leaves it to the ranks to say how a run ended:
+"""torchrun with all its options, but without its tracebacks.
 
     python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 -m examples.gpt_rl.train ...
 
-torchrun itself ends with a traceback of its own frames, after Ctrl-C and after each rank that failed.
+torchrun prints a traceback of its own frames after Ctrl-C and after a failed rank.
 
-With --standalone everything listens on the loopback interface: the store of the launcher and its ranks, and gloo in the
-ranks. torchrun's own --standalone opens its store on all interfaces, authenticates nobody, and unpickles what it reads
-there.
+With --standalone, gloo and the store listen on the loopback interface. The store of plain torchrun
+listens on all interfaces, has no authentication, and unpickles the data it receives.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-_LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACE = "lo"
 _BACKEND = "loopback"
 
 
 def main() -> None:
-    """Exit with the status of the first rank that failed, or with 128 and the signal's number."""
-    logging.disable(logging.WARNING)  # that it got a signal, and sends it on
+    """Exit with the status of the first failed rank, or with 128 plus the number of a signal."""
+    logging.disable(logging.WARNING)  # torchrun logs each signal that it forwards
     try:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -35,31 +35,31 @@ def main() -> None:
 
         arguments = parse_args(sys.argv[1:])
         if arguments.standalone:
-            arguments.standalone = False  # run() would replace the backend
+            arguments.standalone = False  # otherwise run() replaces the backend
             arguments.rdzv_backend = _BACKEND
             rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         run(arguments)
-    except KeyboardInterrupt:  # before torchrun listens
+    except KeyboardInterrupt:  # before torchrun has installed its handlers
         sys.exit(128 + signal.SIGINT)
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # killed: it could say nothing
+        if failure.exitcode < 0:  # a killed rank cannot report
             print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return a rendezvous of this host alone, by a store that only the loopback interface reaches."""
+    """Return a rendezvous of this host, with a store that listens on the loopback interface."""
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
     from hybrid_engine.ranks.world import store_at
 
     class LoopbackRendezvous(RendezvousHandler):
-        use_agent_store = True  # ranks make no store of their own
+        use_agent_store = True  # ranks connect to the store of the launcher
 
         def __init__(self) -> None:
             self._store = store_at(_LOOPBACK)
@@ -72,7 +72,7 @@ def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             return parameters.run_id
 
         def next_rendezvous(self) -> RendezvousInfo:
-            self._num_rounds += 1  # ranks that are started again find nothing of those before
+            self._num_rounds += 1  # separates the keys of restarted ranks from earlier keys
             store = dist.PrefixStore(f"agent/{self._num_rounds}", self._store)
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._store.port))
 
@@ -80,7 +80,7 @@ def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             return False
 
         def set_closed(self) -> None:
-            """Nobody else would come."""
+            """Do nothing: there is only one node."""
 
         def num_nodes_waiting(self) -> int:
             return 0

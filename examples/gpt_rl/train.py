@@ -1,15 +1,15 @@
-"""Start of a run, on every rank:
+"""Entry point of a run on every rank.
 
     python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 --shutdown-timeout 600 \\
         -m examples.gpt_rl.train --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
-`--shutdown-timeout`: seconds that torchrun gives the ranks after Ctrl-C until it kills them; give it more than an
-iteration takes, otherwise the run ends without a checkpoint.
+After Ctrl-C, torchrun kills the ranks after `--shutdown-timeout` seconds. Make that longer than an
+iteration, otherwise the run ends without a checkpoint.
 
-This file looks after processes: options, logs, signals, exit codes. The run itself is in trainer.py.
+This file handles options, logs, signals and exit codes; trainer.py has the run.
 """
 
-# ruff: noqa: E402 - Ctrl-C may come, and the launcher end, while the other modules are imported
+# ruff: noqa: E402 - signals and the exit of the launcher must be handled during the slow imports
 from __future__ import annotations
 
 import os
@@ -17,7 +17,7 @@ import signal
 
 _LAUNCHER = os.getppid()
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run asks whether to stop: no traceback of imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback during imports
 
 import argparse
 import ctypes
@@ -38,19 +38,19 @@ from hybrid_engine.rl.config import free_engine_settings
 from hybrid_engine.rl.run_files import RunFiles
 
 _PR_SET_PDEATHSIG = 1
-_SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
+_SECONDS_FOR_OTHERS = 20  # time for the failed rank to report first
 
 
 def main() -> None:
-    """Train a small GPT by GRPO or PPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
+    """Train a small GPT by GRPO or PPO with Megatron or FSDP2, and sample from it with vLLM."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file; see examples/gpt_rl/configs")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt_rl"), help="directory of the run")
-    parser.add_argument("--no-resume", dest="resume", action="store_false", help="start the run in --out over")
+    parser.add_argument("--no-resume", dest="resume", action="store_false", help="restart the run in --out")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. rl_config.learning_rate=1e-4")
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed itself ends no rank
-    if os.getppid() != _LAUNCHER:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the launcher is killed
+    if os.getppid() != _LAUNCHER:  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
     rank = int(os.environ.get("RANK", 0))
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
@@ -67,23 +67,24 @@ def main() -> None:
             lock.close()
     except Exception as error:
         _fail(error, rank, terminal)
-        os._exit(1)  # other ranks may wait for this one inside a library; a process that is gone ends their wait
+        os._exit(1)  # unlike exit, this cannot hang; ranks that wait for this one fail
 
 
 def run_files(out: Path) -> RunFiles:
-    """The files of a run. Checkpoint 0, after the warm-up, is also the reference, so it stays."""
+    """Return the files of a run. Checkpoint 0, after the warm-up, is kept as the reference."""
     return RunFiles(out, "iteration", num_kept=2, others=["reward.png"])
 
 
 def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> None:
-    """Build the engines and train until done or asked to stop. Only rank 0's console shows anything."""
+    """Build the engines and train to the end or until a signal. Only rank 0 prints."""
     from examples.gpt_rl.report import Report
     from examples.gpt_rl.trainer import Trainer
     from hybrid_engine import ActorHybridWorker
 
     before = files.progress() if resume else None
     if before is not None and before.step >= settings.rl.iterations and files.metrics.has(before.step):
-        _say(console, f"The run is finished: {before.step} iterations are done. Ask for more, or --no-resume.")
+        text = f"The run is finished: {before.step} iterations are done. Increase the number, or use --no-resume."
+        _print(console, text)
         return
     report: AbstractContextManager[Report | None] = nullcontext()
     if not console.quiet:
@@ -104,15 +105,16 @@ def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> 
         shown.finish()
     after = files.progress()
     if after is None:
-        _say(console, "Stopped in the warm-up, of which nothing is kept.")
+        _print(console, "Stopped in the warm-up; nothing was saved.")
     elif after.step < settings.rl.iterations:
-        _say(console, f"Stopped after iteration {after.step}; the same command goes on from there.")
+        _print(console, f"Stopped after iteration {after.step}; the same command resumes the run.")
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM for the run to ask between its steps; a second SIGINT ends the process at once.
+    """Records SIGINT and SIGTERM; a second SIGINT ends the process at once.
 
-    torchrun sends each rank the signal that it gets itself, and SIGTERM to the other ranks when one has failed.
+    torchrun forwards its signals to each rank, and sends SIGTERM to the other ranks if one has
+    failed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -122,14 +124,14 @@ class StopRequest:
         signal.signal(signal.SIGINT, self._note)
 
     def is_made(self) -> bool:
-        """Whether a signal has come."""
+        """Return True after a signal."""
         return self._is_made
 
     def _note(self, number: int, _frame: object) -> None:
         self._is_made = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _say(self._console, "Stopping after this iteration, with a checkpoint; once more to end at once ...")
+            _print(self._console, "Stopping after this iteration, with a checkpoint; once more to end at once ...")
 
 
 def _world_size() -> int:
@@ -141,37 +143,37 @@ def _world_size() -> int:
 
 
 def _log_to(path: Path, terminal: TextIO) -> None:
-    """Append what libraries print from now on to this file, from C++ too: the terminal is for the run's own lines."""
+    """Redirect stdout and stderr, including output from C++, to this file."""
     with path.open("a") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    # torch renames collectives that megatron-core calls in every step
+    # megatron-core calls deprecated collectives in every step
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("hybrid_engine", "megatron_patches", "examples"):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(logging.INFO)
-    # what became of other ranks, at once: this one may wait for them inside a library, and say nothing more
-    heard = logging.StreamHandler(terminal)
-    heard.setLevel(logging.ERROR)
-    heard.setFormatter(logging.Formatter(f"rank {os.environ['RANK']}: %(message)s"))
-    logging.getLogger("hybrid_engine.failures").addHandler(heard)
+    # failures of other ranks go to the terminal at once; this rank may hang inside a library
+    failures = logging.StreamHandler(terminal)
+    failures.setLevel(logging.ERROR)
+    failures.setFormatter(logging.Formatter(f"rank {os.environ['RANK']}: %(message)s"))
+    logging.getLogger("hybrid_engine.failures").addHandler(failures)
 
 
 def _fail(error: Exception, rank: int, terminal: TextIO) -> None:
-    """Say what went wrong; where another rank says it, wait for that: torchrun ends all as soon as one has failed."""
+    """Print the error. If another rank reports it, wait, since the first exit ends all ranks."""
     if isinstance(error, RemoteError) or (isinstance(error, ConfigError) and rank != 0):
         time.sleep(_SECONDS_FOR_OTHERS)
     name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
     for line in (f"{name}{error}", *getattr(error, "__notes__", [])):
         print(f"rank {rank}: {line}", file=terminal)
-    if os.fstat(1).st_ino != os.fstat(terminal.fileno()).st_ino:  # there is a log
+    if os.fstat(1).st_ino != os.fstat(terminal.fileno()).st_ino:  # stderr is the log
         traceback.print_exception(error, file=sys.stderr)
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 

@@ -1,7 +1,7 @@
-"""The run itself: a warm-up on demonstrations, then the library's loop, whose rows get the names of README.md's table.
+"""The run: a warm-up on demonstrations, then the loop of the library.
 
     for row in Trainer(worker, settings, files).run():
-        ...                                     # rank 0 reports the row of the iteration that has just ended
+        ...                                     # rank 0 reports the row of an iteration
 
 All methods are collective.
 """
@@ -23,14 +23,15 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Trainer:
-    """One rank of a run.
+    """A rank of the run.
 
     Args:
         worker: both engines.
-        settings: the whole configuration.
-        files: the run's.
-        stop_requested: asked on every rank at each boundary; the run stops when any rank says yes.
-        on_progress: told what is going on as (what, done, of how many).
+        settings: complete configuration.
+        files: files of the run.
+        stop_requested: called on every rank at each boundary; the run stops if any rank returns
+            True.
+        on_progress: called with (description, steps done, total steps).
     """
 
     def __init__(
@@ -51,18 +52,20 @@ class Trainer:
         self.held_out = task.load_problems(self.rl.data / "held_out.jsonl")
 
     def run(self) -> Iterator[Row]:
-        """Yield the row of every iteration that ends here, row 0 being the warm-up.
+        """Yield the row of every iteration; row 0 is the warm-up.
 
-        Ends when all iterations are done, or after the iteration in which a stop was requested, with a checkpoint;
-        nothing is kept of a warm-up that is stopped.
+        A stop request ends the run after the current iteration with a checkpoint. A stopped warm-up
+        saves nothing.
         """
         warm_up: Row | None = None
         if self.files.progress() is not None:
             self.on_progress("loading checkpoint", 0, 1)
             with self.worker.train_context():
                 self.worker.load_checkpoint(self.files.weights(0))
-        elif (warm_up := self._warm_up()) is None:
-            return
+        else:
+            warm_up = self._warm_up()
+            if warm_up is None:
+                return
         loop = Loop(self.worker, self._prompts, _reward, loop_config(self.rl), on_phase=self._begin)
         if warm_up is not None:
             loop.save(self.files, warm_up)
@@ -70,8 +73,10 @@ class Trainer:
             yield documented(row, self.rl.batch_size)
 
     def _warm_up(self) -> Row | None:
-        """Supervised steps on the demonstrations; None when they were stopped."""
-        settings, generator, started = self.rl.warm_up, random.Random(f"{self.rl.seed}/0/demonstrations"), time.time()
+        """Train on the demonstrations; return the row, or None if a stop was requested."""
+        settings = self.rl.warm_up
+        generator = random.Random(f"{self.rl.seed}/0/demonstrations")
+        started = time.time()
         smoothed = 0.0
         with self.worker.train_context():
             for step in range(settings.max_steps):
@@ -91,16 +96,17 @@ class Trainer:
         return {**row, "update_seconds": seconds, "seconds": seconds}
 
     def _prompts(self, iteration: int) -> list[dict[str, Any]]:
-        """The problems of an iteration, as token ids."""
+        """Return the prompts of an iteration as token ids, with their problems for the reward."""
         generator = random.Random(f"{self.rl.seed}/{iteration}/problems")
         problems = generator.sample(self.train_problems, self.rl.prompts_per_iteration)
         return [{"prompt": task.encode(problem.prompt), "problem": problem} for problem in problems]
 
     def _begin(self, phase: str, iteration: int) -> None:
-        self.on_progress(phase, max(iteration - (phase != "evaluate"), 0), self.rl.iterations)
+        done = iteration if phase == "evaluate" else max(iteration - 1, 0)
+        self.on_progress(phase, done, self.rl.iterations)
 
     def _held_out_accuracy(self, worker: ActorHybridWorker) -> dict[str, float]:
-        """Share of held-out problems that greedy decoding by vLLM gets right."""
+        """Return the share of held-out problems that vLLM answers correctly by greedy decoding."""
         sampling = Sampling(temperature=0.0, max_tokens=self.rl.max_tokens, stop_token_ids=(task.END,), logprobs=False)
         prompts = [task.encode(problem.prompt) for problem in self.held_out]
         return {"accuracy": task.accuracy(self.held_out, worker.generate_sequences(prompts, sampling))}
@@ -111,24 +117,25 @@ def _reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 
 
 def loop_config(rl: RLConfig) -> GrpoConfig | PpoConfig:
-    """The library's settings of a run."""
-    same = ("samples_per_prompt", "max_tokens", "temperature", "epochs", "minibatches", "learning_rate", "clip_ratio")
-    settings = {name: getattr(rl, name) for name in (*same, "kl_coefficient", "evaluate_every", "seed")}
-    settings |= {"steps": rl.iterations, "prompts_per_step": rl.prompts_per_iteration, "stop_token_ids": (task.END,)}
-    settings["save_every"] = rl.checkpoint_every
+    """Convert `rl_config` to the settings of the library's loop."""
+    same_names = {"samples_per_prompt", "max_tokens", "temperature", "epochs", "minibatches", "learning_rate"}
+    same_names |= {"clip_ratio", "kl_coefficient", "evaluate_every", "seed"}
+    settings = rl.model_dump(include=same_names)
+    settings |= {"steps": rl.iterations, "prompts_per_step": rl.prompts_per_iteration}
+    settings |= {"stop_token_ids": (task.END,), "save_every": rl.checkpoint_every}
     if rl.algorithm == "grpo":
         return GrpoConfig(**settings)
-    settings |= {name: getattr(rl.ppo, name) for name in ("gamma", "lam", "value_clip")}
+    settings |= rl.ppo.model_dump(include={"gamma", "lam", "value_clip"})
     settings |= {"critic_learning_rate": rl.ppo.learning_rate, "critic_epochs": rl.ppo.epochs}
     return PpoConfig(**settings, critic_warmup_steps=rl.ppo.value_warm_up)
 
 
 def documented(row: Row, num_completions: int) -> Row:
-    """A row of the library's loop under the names of README.md's table; None for what was not measured."""
-    shown = {"iteration": row["step"], "iteration_seconds": row["seconds"]}
-    shown |= dict.fromkeys(("reward", "kl", "accuracy", "logprob_diff"))
-    shown |= {name: value for name, value in row.items() if name not in ("step", "seconds")}
-    shown["reshard_share"] = row["reshard_seconds"] / row["seconds"]
+    """Rename the columns of the library's loop to those in README.md; missing figures are None."""
+    columns = {"iteration": row["step"], "iteration_seconds": row["seconds"]}
+    columns |= dict.fromkeys(("reward", "kl", "accuracy", "logprob_diff"))
+    columns |= {name: value for name, value in row.items() if name not in ("step", "seconds")}
+    columns["reshard_share"] = row["reshard_seconds"] / row["seconds"]
     if "generate_seconds" in row:
-        shown["tokens_per_second"] = row["response_tokens"] * num_completions / row["generate_seconds"]
-    return {**shown, "unix_time": round(time.time(), 3)}
+        columns["tokens_per_second"] = row["response_tokens"] * num_completions / row["generate_seconds"]
+    return {**columns, "unix_time": round(time.time(), 3)}

@@ -1,10 +1,9 @@
-"""GRPO on Ray: ranks that train and a vLLM server as plain actors of one placement group.
+"""GRPO on Ray: training ranks and a vLLM server as plain actors of a placement group.
 
-    python -m examples.recipes.on_ray examples/gpt_rl/configs/tp2_to_dp2.yaml --ranks 2 --out runs/on_ray
+    python -m examples.recipes.on_ray examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/on_ray
 
-The job is `make rl`'s. Ray starts a lost server anew, under the same name. Ranks that are lost, or have lost their
-server, are replaced here, and go on from the last checkpoint. Ray counts CPUs; on GPUs let a rank and a worker of the
-server share one, num_gpus=0.5 each: that was never run.
+The job is that of `make rl`. Ray restarts a lost server under the same name. If a rank or the server
+is lost, new ranks resume from the last checkpoint. Resources are CPUs; GPUs were never tried.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ SECONDS_TO_START = 600.0
 
 
 class TrainerRank:
-    """One rank of the job, in a process of its own."""
+    """A rank of the job in its own process."""
 
     def node(self) -> str:
-        """Ray's id of the node it is on."""
+        """Return Ray's id of the actor's node."""
         return ray.get_runtime_context().get_node_id()
 
     def place(self) -> tuple[str, str]:
-        """Where the ranks meet, if this is the first: its address, and a port that is free."""
+        """Return the address of this node and a free port, for the rendezvous of the ranks."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
     def train(self, environment: dict[str, str], config: str, out: Path, overrides: Sequence[str]) -> None:
-        """Run the example to its end, on from its last checkpoint. Collective."""
+        """Run the example to its end, from its last checkpoint if there is one. Collective."""
         os.environ.update(environment)
         from rich.console import Console
 
@@ -60,13 +59,13 @@ class TrainerRank:
 
 
 def actor_in(group: PlacementGroup, bundle: int, kind: type, **options: Any) -> Any:
-    """Have Ray make actors of a class in one bundle of the group."""
+    """Return `kind` as a Ray actor class in a bundle of the group."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return ray.remote(kind).options(scheduling_strategy=strategy, num_cpus=1, **options)
 
 
 def start_server(group: PlacementGroup, bundle: int, config: str) -> Any:
-    """Start vLLM without weights, as the configuration's model; Ray starts it anew when it is lost."""
+    """Start vLLM without weights, as an actor that Ray restarts."""
     values = yaml.safe_load(Path(config).read_text())
     model = (Path(config).parent / values["model"]).resolve()
     arguments = {**engine_arguments(model, values), "enforce_eager": True, "skip_tokenizer_init": True}
@@ -75,26 +74,25 @@ def start_server(group: PlacementGroup, bundle: int, config: str) -> Any:
 
 
 def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path, overrides: Sequence[str]) -> None:
-    """Train to the end, with new actors where some were lost."""
-    for left in reversed(range(RESTARTS + 1)):
+    """Train to the end; start new actors if some were lost."""
+    for restarts_left in reversed(range(RESTARTS + 1)):
         wait_for(server)
         actors = [actor_in(group, rank, TrainerRank).remote() for rank in range(ranks)]
         try:
             address, port = ray.get(actors[0].place.remote())
             common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
-            # the token is for ranks and servers of several nodes
-            meeting = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
+            # with a token, ranks and servers may be on several nodes and need a reachable address
+            server_address = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
             nodes = ray.get([actor.node.remote() for actor in actors])
-            # a rank's GPU is the one of its place among the ranks of its node
-            places = [
-                {**common, "RANK": str(rank), "LOCAL_RANK": str(nodes[:rank].count(node))}
-                for rank, node in enumerate(nodes)
-            ]
-            starts = zip(actors, places, strict=True)
-            ray.get([actor.train.remote(place, config, out, [*meeting, *overrides]) for actor, place in starts])
+            runs = []
+            for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
+                # the local rank selects the GPU
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(nodes[:rank].count(node))}
+                runs.append(actor.train.remote(environment, config, out, [*server_address, *overrides]))
+            ray.get(runs)
             return
         except (RayActorError, LostRankError, ServerError) as error:
-            if not left:
+            if not restarts_left:
                 raise
             print(f"starting new ranks: {type(error).__name__}: {error}", flush=True)
         finally:
@@ -103,9 +101,9 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
 
 
 def wait_for(server: Any, seconds: float = SECONDS_TO_START) -> None:
-    """Wait until the server is up, which Ray may be starting anew.
+    """Wait until the server is up; Ray may be restarting it.
 
-    Raises RayActorError, with the cause, where its constructor fails, and ServerError where it is not up in time.
+    Raises RayActorError with the cause if its constructor fails, and ServerError after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -118,8 +116,7 @@ def wait_for(server: Any, seconds: float = SECONDS_TO_START) -> None:
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"the server was not up within {seconds:.0f} s ({type(error).__name__}: {error}). `ray status` "
-                    "says whether a node has room for it, and the actor's log what it does; raise SECONDS_TO_START if "
-                    "it needs longer"
+                    "shows free resources, and the log of the actor its progress; raise SECONDS_TO_START if needed"
                 ) from error
             time.sleep(1)
 
@@ -129,8 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/on_ray"), help="that all nodes can write")
-    parser.add_argument("--address", help="of a cluster that is there, as auto; default: start one here")
+    parser.add_argument("--out", type=Path, default=Path("runs/on_ray"), help="directory that all nodes can write")
+    parser.add_argument("--address", help="address of a running cluster, or auto; default: start one")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     if options.address:
@@ -141,7 +138,7 @@ def main() -> None:
 
 
 def run(config: str, ranks: int, out: Path, overrides: Sequence[str] = ()) -> None:
-    """Train on the Ray that this process is connected to."""
+    """Train on the connected Ray cluster."""
     group = placement_group([{"CPU": 1}] * (ranks + 1), strategy="PACK")
     server = start_server(group, ranks, config)
     try:

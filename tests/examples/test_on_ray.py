@@ -66,7 +66,7 @@ def test_waiting_for_a_server_ends_if_it_cannot_start(monkeypatch: pytest.Monkey
     with pytest.raises(ServerError, match=r"not up within 0 s \(RayActorError: .*lost"):
         on_ray.wait_for(server, 0.05)
     replies.append(GetTimeoutError("pending"))
-    with pytest.raises(ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` says"):
+    with pytest.raises(ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` shows"):
         on_ray.wait_for(server, 0)
 
 

@@ -47,7 +47,7 @@ def test_an_interrupted_run_keeps_its_rows_and_can_be_finished(config: Path, tmp
     out = tmp_path / "run"
     directory = run_files(out)
     output = interrupted(config, out)
-    assert "the same command goes on from there" in output
+    assert "the same command resumes the run" in output
     assert "Traceback" not in output
     check_progress(output)
     rows = directory.metrics.rows()

@@ -147,7 +147,7 @@ def built() -> Iterator[tuple[Any, Any]]:
     join_process_group(120)
     torch.manual_seed(0)
     with mock.patch.object(torch.distributed, "init_process_group"):
-        model_and_optimizer = example.build()
+        model_and_optimizer = example.build_my_model()
     yield model_and_optimizer
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
