@@ -103,6 +103,7 @@ def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[s
         if buffer_id.rank == rank
     }
     for number, flat in enumerate(buffers.values()):
+        # the period is prime, so that no two shards are equal
         flat.copy_(torch.arange(flat.numel()) % 251 + number % 5)
     weights = PlainWeights(destination, rank)
     by_variant = {}
@@ -117,7 +118,7 @@ def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[s
             relaying_hosts=hosts if variant.is_relayed else (),
         )
         relays = RelayBuffers(rank, rank_plan.relays)
-        handles = {}
+        handles = {}  # handles of the memory of all ranks
         for exported in gather(export_handles(rank, {**buffers, **relays.tensors})):
             handles.update(exported)
         router = TransportSet.connect(

@@ -222,6 +222,7 @@ def _share(
     boxes = [run.lengths[0] if run.is_cut else 1 for run in runs]
     dense = sum(count for run, count in zip(runs, boxes, strict=True) if run.is_dense)
     num_with_gaps = sum(not run.is_dense for run in runs)
+    # a kernel per group of dense pairs, per copy with gaps, and per index tensor
     launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
     with_gaps = sum(count for run, count in zip(runs, boxes, strict=True) if not run.is_dense)
     alone = launches - num_with_gaps - num_indices + with_gaps
@@ -269,16 +270,19 @@ def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
 def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
     """Simulate a fill; with `offloads`, parameters are offloaded bucket by bucket."""
     host = device = 0.0
+    # when the parameters of each bucket have arrived on the host
     saved = [*accumulate(share.leaving / rates.pcie / 1e9 for share in shares)]
     chunk = chunk_nbytes_for(int(sum(share.leaving for share in shares)), GRANULE)
     for index, share in enumerate(shares):
         host += (rates.bucket + share.launches * rates.launch + share.views * rates.view) / 1e6
         moved = sum(share.nbytes.values())
+        # a copy reads and writes HBM, so its bytes count twice
         pulling = max(
             rates.seconds(share.nbytes),
             2 * moved / rates.hbm / 1e9,
             share.launches * rates.kernel / 1e6,
         )
+        # the first kernel of a bucket runs while the host queues the others
         device = max(device, host - share.launches * rates.launch / 1e6) + pulling
         host = max(host, device)  # the host waits for the copies, but not for their processing
         device += 2 * moved / rates.hbm / 1e9
@@ -296,6 +300,7 @@ def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> floa
 def bound_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
     """Return the seconds of the slowest of links, HBM and PCIe, without any other cost."""
     over_links = rates.seconds({link: sum(share.nbytes[link] for share in shares) for link in Link})
+    # copied and processed, each with a read and a write
     in_memory = 4 * sum(sum(share.nbytes.values()) for share in shares) / rates.hbm / 1e9
     to_host = sum(share.leaving for share in shares) / rates.pcie / 1e9 if offloads else 0.0
     return max(over_links, in_memory, to_host)

@@ -47,7 +47,7 @@ def measure(num_layers: int, num_steps: int) -> dict[str, Any]:
     )
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    sent = _served(model)
+    sent = _served(model)  # the weights that vLLM holds
     first = sent.clone()
     steps: list[dict[str, float]] = []
     for step in range(num_steps):
@@ -82,7 +82,7 @@ def _compare(current: torch.Tensor, sent: torch.Tensor) -> dict[str, float]:
         applying += time.process_time() - started
         assert torch.equal(old, new)
     return {
-        "changed": num_changed / current.numel() * 2,
+        "changed": num_changed / current.numel() * 2,  # a weight has 2 bytes
         "nbytes": nbytes / current.numel(),
         "GB/s encoded": current.numel() / encoding / 1e9,
         "GB/s applied": current.numel() / applying / 1e9,

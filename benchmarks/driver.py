@@ -91,6 +91,7 @@ def page_locking(nbytes: int) -> Figures:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         part = nbytes // num_threads
 
+        # defaults, because a closure would see later values of the loop variables
         def populate(number: int, address: int = address, part: int = part) -> None:
             ctypes.memset(address + number * part, 1, part)
 

@@ -87,6 +87,7 @@ class RankJob:
     def new_source(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
         """Allocate the source by `allocate(numel, dtype)`, with random values of a fixed seed."""
         flat = allocate(self.source.numel, torch.bfloat16)
+        # the same values in every run
         generator = torch.Generator(flat.device).manual_seed(self.rank)
         return flat.normal_(generator=generator)
 

@@ -84,6 +84,7 @@ class FullTensor(IntoLoader):
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in self._views.items():
             tensor: Any = self._tensors[parameter].detach()
+            # parameters that FSDP2 does not shard are plain tensors
             if hasattr(tensor, "full_tensor"):
                 tensor = tensor.full_tensor()
             whole = tensor.to(torch.bfloat16)

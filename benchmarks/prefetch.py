@@ -61,6 +61,7 @@ def main() -> None:
 def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Path) -> list[Row]:
     """Run the example; return the rows of its `metrics.jsonl`."""
     values = yaml.safe_load(config.read_text())
+    # paths are relative to the file, and the changed copy is in another directory
     values["model"] = str((config.parent / values["model"]).resolve())
     values["rl_config"]["data"] = str((config.parent / values["rl_config"]["data"]).resolve())
     values["generate_config"]["prefetch"] = prefetch

@@ -210,7 +210,7 @@ def _to_servers(config: HybridConfig, values: Mapping[str, Any], rows: Rows) -> 
         config.model_copy(update={"generate_config": generate}), weights_only=True
     ) as worker:
         nbytes = _switch_once(worker)
-        worker.save_hf_checkpoint(checkpoint)
+        worker.save_hf_checkpoint(checkpoint)  # warm-up; the files stay in the page cache
         reload()
         for _ in range(values["runs"]):
             rows.time("publish", lambda: worker.sharding.enter(State.INFER))

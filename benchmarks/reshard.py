@@ -57,7 +57,7 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for _, group in groupby(cases, key=lambda case: case.ranks):
+    for _, group in groupby(cases, key=lambda case: case.ranks):  # one launch per number of ranks
         for row in launch(list(group), request):
             rows.append(row)
             print(_line(row), flush=True)

@@ -233,6 +233,7 @@ def run_rank(values: dict[str, Any]) -> None:
     source: Any = _Weights(training.layout_of(rank))
     destination: Any = _Weights(inference.layout_of(rank))
     before = _open_resources()
+    # four ranks per simulated host
     with ExitStack() as ends, closing(Job.join(60, host=str(rank // 4))) as job:
         started = time.perf_counter()
         connect(job, source, destination, GenerateConfig(timeout_seconds=60), ends)

@@ -71,7 +71,7 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     for number in range(job["cycles"] + bool(job["profile"])):
         is_profiled = number == job["cycles"]
         worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # memory cached by torch must not count
         taken |= _memory(device, "training")
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
@@ -141,7 +141,7 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
 
 def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
     """Return seconds of plain copies; those with the host are scaled up from MOST_COPIED bytes."""
-    part = min(MOST_COPIED, copied)
+    part = min(MOST_COPIED, copied)  # page-locked memory for all bytes may not fit the host
     torch.cuda.empty_cache()
     copies = plain_host_copies(device, part, 3)
     return {

@@ -79,7 +79,7 @@ def plain_device_copy(
     """Return median seconds of a copy to `device`, by default from it; calls `wait` before each."""
     origin = torch.ones(nbytes, dtype=torch.uint8, device=source or device)
     destination = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    seconds = []
+    seconds = []  # the first run is a warm-up
     for _ in range(repeat + 1):
         wait()
         seconds.append(seconds_of(device, lambda: destination.copy_(origin)))

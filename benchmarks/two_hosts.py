@@ -14,7 +14,7 @@ With `incremental: auto`, servers that keep their weights, and changes between t
 
     all              every tensor
     one layer        the tensors of one layer
-    one in 1,000     an element of 1,000 in every tensor: everything is sent, since buckets are whole
+    one in 1,000     an element of 1,000 in every tensor: all is sent, since buckets are sent whole
     nothing
 
 With `incremental: delta`, the last bit of random elements of every tensor:
@@ -101,6 +101,7 @@ class Rows:
     def measure(self, row: str, action: Callable[[], object]) -> None:
         """Measure an action of all ranks."""
         dist.barrier()
+        # after the barrier, so that no other traffic is on the link
         before = sum(self.host.link_nbytes().values())
         dist.barrier()
         started = time.perf_counter()
@@ -226,7 +227,7 @@ def _send(nbytes: int) -> None:
             for start in range(0, nbytes, len(part)):
                 peer.sendall(part[: nbytes - start])
             peer.shutdown(socket.SHUT_WR)
-            peer.recv(1)
+            peer.recv(1)  # returns when the other side has received everything
 
 
 def _publish_changes(worker: ActorHybridWorker, rows: Rows) -> None:
@@ -252,6 +253,7 @@ def _publish_deltas(worker: ActorHybridWorker, rows: Rows) -> None:
 def _flip(worker: ActorHybridWorker, share: float) -> None:
     """Flip the last bit of a share of the elements."""
     for flat in worker.sharding.trainer.weights.buffers().values():
+        # limits the memory of the random numbers
         for part in flat.view(torch.int16).split(1 << 24):
             part ^= (torch.rand(part.shape) < share).to(torch.int16)
 

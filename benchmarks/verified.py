@@ -124,7 +124,7 @@ def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
     for _ in range(num_runs):
         buffers = list(engine.train.weights.buffers().values())
         for parameter in written:
-            parameter.to_local().neg_()
+            parameter.to_local().neg_()  # changes every weight without an optimizer
         copies = [torch.empty_like(flat) for flat in buffers]
         started = time.perf_counter()
         copy_each(copies, buffers)

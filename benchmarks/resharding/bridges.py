@@ -167,6 +167,7 @@ def _importable_transformer_engine() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        # later imports must not find the empty classes
         for name in [name for name in sys.modules if name.partition(".")[0] == _TRANSFORMER_ENGINE]:
             del sys.modules[name]
 

@@ -40,7 +40,7 @@ class Floor:
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()
         device = worker.job.device
-        with ExitStack() as ends:
+        with ExitStack() as ends:  # keeps the mappings of the peer until `close`
             sources = [
                 ends.enter_context(reading(handle, device)).view(source) for handle in handles[peer]
             ]

@@ -102,7 +102,7 @@ class GatherBroadcast(IntoLoader):
         self._state = self._describe(worker)
         states = dict(enumerate(gather(self._state)))
         self._sizes = [_stage_numel(states, rank) for rank in self._stages]
-        seen: set[tuple[Shard, Region]] = set()
+        seen: set[tuple[Shard, Region]] = set()  # a tied head is in two stages, and copied once
         self._cuts = [list(_cuts(states, rank, self._target.layout, seen)) for rank in self._stages]
 
     def run(self, clock: Clock) -> None:
@@ -125,7 +125,7 @@ class GatherBroadcast(IntoLoader):
                         destination.copy_(
                             stage.as_strided(cut.lengths, cut.src_strides, cut.src_offset)
                         )
-                del stage
+                del stage  # before the next stage is allocated
         self._target.commit(clock)
 
     def _describe(self, worker: ActorHybridWorker) -> RankState:

@@ -73,7 +73,7 @@ def trace_cycle(worker: ActorHybridWorker) -> dict[str, Any]:
             worker.sharding.enter(target)
             stop = time.perf_counter() - started
             events.append({"name": f"to {target.value}", "start": start, "stop": stop})
-            time.sleep(20 * _SECONDS_BETWEEN_SAMPLES)
+            time.sleep(20 * _SECONDS_BETWEEN_SAMPLES)  # separates the switches in the plot
     seconds, training, inference = map(list, zip(*samples, strict=True))
     return {
         "seconds": seconds,

@@ -50,6 +50,7 @@ class LoaderTarget:
         """Bind new parameters in the model; return their flat buffers. Timed as ALLOCATE."""
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
+            # loaders write the parameters of the model, not flat buffers
             for group, tensors in self._adaptor._filling.items():
                 self._adaptor._processed.bind(group, tensors)
         return flats

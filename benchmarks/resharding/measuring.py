@@ -100,7 +100,7 @@ def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing,
         spent += last[0]
         runs.append(last)
     runs = sorted(runs or [warm_up], key=_net)
-    middle = runs[(len(runs) - 1) // 2]
+    middle = runs[(len(runs) - 1) // 2]  # a real run, not an average, so that its phases add up
     phases = middle[1]
     timing = Timing(
         seconds=_net(middle),

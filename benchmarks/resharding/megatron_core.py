@@ -144,6 +144,7 @@ def second_parallel_state() -> Iterator[None]:
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and name.isupper()
     }
+    # the only global of the state in lower case
     saved["_global_process_group_list"] = parallel_state._global_process_group_list
     parallel_state.destroy_model_parallel()
     try:
@@ -188,6 +189,7 @@ class MegatronResharding:
         self._model = SecondModel(worker)
         source = single_chunk(worker.train.chunks)
         target = single_chunk(self._model.chunks)
+        # megatron-core reads the groups of both models from this attribute
         source.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         target.pg_collection = self._model.groups
         num_experts = source.config.num_moe_experts

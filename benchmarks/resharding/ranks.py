@@ -142,6 +142,7 @@ def _fill_with_values(worker: ActorHybridWorker) -> None:
     for name, shards in layout.shards_by_tensor().items():
         shape = layout.tensors[name]
         numel = math.prod(shape)
+        # crc32, because hash() differs between processes
         rolled = values.roll(zlib.crc32(name.encode()) % _NUM_VALUES)
         repeated = rolled.to(buffers[shards[0].place.buffer.name].dtype).repeat(
             math.ceil(numel / _NUM_VALUES)
