@@ -52,7 +52,7 @@ ELSEWHERE = {
     "chat templates": "tool_calls",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
     "composed names of columns": "checkpoint_seconds critic_seconds reward_seconds",
-    "placeholders": "held_out_NAME reward_NAME linear_fc1.weightN",
+    "placeholders": "held_out_NAME loss_NAME reward_NAME linear_fc1.weightN",
 }
 
 PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")
