@@ -208,7 +208,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     quantization = settings.generate.quantization
     if quantization is not None and is_moe_on_cpu:
         lack = "were not tried here"
-        if not torch.cpu._is_amx_tile_supported():
+        if not internals.HAS_AMX.load()():
             lack = "need AMX, which this CPU has not"
         problem = f"{quantization!r} on cpu: vLLM's kernels for quantised experts {lack}"
         violation = Violation("quantization", problem, "Leave it out", code="no-kernel")

@@ -142,6 +142,10 @@ QUANTIZE_METHOD = Internal(
     f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
     "is the class of methods that process a layer's weights after loading",
 )
+CACHE_METHOD = Internal(
+    f"{_LAYERS}.quantization.kv_cache:BaseKVCacheMethod",
+    "is the class of those methods that attention has for its cache",
+)
 VOCABULARY_EMBEDDING = Internal(
     f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "has the number of padding rows"
 )
@@ -168,6 +172,9 @@ CLIENT_ERROR = Internal(
 CACHED_TOKENIZER = Internal(
     "vllm.tokenizers.hf:get_cached_tokenizer",
     "adds the attributes that vLLM reads to a tokenizer of transformers",
+)
+HAS_AMX = Internal(
+    "torch.cpu:_is_amx_tile_supported", "decides on which CPUs vLLM quantises experts"
 )
 DISPATCH_MODE = Internal(
     "torch.utils._python_dispatch:TorchDispatchMode", "intercepts every operation of a loader"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import ConfigError, Violation, first_of
 
 logger = logging.getLogger("hybrid_engine")
@@ -44,14 +45,12 @@ def require_quantised(modules: Mapping[str, torch.nn.Module], method: str, *, lo
 
 def _may_be_quantised(module: torch.nn.Module) -> bool:
     """Return whether a module is a linear layer or the experts of a layer."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
     # Methods leave embeddings and the output layer out by design; attention has a cache, no weights.
     method = getattr(module, "quant_method", None)
-    is_layer = isinstance(method, QuantizeMethodBase) and not isinstance(method, BaseKVCacheMethod)
-    return is_layer and not isinstance(module, VocabParallelEmbedding)
+    is_of_layer = isinstance(method, internals.QUANTIZE_METHOD.load())
+    is_of_cache = isinstance(method, internals.CACHE_METHOD.load())
+    is_embedding = isinstance(module, internals.VOCABULARY_EMBEDDING.load())
+    return is_of_layer and not is_of_cache and not is_embedding
 
 
 def _is_quantised(module: torch.nn.Module) -> bool:
