@@ -30,6 +30,7 @@ HybridEngineError
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,11 @@ def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
     return f"{separator.join(items[:most])}{more}"
 
 
+def is_of_package(filename: str) -> bool:
+    """Return whether a frame of a traceback with this file is of this package, not of its user."""
+    return filename.startswith(_PACKAGE)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name of which `name` is probably a misspelling, or None."""
     return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)
@@ -80,6 +86,7 @@ def collect(
         return None
 
 
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _INDEX = re.compile(r"\[\d+\]")
 
 

@@ -34,7 +34,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, RemoteError
+from hybrid_engine.errors import (
+    ConfigError,
+    HybridEngineError,
+    LostRankError,
+    RemoteError,
+    is_of_package,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -90,11 +96,10 @@ def _is_config_error(error: BaseException) -> bool:
 def _with_line_of_caller(error: ConfigError, frames: TracebackType | None) -> str:
     """Return the message, and the innermost line that is not in this package."""
     stack = traceback.extract_tb(frames)
-    package = os.path.dirname(os.path.dirname(__file__)) + os.sep
     lines = [
         f"  in {frame.filename}:{frame.lineno}"
         for frame in stack
-        if not frame.filename.startswith(package)
+        if not is_of_package(frame.filename)
     ]
     return "\n".join([f"{ConfigError.__name__}: {error}", *lines[-1:]])
 

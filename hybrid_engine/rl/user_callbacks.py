@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_engine.errors import ArgumentError, Violation, clipped, first_of, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    Violation,
+    clipped,
+    first_of,
+    is_of_package,
+    shortened,
+)
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -195,7 +202,7 @@ def _naming(
         if _is_being_cancelled():
             raise
         stack = traceback.extract_tb(error.__traceback__)
-        user_frames = [frame for frame in stack if frame.filename != __file__]
+        user_frames = [frame for frame in stack if not is_of_package(frame.filename)]
         # TracebackException also copes with exceptions whose __str__ raises.
         text = str(traceback.TracebackException(type(error), error, None))
         text = clipped(text, _MAX_CHARACTERS)
@@ -238,9 +245,13 @@ class _LoopThread(NamedTuple):
         innermost = sys._current_frames()[self.thread.ident or 0]
         stack = traceback.extract_stack(innermost)
         asyncio_files = map(str, Path(asyncio.__file__).parent.glob("*.py"))
-        own_files = {__file__, *asyncio_files}
+        loop_files = set(asyncio_files)
+
+        def is_of_user(frame: traceback.FrameSummary) -> bool:
+            return frame.filename not in loop_files and not is_of_package(frame.filename)
+
         # From the innermost frame outwards, up to the first frame of the event loop.
-        frames = itertools.takewhile(lambda frame: frame.filename not in own_files, reversed(stack))
+        frames = itertools.takewhile(is_of_user, reversed(stack))
         user_frames = list(frames)
         if all(frame.filename == selectors.__file__ for frame in user_frames):
             return None
