@@ -80,7 +80,7 @@ class Figures:
         return Figures(case.model, case.ranks, case.train, case.infer, **more)
 
     def times_ours(self, key: str) -> float | None:
-        """Return the seconds of a contender over those of ours into the same destination."""
+        """Return a contender's seconds divided by ours, for the same destination."""
         ours = (
             self.ours_to_megatron_seconds
             if key == "megatron_resharding_seconds"

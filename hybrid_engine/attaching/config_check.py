@@ -92,7 +92,7 @@ class SettingNames:
 
     Attributes:
         setting: field of megatron-core's TransformerConfig -> its name for the user.
-        argument: argument of Megatron's scripts that is no such field -> its name for the user.
+        argument: argument of Megatron's scripts, if not such a field -> its name for the user.
         flags: flags that the parser of these scripts has; None if it is unknown, or if there is no
             command line.
     """

@@ -108,6 +108,12 @@ def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> R
     return read
 
 
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest sequence of a model, as config.json has it, if it does."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    return positions if isinstance(positions, int) else None
+
+
 def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):

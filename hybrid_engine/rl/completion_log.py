@@ -89,24 +89,22 @@ def samples_of(
     version: int,
 ) -> list[ScoredCompletion]:
     """Return the completions of a step with their rewards, and their advantages [B] if any."""
-    advantages = batch["advantages"]
+    completions = [
+        (prompt, completion)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for completion in group
+    ]
+    totals = scores.totals.flatten().tolist()
+    by_name = {name: rewards.flatten().tolist() for name, rewards in scores.by_name.items()}
+    advantages = [None] * len(completions)
+    if batch["advantages"].dim() == 1:
+        advantages = batch["advantages"].tolist()
     samples = []
-    for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        for number, completion in enumerate(group):
-            row = index * len(group) + number
-            samples.append(
-                ScoredCompletion(
-                    prompt,
-                    completion,
-                    scores.totals[index, number].item(),
-                    {
-                        name: rewards[index, number].item()
-                        for name, rewards in scores.by_name.items()
-                    },
-                    advantages[row].item() if advantages.dim() == 1 else None,
-                    version,
-                )
-            )
+    for row, (prompt, completion) in enumerate(completions):
+        rewards = {name: values[row] for name, values in by_name.items()}
+        samples.append(
+            ScoredCompletion(prompt, completion, totals[row], rewards, advantages[row], version)
+        )
     return samples
 
 

@@ -65,9 +65,7 @@ def group_advantages(
     # 0 where a completion is left out, so that sums below do not count it.
     differences = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
     # The mean of equal rewards may be rounded to another number.
-    largest = rewards.nan_to_num(-math.inf).amax(dim=1, keepdim=True)
-    smallest = rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)
-    differences = differences.where(largest > smallest, 0.0)
+    differences = differences.where(~are_agreeing(rewards)[:, None], 0.0)
     advantages = differences
     if baseline == "others":
         advantages = differences * (counts / (counts - 1).clamp(min=1))
@@ -80,6 +78,13 @@ def group_advantages(
         variance = advantages.square().sum() / count
         return advantages / (variance.sqrt() + epsilon)
     return advantages
+
+
+def are_agreeing(rewards: torch.Tensor) -> torch.Tensor:
+    """Return True [P] for groups of `rewards` [P, n] that are all equal; NaN does not count."""
+    largest = rewards.nan_to_num(-math.inf).amax(dim=1)
+    smallest = rewards.nan_to_num(math.inf).amin(dim=1)
+    return largest <= smallest
 
 
 def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Tensor:

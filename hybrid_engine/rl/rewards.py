@@ -23,12 +23,20 @@ import torch
 
 from hybrid_engine.errors import ArgumentError, Violation, first_of, shortened
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.rl.losses import are_agreeing
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.config import LoopConfig
 
 logger = logging.getLogger("hybrid_engine")
+
+FIRST_PAUSE_SECONDS = 1.0
+"""Seconds before a reward is called for the second time."""
+_TAKEN = frozenset({"std", "seconds"})
+"""Names of rewards whose columns would be those of `step_metrics`."""
+_FAILED = object()
+"""Result of a function that raised, if its completion is left out."""
 
 Reward = Callable[[Any, Any], float | Awaitable[float | None] | None]
 """(prompt, completion) -> reward, a number as `user_callbacks.number_of` accepts it.
@@ -78,9 +86,7 @@ class Scores:
     @property
     def agreeing(self) -> torch.Tensor:
         """True [P] for prompts whose completions all have the same reward, or none."""
-        largest = self.totals.nan_to_num(-math.inf).amax(dim=1)
-        smallest = self.totals.nan_to_num(math.inf).amin(dim=1)
-        return largest <= smallest
+        return are_agreeing(self.totals)
 
     def replaced(self, indices: Sequence[int], scores: Scores) -> Scores:
         """Return these scores with those of the prompts at `indices` replaced."""
@@ -155,7 +161,7 @@ class RewardFunctions:
         rewards: dict[str, list[float]] = {}
         failed: set[int] = set()
         for name, function in self._functions.items():
-            argument = "reward" if self._is_single else f"reward {name}"
+            argument = argument_of(name)
             if isinstance(function, BatchReward):
                 part = list(samples)
                 if function.on_all_ranks:
@@ -166,14 +172,14 @@ class RewardFunctions:
                     continue
                 rewards[name] = self._of_batch(argument, function, part, job.timeout_seconds)
             elif job.rank == 0:
-                attempted = with_retries(function, self._config.reward_retries)
-                if self._config.reward_failures == "skip":
-                    attempted = _with_failures(attempted, argument)
-                calls = [(sample[0], attempted, sample[1:]) for sample in samples]
+                is_skipping = self._config.reward_failures == "skip"
+                attempts = _Attempts(
+                    function, argument, self._config.reward_retries, is_skipping=is_skipping
+                )
+                calls = [(sample[0], attempts, sample[1:]) for sample in samples]
                 values = run_callbacks(argument, calls, job.timeout_seconds)
                 failed.update(index for index, value in enumerate(values) if value is _FAILED)
-                values = [None if value is _FAILED else value for value in values]
-                rewards[name] = self._checked(argument, values, samples, failed)
+                rewards[name] = self._checked(argument, values, samples)
         return rewards, sorted(failed)
 
     def _of_batch(
@@ -183,32 +189,34 @@ class RewardFunctions:
         samples: Sequence[tuple[str, Any, Any]],
         timeout_seconds: float,
     ) -> list[float]:
-        function = with_retries(reward.function, self._config.reward_retries, list)
+        retries = self._config.reward_retries
+        # A list within the attempt: an iterator may fail as well.
+        attempts = _Attempts(reward.function, argument, retries, convert=list)
         prompts = [prompt for _, prompt, _ in samples]
         completions = [completion for *_, completion in samples]
         place = f"{len(samples)} completions"
         (values,) = run_callbacks(
-            argument, [(place, function, (prompts, completions))], timeout_seconds
+            argument, [(place, attempts, (prompts, completions))], timeout_seconds
         )
         if len(values) != len(samples):
             problem = f"returned {len(values)} values for {place}"
             remedy = "Return a number, or None, for each completion"
             raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
-        return self._checked(argument, values, samples, frozenset())
+        return self._checked(argument, values, samples)
 
     def _checked(
         self,
         argument: str,
         values: Sequence[Any],
         samples: Sequence[tuple[str, Any, Any]],
-        failed: set[int] | frozenset[int],
     ) -> list[float]:
-        """Return the values as floats, NaN in place of None."""
-        is_missing = [
-            value is None and (index in failed or not self._is_single)
+        """Return the values as floats, NaN for failures, and for None of one of several functions."""
+        missing = (_FAILED,) if self._is_single else (_FAILED, None)
+        present = [
+            index
             for index, value in enumerate(values)
+            if not any(value is absent for absent in missing)
         ]
-        present = [index for index, missing in enumerate(is_missing) if not missing]
         rewards = [math.nan] * len(values)
         places = [samples[index][0] for index in present]
         converted = rewards_of([values[index] for index in present], places, argument)
@@ -261,6 +269,11 @@ def named_rewards(rewards: Any) -> dict[str, Any]:
     return {"reward": rewards}
 
 
+def argument_of(name: str) -> str:
+    """Return how messages name a function; "reward" is the name of a single one."""
+    return name if name == "reward" else f"reward {name}"
+
+
 def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
     """Yield what is wrong with the functions, and with their settings."""
     functions = named_rewards(rewards)
@@ -271,7 +284,7 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
             problem = "several functions have the same name"
             yield Violation("reward", problem, "Pass a mapping of names", code="repeated-name")
     for name, function in functions.items():
-        key = "reward" if functions.keys() == {"reward"} else f"reward {name}"
+        key = argument_of(name)
         called: object = function.function if isinstance(function, BatchReward) else function
         if not callable(called):
             problem = f"{shortened(called)} is not a function"
@@ -279,7 +292,7 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
             yield Violation(key, problem, remedy, code="not-callable")
     for name in _TAKEN & functions.keys():
         problem = f"is the name of a reward, but `reward_{name}` is a column already"
-        yield Violation(f"reward {name}", problem, "Use another name", code="repeated-name")
+        yield Violation(argument_of(name), problem, "Use another name", code="repeated-name")
     for name in config.reward_weights.keys() - functions.keys():
         problem = f"there is no reward of this name, but {first_of(sorted(functions), 5)}"
         remedy = "Use the names of the functions"
@@ -287,78 +300,76 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
         yield Violation(key, problem, remedy, code="unknown-reward")
 
 
-FIRST_PAUSE_SECONDS = 1.0
-"""Seconds before a reward is called for the second time."""
-_TAKEN = frozenset({"std", "seconds"})
-"""Names of rewards whose columns would be those of `step_metrics`."""
-_FAILED = object()
-"""Result of a function that raised, if its completion is left out."""
-
-
-def with_retries(
-    function: Callable[..., Any], retries: int, convert: Callable[[Any], Any] = lambda value: value
-) -> Callable[..., Any]:
-    """Return a function that is called again after an exception, at most `retries` times.
+class _Attempts:
+    """A function that is called again after an exception, at most `retries` times.
 
     Between the calls it waits for a second, then for two, four, and so on.
 
     Args:
         function: function or coroutine function.
+        argument: its name in log lines.
         retries: number of further calls.
+        is_skipping: after the last attempt, return `_FAILED` in place of raising the exception.
         convert: converts the result, within the same attempt.
     """
 
-    def call(*arguments: Any) -> Any:
-        for attempt in range(retries + 1):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        argument: str,
+        retries: int,
+        *,
+        is_skipping: bool = False,
+        convert: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self._function = function
+        self._argument = argument
+        self._retries = retries
+        self._is_skipping = is_skipping
+        self._convert = convert
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the result, or an awaitable of it."""
+        for attempt in range(self._retries + 1):
             try:
-                returned = function(*arguments)
+                returned = self._function(*arguments)
                 if inspect.isawaitable(returned):
-                    return awaited(returned, arguments, attempt)
-                return convert(returned)
+                    return self._awaited(returned, arguments, attempt)
+                return self._convert(returned)
             except Exception as error:
-                if attempt == retries:
-                    raise
-                time.sleep(pause(error, attempt))
-        raise AssertionError("the last attempt returns or raises")
-
-    async def awaited(returned: Any, arguments: tuple[Any, ...], first: int) -> Any:
-        for attempt in range(first, retries + 1):
-            try:
-                if attempt > first:
-                    returned = function(*arguments)
-                return convert(await returned if inspect.isawaitable(returned) else returned)
-            except Exception as error:
-                if attempt == retries:
-                    raise
-                await asyncio.sleep(pause(error, attempt))
-        raise AssertionError("the last attempt returns or raises")
-
-    def pause(error: Exception, attempt: int) -> float:
-        seconds = FIRST_PAUSE_SECONDS * 2.0**attempt
-        logger.warning("a reward failed and is called again in %g s: %s", seconds, shortened(error))
-        return seconds
-
-    return call
-
-
-def _with_failures(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Return a function that returns `_FAILED` in place of an exception."""
-
-    def call(*arguments: Any) -> Any:
-        try:
-            returned = function(*arguments)
-        except Exception as error:
-            return failed(error)
-        return awaited(returned) if inspect.isawaitable(returned) else returned
-
-    async def awaited(returned: Awaitable[Any]) -> Any:
-        try:
-            return await returned
-        except Exception as error:
-            return failed(error)
-
-    def failed(error: Exception) -> object:
-        logger.warning("%s failed, its completion is left out: %s", argument, shortened(error))
+                if self._is_last(attempt, error):
+                    break
+                time.sleep(_pause_seconds(attempt))
         return _FAILED
 
-    return call
+    async def _awaited(
+        self, returned: Awaitable[Any], arguments: tuple[Any, ...], first: int
+    ) -> Any:
+        """Return the result of the attempt that returned an awaitable, or of a later one."""
+        for attempt in range(first, self._retries + 1):
+            try:
+                if attempt > first:
+                    returned = self._function(*arguments)
+                is_awaitable = inspect.isawaitable(returned)
+                return self._convert(await returned if is_awaitable else returned)
+            except Exception as error:
+                if self._is_last(attempt, error):
+                    break
+                await asyncio.sleep(_pause_seconds(attempt))
+        return _FAILED
+
+    def _is_last(self, attempt: int, error: Exception) -> bool:
+        """Log a failure; return True after the last attempt, or raise the exception there."""
+        is_last = attempt == self._retries
+        if is_last and not self._is_skipping:
+            raise error
+        what_follows = "its completion is left out"
+        if not is_last:
+            what_follows = f"it is called again in {_pause_seconds(attempt):g} s"
+        logger.warning("%s failed, %s: %s", self._argument, what_follows, shortened(error))
+        return is_last
+
+
+def _pause_seconds(attempt: int) -> float:
+    """Return the pause after an attempt, from 0."""
+    return FIRST_PAUSE_SECONDS * 2.0**attempt

@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.models import table_for
+from hybrid_engine.models.config_json import positions_of
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
-from hybrid_engine.rl.rewards import BatchReward, named_rewards, reward_violations
+from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
-_OPTIMIZER_NBYTES = 12
-"""Bytes of a trained element in a checkpoint beside the weight: fp32 weight and two moments."""
 _UNBOUNDED = 2**31
 _MOST_PROMPTS = 10_000
 """Prompts that rank 0 checks while the others wait. `Loop` checks all, on every rank."""
-_WEIGHT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "prompts": ("step",),
@@ -151,9 +150,9 @@ def _longest_sequence(engines: HybridConfig) -> int:
     if generate.max_model_len is not None:
         return generate.max_model_len
     config = engines.hf_config()
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    positions = positions_of(config)
     # Programs may replace values of config.json.
-    if not isinstance(positions, int) or "hf_overrides" in generate.vllm:
+    if positions is None or "hf_overrides" in generate.vllm:
         return _UNBOUNDED
     # vLLM multiplies the positions by the factor of most rotary scalings.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -284,7 +283,7 @@ def _callback_violations(arguments: RunArguments) -> Iterator[Violation]:
             yield Violation(name, "is a coroutine function", remedy, code="coroutine-function")
         yield from _signature_violations(name, function, _PARAMETERS[name])
     for name, reward in named_rewards(arguments.reward).items():
-        key = "reward" if name == "reward" else f"reward {name}"
+        key = argument_of(name)
         if isinstance(reward, BatchReward):
             yield from _signature_violations(key, reward.function, ("prompts", "completions"))
         else:
@@ -388,10 +387,11 @@ def _disk_violations(engines: HybridConfig, out: Path) -> Iterator[Violation]:
     """Yield a violation if one checkpoint of the run does not fit onto the disk."""
     actor = engines.actor_config
     num_elements = sum(map(prod, table_for(engines.hf_config()).shapes.values()))
-    nbytes = num_elements * _WEIGHT_NBYTES[actor.params_dtype]
+    nbytes = num_elements * DTYPE_NBYTES[actor.params_dtype]
     # Some or all weights have no optimizer state otherwise.
     if actor.lora is None and not actor.frozen_parameters and actor.fsdp is None:
-        nbytes += num_elements * _OPTIMIZER_NBYTES
+        # A checkpoint has a fp32 copy of fp32 weights, too.
+        nbytes += num_elements * (MAIN_NBYTES + MOMENTS_NBYTES)
     checkpoints = out.absolute() / "checkpoints"
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
         return  # a run that is resumed replaces files

@@ -55,11 +55,7 @@ class _WandbLike:
         self._module.log(_figures(row), step=step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        # trackio's function has no argument for failures.
-        if has_failed and self._module.__name__ == "wandb":
-            self._module.finish(exit_code=1)
-        else:
-            self._module.finish()
+        self._module.finish()
 
 
 class _Wandb(_WandbLike):
@@ -67,6 +63,9 @@ class _Wandb(_WandbLike):
         wandb = importlib.import_module("wandb")
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         super().__init__(wandb, run, settings, project=project, id=run)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._module.finish(exit_code=int(has_failed))
 
 
 class _Trackio(_WandbLike):

@@ -328,7 +328,7 @@ def canonical_views(
             if name not in repeated:
                 findings.append(f"{name}: not in a checkpoint of this config")
         elif parameter is None:
-            # A storage that the conversion allocated: the values are no longer in a parameter.
+            # The conversion allocated this storage, so the values are no longer in a parameter.
             findings.append(
                 f"{name}: transformers computes it from parameters, so it is not a view of one"
             )

@@ -33,6 +33,7 @@ from hybrid_engine.layouts.parallelism import (
     TrainParallelism,
 )
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
+from hybrid_engine.models.config_json import positions_of
 from hybrid_engine.models.families import read_model, require_written
 from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
@@ -581,6 +582,4 @@ def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) 
 
 def longest_sequence(config: HybridConfig, hf_config: Mapping[str, Any]) -> int:
     """Return the tokens of the longest sequence that vLLM accepts; 0 if not known."""
-    positions = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
-    of_model = positions if isinstance(positions, int) else 0
-    return config.generate_config.max_model_len or of_model
+    return config.generate_config.max_model_len or positions_of(hf_config) or 0

@@ -119,6 +119,17 @@ def test_a_reward_that_fails_is_called_again(is_awaited: bool) -> None:
     assert skipped.totals[1].tolist() == [3, 4]
 
 
+@pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize("is_awaited", [False, True])
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_exception_names_the_line_of_the_user(retries: int, is_awaited: bool) -> None:
+    hopeless = Unreliable(100)
+    with pytest.raises(ArgumentError) as caught:
+        compute(hopeless.later if is_awaited else hopeless, reward_retries=retries)
+    remedies = [violation.remedy for violation in caught.value.findings]
+    assert all(f"{__file__}:" in remedy for remedy in remedies), remedies
+
+
 def test_pauses_between_calls_double(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(rewards_module.time, "sleep", pauses.append)
