@@ -210,7 +210,7 @@ class RewardFunctions:
         values: Sequence[Any],
         samples: Sequence[tuple[str, Any, Any]],
     ) -> list[float]:
-        """Return the values as floats, NaN for failures, and for None of one of several functions."""
+        """Return the values as floats; NaN for failures, and for None of several functions."""
         missing = (_FAILED,) if self._is_single else (_FAILED, None)
         present = [
             index

@@ -37,7 +37,7 @@ _NOT_PRINTED = {
     "value_clip_fraction",
     "explained_variance",
 }
-"""Columns that the printed line leaves out, beside seconds and bytes; it has those of `evaluate`."""
+"""Columns that a printed line leaves out, beside seconds and bytes; it has those of `evaluate`."""
 
 
 class RunRecord:
