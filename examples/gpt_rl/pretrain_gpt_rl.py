@@ -140,12 +140,13 @@ class Reference:
         if self._engine is None:
             self._engine = self._build(policy)
         engine = self._engine
-        rows = slice(engine.dp_rank, None, engine.dp_size)
+        ranks = engine.data_parallel
+        rows = slice(ranks.rank, None, ranks.size)
         share = engine.log_probs({name: batch[name][rows] for name in ("tokens", "labels")})
-        gathered = engine.gather_over_data_parallel(share).to("cpu")
+        gathered = ranks.gather(share).to("cpu")
         log_probs = torch.empty_like(gathered)
-        for rank, part in enumerate(gathered.chunk(engine.dp_size)):
-            log_probs[rank :: engine.dp_size] = part
+        for rank, part in enumerate(gathered.chunk(ranks.size)):
+            log_probs[rank :: ranks.size] = part
         return log_probs
 
     def _build(self, policy: Sequence[torch.nn.Module]) -> TrainEngine:

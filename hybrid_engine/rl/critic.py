@@ -39,7 +39,9 @@ class Critic:
         has_own_model = settings is not None and settings.model is not None
         self.config = config
         self.model = ValueModel(worker, load_weights=has_own_model)
-        self._learning_rate = config.critic_learning_rate or self.model.engine.learning_rate
+        self._learning_rate = (
+            config.critic_learning_rate or self.model.engine.optimizer.learning_rate
+        )
         # Fails now, not in the first step, if the critic has its own schedule.
         self.model.set_learning_rate(self._learning_rate)
         self._loss = value_loss(config.value_clip)

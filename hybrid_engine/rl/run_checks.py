@@ -113,7 +113,7 @@ class RunLimits:
     @classmethod
     def of_worker(cls, worker: ActorHybridWorker) -> RunLimits:
         """Return the limits of engines that are built."""
-        limits = worker.train.limits
+        limits = worker.actor.engine.limits
         return cls(
             _micro_batch_sizes(worker.config, limits.micro_batch_size),
             limits.dp_size,

@@ -7,7 +7,7 @@
     megatron/                Megatron's model, optimizer, steps and checkpoints
     fsdp/                    the same for a transformers model that FSDP2 shards
 
-    trained_model.py         code that both trainers share: learning rate, gathering of results
+    data_parallel.py         the ranks that share a batch
     learning_rate.py         set by the user, or by a schedule
     checkpoint_directory.py  checkpoints of both trainers: saves, a pointer to the latest, checksums
     checkpoint_metadata.py   validation of torch's records in a checkpoint
@@ -15,7 +15,7 @@
 Data flow of `worker.update(batch, loss_function)`:
 
     batch -> batches.batch_checks.agreed_share -> this rank's share
-          -> ActorTrainer.train_step -> batches.arrangement.micro_batches -> rows -> model
+          -> TrainableScorer.train_step -> batches.arrangement.micro_batches -> rows -> model
           -> log-probabilities -> loss_function -> optimizer step, scalars to report
 
 A program with its own training loop needs none of this: `HybridEngine(model=...)`, `attach` and

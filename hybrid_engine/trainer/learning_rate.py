@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Final, Protocol
 
@@ -21,9 +21,6 @@ logger = logging.getLogger("hybrid_engine")
 
 LARGEST = 1e30
 """Largest learning rate, also of `optimizer.lr`: float32 weights cannot use larger ones."""
-
-ParamGroups = Sequence[dict[str, Any]]
-"""Parameter groups of an optimizer."""
 
 
 class Scheduler(Protocol):
@@ -41,56 +38,86 @@ class Scheduler(Protocol):
         """Advance by `increment` updates, and set the values of every parameter group."""
 
 
-def learning_rate_of(groups: ParamGroups) -> float:
-    """Return the learning rate of the next update; NaN if this rank trains nothing.
+class ScheduledOptimizer:
+    """Optimizer of a trainer, and the schedule of its learning rate if it has one.
 
-    Groups with their own rate (decoupled_lr: embedding and output head) are ignored.
+    Args:
+        optimizer: torch's or Megatron's; None for a model that is not trained.
+        schedule: of learning rate and weight decay; None if both are constant.
     """
-    for group in groups:
-        if not group.get("is_decoupled_lr"):
-            return float(group["lr"])
-    return math.nan
 
+    def __init__(self, optimizer: Any, schedule: Scheduler | None = None) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
 
-def set_learning_rate(
-    groups: ParamGroups, scheduler: Scheduler | None, learning_rate: float
-) -> None:
-    """Set the learning rate of every group.
+    @property
+    def inner(self) -> Any:
+        """The optimizer. Raises StateError if there is none."""
+        if self._optimizer is None:
+            raise StateError(
+                "this model has no optimizer and cannot be trained; train the actor, or the critic",
+                code="no-optimizer",
+            )
+        return self._optimizer
 
-    Raises StateError if a schedule sets it, and ArgumentError for an invalid value.
-    """
-    if scheduler is not None:
-        raise StateError(
-            "the learning rate follows optimizer.schedule of the configuration; remove that key "
-            "to set the rate by hand",
-            code="learning-rate-is-scheduled",
-        )
-    # `object`, because a caller may pass anything
-    value: object = learning_rate
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and 0 <= float(learning_rate) <= LARGEST):
-        problem = f"{shortened(value)} is not a valid rate"
-        remedy = f"Use a number from 0 to {LARGEST:g}"
-        raise ArgumentError([Violation("learning_rate", problem, remedy, code="out-of-range")])
-    for group in groups:
-        group["lr"] = float(learning_rate)
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update; NaN if this rank trains nothing.
 
+        Groups with their own rate (decoupled_lr: embedding and output head) are ignored.
+        """
+        for group in self.inner.param_groups:
+            if not group.get("is_decoupled_lr"):
+                return float(group["lr"])
+        return math.nan
 
-def resume(scheduler: Scheduler | None, num_steps: int | None) -> None:
-    """Set the position of a schedule to `num_steps` updates, from a checkpoint.
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of every parameter group.
 
-    None: the checkpoint was saved without a schedule.
-    """
-    if scheduler is None:
-        return
-    if num_steps is None:
-        logger.warning(
-            "the checkpoint was saved without a learning-rate schedule; the schedule of this "
-            "configuration starts at its first update"
-        )
-    scheduler.num_steps = num_steps or 0
-    # sets the values of the current position
-    scheduler.step(0)
+        Raises StateError if a schedule sets it, and ArgumentError for an invalid value.
+        """
+        groups = self.inner.param_groups
+        if self._schedule is not None:
+            raise StateError(
+                "the learning rate follows optimizer.schedule of the configuration; remove that "
+                "key to set the rate by hand",
+                code="learning-rate-is-scheduled",
+            )
+        # `object`, because a caller may pass anything
+        value: object = learning_rate
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and 0 <= float(learning_rate) <= LARGEST):
+            problem = f"{shortened(value)} is not a valid rate"
+            remedy = f"Use a number from 0 to {LARGEST:g}"
+            raise ArgumentError([Violation("learning_rate", problem, remedy, code="out-of-range")])
+        for group in groups:
+            group["lr"] = float(learning_rate)
+
+    def advance_schedule(self) -> None:
+        """Set the learning rate and the weight decay of the next update, after an update."""
+        if self._schedule is not None:
+            self._schedule.step(1)
+
+    @property
+    def num_scheduled_updates(self) -> int | None:
+        """Position of the schedule; None without a schedule."""
+        return None if self._schedule is None else self._schedule.num_steps
+
+    def resume_schedule(self, num_updates: int | None) -> None:
+        """Set the position of the schedule to `num_updates`, from a checkpoint.
+
+        None: the checkpoint was saved without a schedule.
+        """
+        if self._schedule is None:
+            return
+        if num_updates is None:
+            logger.warning(
+                "the checkpoint was saved without a learning-rate schedule; the schedule of this "
+                "configuration starts at its first update"
+            )
+        self._schedule.num_steps = num_updates or 0
+        # sets the values of the current position
+        self._schedule.step(0)
 
 
 _DECAYS: Final[Mapping[str, Callable[[float], float]]] = {

@@ -5,33 +5,44 @@ They add to the interfaces that a switch requires (hybrid_engine/ports.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from hybrid_engine.memory.offload_items import Offloadable
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
+from hybrid_engine.trainer.data_parallel import DataParallelRanks
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 
 
-class Scorer(Offloadable, Protocol):
-    """One rank's part of a model; every data parallel rank scores its share of a batch."""
+class Scorer(Protocol):
+    """Share of a language model on this rank; each data parallel rank scores its part of a batch."""
+
+    @property
+    def model(self) -> Trainer:
+        """Weights and state of the model."""
 
     @property
     def limits(self) -> BatchLimits:
         """Limits of the batches that it can compute, and this data parallel rank."""
 
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all data parallel ranks along dim 0, in the order of ranks."""
+    @property
+    def data_parallel(self) -> DataParallelRanks:
+        """The ranks that share a batch."""
 
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """Return `log_probs` [B, S] fp32 of every label of this rank's share, and `outputs`.
 
         Collective.
         """
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S] on every rank; for checks."""
 
 
 def score(
@@ -45,23 +56,18 @@ def score(
     share = agreed_share(batch, engine.limits, agreement, phase, data, outputs)
     with agreement.call(phase):
         results = engine.scores(share, outputs)
-        if data == "global" and engine.limits.dp_size > 1:
-            results = {
-                name: engine.gather_over_data_parallel(value) for name, value in results.items()
-            }
+        if data == "global" and engine.data_parallel.size > 1:
+            results = {name: engine.data_parallel.gather(value) for name, value in results.items()}
     results = {name: value.to(batch["tokens"].device) for name, value in results.items()}
     return results if outputs else results["log_probs"]
 
 
-class ActorTrainer(Trainer, Scorer, Protocol):
-    """Trainer of `ActorHybridWorker`: `MegatronActor` or `FsdpActor`."""
+class TrainableScorer(Scorer, Protocol):
+    """Language model that is trained: `TrainEngine` or `FsdpTrainEngine`."""
 
     @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. Raises StateError if a schedule does."""
+    def optimizer(self) -> ScheduledOptimizer:
+        """The optimizer and the schedule of its learning rate."""
 
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
@@ -80,17 +86,31 @@ class ActorTrainer(Trainer, Scorer, Protocol):
         and RemoteError with its message on the other ranks.
         """
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S] on every rank; for checks."""
 
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+class Checkpoints(Protocol):
+    """Reads and writes the complete training state of a model."""
+
+    def save(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write all state that a resumed run needs. Collective.
 
         `check_nan`: raise WeightError for NaN and Inf.
         """
 
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Load a checkpoint that `save_checkpoint` wrote, on all ranks or on none. Collective."""
+    def load(self, directory: str | Path) -> None:
+        """Load a checkpoint that `save` wrote, on all ranks or on none. Collective."""
 
-    def frozen_copy(self) -> Scorer:
-        """Return a copy of the current weights with merged adapters, for scoring. Collective."""
+
+@dataclass(frozen=True)
+class ActorParts:
+    """Parts of an actor that is built from a configuration.
+
+    Attributes:
+        engine: steps and scores; `engine.model` has the weights and the state.
+        checkpoints: of the training state.
+        frozen_copy: copies the current weights, adapters merged, into a model for scoring.
+            Collective.
+    """
+
+    engine: TrainableScorer
+    checkpoints: Checkpoints
+    frozen_copy: Callable[[], Scorer]

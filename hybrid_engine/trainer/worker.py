@@ -15,19 +15,19 @@ from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.models import table_for
-from hybrid_engine.ports import Batch, Data, LossFunction
+from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs
-from hybrid_engine.trainer.ports import ActorTrainer, score
+from hybrid_engine.trainer.ports import ActorParts, score
 
 logger = logging.getLogger("hybrid_engine")
 
 
-class ActorHybridWorker(HybridEngine[ActorTrainer]):
+class ActorHybridWorker(HybridEngine[Trainer]):
     """The actor: a `HybridEngine` whose trainer, Megatron or FSDP2, is built from a configuration.
 
         with ActorHybridWorker(config) as worker:             on every rank, under torchrun
@@ -59,7 +59,9 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         rank: of this process.
         world_size: number of ranks.
         job: the ranks, their device (`job.device`), and the agreement between them.
-        train: the trainer, an `ActorTrainer`; `train.limits` has the data parallel rank and size.
+        train: weights and state of the trainer.
+        actor: steps, scores and checkpoints of the trainer; `actor.engine.limits` has the data
+            parallel rank and size.
         inference: the `InferenceEngine`, with vLLM's `llm`.
     """
 
@@ -90,9 +92,8 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         if load_weights:
             fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
-            train = build_actor(self.config, table, job, undo, weights_only=weights_only)
-            # Megatron's objects; FSDP2 has none
-            self.actor = getattr(train, "actor", None)
+            self.actor = build_actor(self.config, table, job, undo, weights_only=weights_only)
+            train = self.actor.engine.model
         if load_weights:
             load_pretrained(self.config.model, train.weights.base, table, job)
             if job.rank == 0 and self.config.actor_config.lora is not None:
@@ -145,7 +146,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         """
         self.sharding.require(State.TRAIN, State.FORWARD)
         outputs = Outputs(entropy, top_k)
-        return score(self.train, batch, self.job.agreement, "scoring", data, outputs)
+        return score(self.actor.engine, batch, self.job.agreement, "scoring", data, outputs)
 
     def update(
         self,
@@ -168,7 +169,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
                 micro batch, `entropy` with gradient.
 
         Returns the reported scalars, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
-        `ActorTrainer.train_step`.
+        `TrainableScorer.train_step`.
 
         Raises on all ranks, before any weight changes:
             BatchError: with every violation.
@@ -180,20 +181,20 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         outputs = Outputs(entropy, top_k)
         share = agreed_share(
             batch,
-            self.train.limits,
+            self.actor.engine.limits,
             self.job.agreement,
             phase,
             data,
             outputs,
-            learning_rate=self.train.learning_rate,
+            learning_rate=self.actor.engine.optimizer.learning_rate,
         )
         with self.job.agreement.call(phase):
-            return self.train.train_step(share, loss_function, outputs)
+            return self.actor.engine.train_step(share, loss_function, outputs)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return self.train.learning_rate
+        return self.actor.engine.optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of later updates, a number from 0 to 1e30; in any state.
@@ -202,7 +203,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         Raises, before anything changes, StateError if `actor_config.optimizer.schedule` sets the
         rate, and ArgumentError for another value.
         """
-        self.train.set_learning_rate(learning_rate)
+        self.actor.engine.optimizer.set_learning_rate(learning_rate)
 
     def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters, optimizer state, position of the schedule, and random generators.
@@ -216,7 +217,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         infinities.
         """
         self.sharding.require(State.TRAIN)
-        self.train.save_checkpoint(directory, check_nan=check_nan)
+        self.actor.checkpoints.save(directory, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load a checkpoint that `save_checkpoint` wrote, on all ranks or on none.
@@ -224,10 +225,10 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         In `train_context`. Megatron requires the same layout; FSDP2 takes any number of ranks.
         """
         self.sharding.require(State.TRAIN)
-        self.train.load_checkpoint(directory)
+        self.actor.checkpoints.load(directory)
 
 
-def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
+def _builder(config: HybridConfig) -> Callable[..., ActorParts]:
     """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
 
     Raises DependencyError if its packages are missing or have untested versions.

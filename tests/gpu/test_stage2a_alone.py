@@ -35,7 +35,6 @@ from tests.gpu.small_job import GREEDY, SmallJob, differences
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
-    from hybrid_engine.trainer.ports import ActorTrainer
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -91,16 +90,16 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
     with ExitStack() as ends, memory:
         ranks = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
         torch.manual_seed(0)
-        train: ActorTrainer = build_actor(config, table, ranks, ends)
-        offloader = Offloader(train)
+        engine = build_actor(config, table, ranks, ends).engine
+        offloader = Offloader(engine.model)
         for number in range(NUM_STEPS):
             batch = tokens_and_labels(number, table.dims.vocab_size, 4)
-            share = agreed_share(batch, train.limits, ranks.agreement, "training step")
-            train.train_step(share, cross_entropy)
+            share = agreed_share(batch, engine.limits, ranks.agreement, "training step")
+            engine.train_step(share, cross_entropy)
             if is_offloaded:
                 offloader.offload()
                 offloader.onload()
-        items = [item for item in train.offload_items() if (item.kind, item.action) == ("param", "copy")]
+        items = [item for item in engine.model.offload_items() if (item.kind, item.action) == ("param", "copy")]
         return [box_digest(item.tensor) for item in items]
 
 

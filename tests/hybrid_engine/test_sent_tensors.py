@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hybrid_engine.tools.verify.comparison import Comparison
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+from hybrid_engine.trainer.data_parallel import DataParallelRanks
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.trainer.trained_model import TrainedModel
 
 DEVICE = torch.device("meta")
 
@@ -54,8 +54,9 @@ def test_counts_of_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_and_reports() -> None:
-    engine: Any = SimpleNamespace(dp_size=2, _device=DEVICE, _data_parallel=None)
-    expect_sent(lambda: TrainedModel.gather_over_data_parallel(engine, torch.ones(3)))
+    ranks = DataParallelRanks(0, 2, DEVICE)
+    engine: Any = SimpleNamespace(data_parallel=ranks, _device=DEVICE)
+    expect_sent(lambda: ranks.gather(torch.ones(3)))
     expect_sent(lambda: FsdpTrainEngine._average(engine, [{"loss": torch.ones(())}]))
 
 

@@ -236,8 +236,8 @@ def run(fault: Fault, name: str, outcome: Outcome) -> None:
             with at_fault():
                 outcome.step("start", lambda: ends.enter_context(engine_of()))
             return
-        engine = ends.enter_context(engine_of())
-        small_switch.switch(engine, 1)
+        engine, trainer = ends.enter_context(engine_of())
+        small_switch.switch(engine, trainer, 1)
         before = contents(engine)
         with at_fault():
             outcome.step("switch", partial(engine.sharding.enter, State.INFER))
@@ -246,7 +246,7 @@ def run(fault: Fault, name: str, outcome: Outcome) -> None:
             after = contents(engine)
             outcome.is_intact = all(torch.equal(after[key], flat) for key, flat in before.items())
             batch = workers.batch(0)
-            outcome.step("train", lambda: engine.train.train_step(batch, workers.cross_entropy))
+            outcome.step("train", lambda: trainer.train_step(batch, workers.cross_entropy))
         outcome.step("again", partial(engine.sharding.enter, State.INFER))
         outcome.step("close", ends.close)
 

@@ -41,8 +41,8 @@ def switching(actor: Actor | None = None, **generate: Any) -> Callable[[], None]
     """Return a scenario: a job with these configuration keys switches back and forth."""
 
     def switch() -> None:
-        with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), actor or {}, generate) as engine:
-            small_switch.switch(engine)
+        with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), actor or {}, generate) as (engine, trainer):
+            small_switch.switch(engine, trainer)
 
     return switch
 
@@ -60,7 +60,7 @@ def with_a_late_rank(scenario: Callable[[], None]) -> Callable[[], None]:
 
 def leaving_in_the_background() -> None:
     """A background offload is still in progress when the weights are ready to be read."""
-    with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), {}, {"prefetch": "auto"}) as engine:
+    with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), {}, {"prefetch": "auto"}) as (engine, trainer):
         copier = engine.sharding.offloader._copier
         make_room = ShardingManager._make_room
         are_over: list[bool] = []
@@ -71,7 +71,7 @@ def leaving_in_the_background() -> None:
             make_room(self, kinds)
 
         with mock.patch.object(ShardingManager, "_make_room", query_and_make_room):
-            small_switch.switch(engine)
+            small_switch.switch(engine, trainer)
     assert are_over == [False, False], "the switch waited for the copies"
 
 

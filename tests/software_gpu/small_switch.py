@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from hybrid_engine import HybridEngine
@@ -18,13 +18,12 @@ from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import device_pages
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
+from hybrid_engine.trainer.ports import TrainableScorer
 from tests.walk.inference import MemoryInference
 from tests.zoo import workers
-
-if TYPE_CHECKING:
-    from hybrid_engine.trainer.megatron.actor import MegatronActor
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 256, "vocab_size": 8192}
 CHUNK_NBYTES = 2 * 2**20
@@ -38,8 +37,8 @@ def write_model(directory: Path) -> Path:
 @contextmanager
 def engine_of(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
-) -> Iterator[HybridEngine[MegatronActor]]:
-    """Build an engine in state TRAIN with these keys of `actor_config` and `generate_config`."""
+) -> Iterator[tuple[HybridEngine[Trainer], TrainableScorer]]:
+    """Build an engine in state TRAIN, and its trainer, with these keys of `actor_config` and `generate_config`."""
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor
 
@@ -50,20 +49,20 @@ def engine_of(
     with ExitStack() as ends:
         ends.enter_context(mock.patch.object(device_pages, "CHUNK_NBYTES", CHUNK_NBYTES))
         job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
-        train = build_actor(config, table, job, ends)
+        trainer = build_actor(config, table, job, ends).engine
         inference = MemoryInference(job, shapes, "float32")
-        engine = HybridEngine.from_parts(parts_with_engine(train, inference, config))
+        engine = HybridEngine.from_parts(parts_with_engine(trainer.model, inference, config))
         ends.callback(engine.sharding.close)
         engine.start()
-        yield engine
+        yield engine, trainer
 
 
-def switch(engine: HybridEngine[MegatronActor], num_rounds: int = 2) -> None:
+def switch(engine: HybridEngine[Trainer], trainer: TrainableScorer, num_rounds: int = 2) -> None:
     """Train, switch to inference and back, `num_rounds` times."""
-    limits = engine.train.limits
+    limits = trainer.limits
     for seed in range(num_rounds):
         batch = {name: rows.chunk(limits.dp_size)[limits.dp_rank] for name, rows in workers.batch(seed).items()}
-        engine.train.train_step(batch, workers.cross_entropy)
+        trainer.train_step(batch, workers.cross_entropy)
         engine.sharding.enter(State.INFER)
         engine.prefetch()
         engine.sharding.enter(State.TRAIN)

@@ -39,20 +39,22 @@ class Fsdp2(Subject):
 
     def __init__(self, path: Path, config: HybridConfig, job: Job, ends: ExitStack, *, lora: bool, serve: bool) -> None:
         table = table_for(config.hf_config())
+        trainer = None
         if lora:
             self.model: Any = sharded_models.shard(peft_model(path, LORA))
             self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
             train: Any = ShardedModel(self.model, table, job.rank, [self.optimizer])
             ends.callback(train.close)
         else:
-            train = build_actor(config, table, job, ends)
+            trainer = build_actor(config, table, job, ends)
+            train = trainer.engine.model
             self.model = train.model
-            self.optimizer = train.optimizer
+            self.optimizer = trainer.engine.optimizer.inner
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
         engine.start()
-        super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora)
+        super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora, trainer=trainer)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0
         self.writes = self._writes()

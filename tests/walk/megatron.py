@@ -29,14 +29,15 @@ class Megatron(Subject):
         from hybrid_engine.trainer.megatron.actor import build_actor
 
         table = table_for(config.hf_config())
-        train = build_actor(config, table, job, ends)
-        self.chunks = train.actor.chunks
-        self.optimizer = train.actor.optimizer
+        trainer = build_actor(config, table, job, ends)
+        train = trainer.engine.model
+        self.chunks = train.chunks
+        self.optimizer = train.optimizer
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
         engine.start()
-        super().__init__(engine, job, inference, exact=not serve)
+        super().__init__(engine, job, inference, exact=not serve, trainer=trainer)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0
         self.writes = self._writes()
@@ -80,7 +81,7 @@ class Megatron(Subject):
         return {name: whole[name].to(self.job.device, dtype) for name in self.inference.tensors}
 
     def forward(self) -> torch.Tensor:
-        return self.engine.train.log_probs(self._share())
+        return self.trainer.engine.log_probs(self._share())
 
     def step(self) -> None:
         self.optimizer.step()
@@ -88,7 +89,7 @@ class Megatron(Subject):
     def _share(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of a new batch, the same on all tensor parallel ranks."""
         self._seed += 1
-        limits = self.engine.train.limits
+        limits = self.trainer.engine.limits
         batch = workers.batch(seed=self._seed)
         return {name: rows.chunk(limits.dp_size)[limits.dp_rank] % self.vocab_size for name, rows in batch.items()}
 
@@ -110,7 +111,7 @@ class Megatron(Subject):
 
     def _steps(self) -> dict[str, Write]:
         return {
-            "step": lambda chance: self.engine.train.train_step(self._share(), workers.cross_entropy),
+            "step": lambda chance: self.trainer.engine.train_step(self._share(), workers.cross_entropy),
             "optimizer.step": self._with_gradients(lambda: self.optimizer.step()),
             "half steps": self._with_gradients(lambda: self._half_steps([self.optimizer])),
             "half steps of the chain": self._with_gradients(lambda: self._half_steps(self._members())),
@@ -175,7 +176,7 @@ class Megatron(Subject):
         # Averages replicas, and mixes sharded parameters, which is a write like any other.
         parameter = self._some(chance)
         parameter.data.mul_(_factor(chance))
-        if self.engine.train.limits.dp_size == self.job.world_size:
+        if self.trainer.engine.limits.dp_size == self.job.world_size:
             dist.all_reduce(parameter.data)
             parameter.data.div_(self.job.world_size)
 

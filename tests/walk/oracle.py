@@ -40,6 +40,7 @@ class Subject(ABC):
             rank}.
         exact: False if values of the inference side are computed, and so round differently.
         saves: whether the trainer has checkpoints.
+        trainer: `ActorParts`; None for a model that another loop trains.
     """
 
     engine: HybridEngine[Any]
@@ -51,6 +52,7 @@ class Subject(ABC):
     reads: Mapping[str, Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=dict)
     exact: bool = True
     saves: bool = True
+    trainer: Any = None
 
     @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -76,15 +78,16 @@ class Subject(ABC):
         """Return the tensors that the inference side must hold or compute. Collective."""
         if not isinstance(self.inference, Served):
             return self.canonical()
-        train = self.engine.train
-        rows = {name: tensor.chunk(train.dp_size)[train.dp_rank] for name, tensor in scored_batch().items()}
-        return {"log-probabilities": train.gather_over_data_parallel(train.log_probs(rows))[:, :-1]}
+        scorer = self.trainer.engine
+        ranks = scorer.data_parallel
+        rows = {name: tensor.chunk(ranks.size)[ranks.rank] for name, tensor in scored_batch().items()}
+        return {"log-probabilities": ranks.gather(scorer.log_probs(rows))[:, :-1]}
 
     def save(self, path: Path) -> None:
-        self.engine.train.save_checkpoint(path)
+        self.trainer.checkpoints.save(path)
 
     def load(self, path: Path) -> None:
-        self.engine.train.load_checkpoint(path)
+        self.trainer.checkpoints.load(path)
 
 
 class Shadow:

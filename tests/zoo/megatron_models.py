@@ -82,9 +82,9 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
 def load_canonical(run: Run, path: Path) -> None:
     """Write the checkpoint into Megatron's parameters through the adaptor's records."""
     canonical = read_canonical(path)
-    buffers = run.engine.weights.base.buffers()
+    buffers = run.engine.model.weights.base.buffers()
     with torch.no_grad():
-        for shard in run.engine.weights.base.layout().shards:
+        for shard in run.engine.model.weights.base.layout().shards:
             view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
     if run.actor.optimizer is not None:
         run.actor.optimizer.reload_model_params()

@@ -95,15 +95,13 @@ class Read:
 
 def read_all(engine: Any) -> dict[str, Read]:
     """Return the results by arrangement; set the learning rate to 0 to keep the weights."""
-    engine.set_learning_rate(0.0)
+    engine.optimizer.set_learning_rate(0.0)
     results = {}
     for way, batch in batches().items():
         share = share_of(engine, batch)
-        scores = {
-            name: engine.gather_over_data_parallel(value) for name, value in engine.scores(share, OUTPUTS).items()
-        }
+        scores = {name: engine.data_parallel.gather(value) for name, value in engine.scores(share, OUTPUTS).items()}
         old_log_probs = engine.log_probs(share)
-        log_probs = engine.gather_over_data_parallel(old_log_probs)
+        log_probs = engine.data_parallel.gather(old_log_probs)
         assert torch.equal(log_probs, scores["log_probs"]), "further outputs change log-probabilities"
         report = engine.train_step({**share, "old_log_probs": old_log_probs.to(share["tokens"].device)}, loss, OUTPUTS)
         is_padding = batch["weights"] == 0

@@ -117,6 +117,10 @@ class ShardedModel(GuardedState):
         """Number of optimizer steps of the weights: the maximum over several optimizers."""
         return max(self._num_steps.values(), default=0)
 
+    def resume_version(self, optimizer: torch.optim.Optimizer, version: int) -> None:
+        """Set the number of steps that `optimizer` has taken, from a checkpoint."""
+        self._num_steps[optimizer] = version
+
     @property
     def unserved(self) -> list[str]:
         return [name for name in self.table.shapes if not self.table.is_served(name)]

@@ -195,11 +195,11 @@ class Comparison:
             self.worker.save_hf_checkpoint(checkpoint)
         if not self.trains:
             return None
-        return self.worker.train.logits(self._tokens())
+        return self.worker.actor.engine.logits(self._tokens())
 
     def _train(self, version: int) -> None:
         """Take one optimizer step; with float16, steps until the loss scale does not overflow."""
-        unit = self.worker.train.limits.dp_size * self._stages
+        unit = self.worker.actor.engine.limits.dp_size * self._stages
         num_sequences = _next_multiple(NUM_SEQUENCES, unit)
         for _ in range(_MOST_SKIPPED_STEPS):
             batch = tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)

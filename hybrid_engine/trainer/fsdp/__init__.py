@@ -2,6 +2,6 @@
 
 train_engine.py            `FsdpTrainEngine`: steps and log-probabilities
 distributed_checkpoint.py  checkpoints for any number of ranks, by torch.distributed.checkpoint
-actor.py                   `FsdpActor`, the trainer of `ActorHybridWorker` (port `ActorTrainer`);
-                           builds its model layer by layer
+actor.py                   builds the parts of `ActorHybridWorker`'s trainer, its model layer by
+                           layer
 """

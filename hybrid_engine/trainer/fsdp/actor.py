@@ -23,13 +23,13 @@ from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
-from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.fsdp import distributed_checkpoint
-from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.fsdp.distributed_checkpoint import ShardedCheckpoints
+from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine, copy_weights
 from hybrid_engine.trainer.learning_rate import ParamSchedule
+from hybrid_engine.trainer.ports import ActorParts
 
 
 def build_actor(
@@ -39,7 +39,7 @@ def build_actor(
     owner: ExitStack,
     *,
     weights_only: bool = False,
-) -> FsdpActor:
+) -> ActorParts:
     """Build a sharded transformers model with random weights, and Adam. Collective.
 
     Args:
@@ -49,64 +49,38 @@ def build_actor(
         owner: ends the process groups.
         weights_only: ignored; for Megatron. A transformers model can always compute.
     """
+    actor = config.actor_config
     mesh = mesh_of(_fsdp_config(config), job.device, job.world_size)
     # the default group belongs to the job
     groups = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
     owner.callback(end_groups, *groups)
     # for random numbers of a loss function; the weights are seeded separately
-    torch.manual_seed(config.actor_config.seed)
-    return FsdpActor(config, table, job, mesh)
+    torch.manual_seed(actor.seed)
+    module = _build_model(config, job, mesh)
+    optimizer = _adam(module, actor.optimizer)
+    schedule = None
+    if actor.optimizer.schedule is not None:
+        schedule = ParamSchedule(optimizer, actor.optimizer)
+    engine = FsdpTrainEngine(
+        module,
+        optimizer,
+        table,
+        job,
+        actor.micro_batch_size,
+        actor.optimizer.clip_grad,
+        schedule,
+        actor.seq_length,
+    )
 
-
-class FsdpActor(FsdpTrainEngine):
-    """An `FsdpTrainEngine` built from a configuration (port `ActorTrainer`).
-
-    Args:
-        config: with `actor_config.fsdp`.
-        table: the model's name table.
-        job: of all ranks.
-        mesh: see `mesh_of`.
-    """
-
-    def __init__(self, config: HybridConfig, table: ModelTable, job: Job, mesh: DeviceMesh) -> None:
-        actor = config.actor_config
-        self._config = config
-        self._mesh = mesh
-        model = _build_model(config, job, mesh)
-        optimizer = _adam(model, actor.optimizer)
-        scheduler = None
-        if actor.optimizer.schedule is not None:
-            scheduler = ParamSchedule(optimizer, actor.optimizer)
-        super().__init__(
-            model,
-            optimizer,
-            table,
-            job,
-            actor.micro_batch_size,
-            actor.optimizer.clip_grad,
-            scheduler,
-            actor.seq_length,
-        )
-
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
-        """Write parameters, optimizer state and generators below `directory`. Collective."""
-        self.guard(KINDS)
-        distributed_checkpoint.save_checkpoint(directory, self, self._job, check_nan=check_nan)
-
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Load a checkpoint of any number of ranks, on all ranks or on none. Collective."""
-        self.guard(KINDS)
-        distributed_checkpoint.load_checkpoint(directory, self, self._job)
-
-    def frozen_copy(self) -> FsdpTrainEngine:
-        """Return a copy of the current weights, without training. Collective."""
-        model = _build_model(self._config, self._job, self._mesh).requires_grad_(False)
-        seq_length = self._config.actor_config.seq_length
+    def frozen_copy() -> FsdpTrainEngine:
+        copied = _build_model(config, job, mesh).requires_grad_(False)
         copy = FsdpTrainEngine(
-            model, None, self.table, self._job, self.micro_batch_size, seq_length=seq_length
+            copied, None, table, job, actor.micro_batch_size, seq_length=actor.seq_length
         )
-        copy.copy_weights_from(self)
+        copy_weights(engine.model, copy.model)
         return copy
+
+    return ActorParts(engine, ShardedCheckpoints(engine, job), frozen_copy)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:

@@ -19,6 +19,7 @@ import torch
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, differences, save
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
@@ -29,70 +30,84 @@ _OPTIMIZER = "optimizer."
 _GENERATOR = "generator."
 
 
-def save_checkpoint(
-    directory: str | Path, engine: FsdpTrainEngine, job: Job, *, check_nan: bool = True
-) -> None:
-    """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
+class ShardedCheckpoints:
+    """Checkpoints of an FSDP2 trainer, for any number of ranks (port `Checkpoints`).
 
-    All training state must be on the device. `checkpoint_directory.save` describes errors and the
-    effect of a kill. Before anything is written, all ranks raise if any value is not finite on one
-    of them, with a WeightError there that names the tensors; `check_nan=False` skips the check.
+    All training state must be on the device.
+
+    Args:
+        engine: of the trainer.
+        job: of all ranks.
     """
-    with job.agreement.phase("looking for values that are not finite"):
-        engine.weights.prepare()
-        state = _tensors_of(engine, job.rank)
-        if check_nan:
-            require_finite_to_save(
-                lambda: (
-                    (f"{name} on rank {job.rank}", local_of(tensor))
-                    for name, tensor in state.items()
+
+    def __init__(self, engine: FsdpTrainEngine, job: Job) -> None:
+        self._engine = engine
+        self._job = job
+
+    def save(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write parameters, optimizer state, generators and weight version. Collective.
+
+        `checkpoint_directory.save` describes errors and the effect of a kill. Before anything is
+        written, all ranks raise if any value is not finite on one of them, with a WeightError there
+        that names the tensors; `check_nan=False` skips the check.
+        """
+        engine = self._engine
+        job = self._job
+        engine.model.guard(KINDS)
+        with job.agreement.phase("looking for values that are not finite"):
+            engine.model.weights.prepare()
+            state = _tensors_of(engine, job.rank)
+            if check_nan:
+                require_finite_to_save(
+                    lambda: (
+                        (f"{name} on rank {job.rank}", local_of(tensor))
+                        for name, tensor in state.items()
+                    )
                 )
-            )
-    save(directory, {**state, _VALUES: _values_of(engine, job.world_size)}, job)
+        save(directory, {**state, _VALUES: _values_of(engine, job.world_size)}, job)
 
+    @torch.no_grad()
+    def load(self, directory: str | Path) -> None:
+        """Restore a checkpoint bit by bit, on this or another number of ranks. Collective.
 
-@torch.no_grad()
-def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) -> None:
-    """Restore a checkpoint bit by bit, on this or another number of ranks. Collective.
+        Parameters keep their storage. Optimizer state gets new storage, so both old and new state
+        are in memory until all is restored. Before any rank changes anything, all entries are
+        verified by checksum, compared with the model, and read into host memory; errors are raised
+        only until then, on all ranks. With more ranks than the checkpoint has, the further ranks
+        reuse the generators of the first ones.
 
-    Parameters keep their storage. Optimizer state gets new storage, so both old and new state are
-    in memory until all is restored. Before any rank changes anything, all entries are verified by
-    checksum, compared with the model, and read into host memory; errors are raised only until then,
-    on all ranks. With more ranks than the checkpoint has, the further ranks reuse the generators of
-    the first ones.
-
-    Raises:
-        StateError: if there is no such checkpoint, or if it belongs to another model.
-        FileError: names a file that cannot be read or differs from the file that was written.
-    """
-    saved = SavedCheckpoint(directory, job)
-    with job.agreement.phase("reading the checkpoint"):
-        engine.weights.prepare()
-        if _VALUES not in saved.entries(""):
-            raise StateError(
-                f"no checkpoint of an FSDP2 trainer: {saved.path}. Load it with the trainer that "
-                "saved it",
-                code="checkpoint-of-another-trainer",
-            )
-        values = saved.value(_VALUES)
-        model_differences = differences(saved.entries(_MODEL), _model_tensors(engine))
-        optimizer_differences = _optimizer_differences(saved, values, engine)
-        saved.require_fit([*model_differences, *optimizer_differences])
-        state = saved.read(_allocate(saved, values["num_ranks"], engine, job.rank))
-        # the last allocation of device memory, so restoring cannot fail for lack of it
-        optimizer_state = _optimizer_state_on_device(state, engine)
-    with job.agreement.phase("restoring the checkpoint"):
-        for name, tensor in _model_tensors(engine).items():
-            local_of(tensor).copy_(local_of(state[_MODEL + name]))
-        engine.restore(
-            optimizer_state,
-            values["param_groups"],
-            values["weight_version"],
-            values["num_scheduled_updates"],
-        )
-        for name, generator_state in below(state, _GENERATOR).items():
-            restore = torch.cuda.set_rng_state if name.startswith("cuda.") else torch.set_rng_state
-            restore(generator_state)
+        Raises:
+            StateError: if there is no such checkpoint, or if it belongs to another model.
+            FileError: names a file that cannot be read or differs from the file that was written.
+        """
+        engine = self._engine
+        job = self._job
+        engine.model.guard(KINDS)
+        saved = SavedCheckpoint(directory, job)
+        with job.agreement.phase("reading the checkpoint"):
+            engine.model.weights.prepare()
+            if _VALUES not in saved.entries(""):
+                raise StateError(
+                    f"no checkpoint of an FSDP2 trainer: {saved.path}. Load it with the trainer "
+                    "that saved it",
+                    code="checkpoint-of-another-trainer",
+                )
+            values = saved.value(_VALUES)
+            model_differences = differences(saved.entries(_MODEL), _model_tensors(engine))
+            optimizer_differences = _optimizer_differences(saved, values, engine)
+            saved.require_fit([*model_differences, *optimizer_differences])
+            state = saved.read(_allocate(saved, values["num_ranks"], engine, job.rank))
+            # the last allocation of device memory, so restoring cannot fail for lack of it
+            optimizer_state = _optimizer_state_on_device(state, engine)
+        with job.agreement.phase("restoring the checkpoint"):
+            for name, tensor in _model_tensors(engine).items():
+                local_of(tensor).copy_(local_of(state[_MODEL + name]))
+            _restore_optimizer(engine, optimizer_state, values)
+            for name, generator_state in below(state, _GENERATOR).items():
+                if name.startswith("cuda."):
+                    torch.cuda.set_rng_state(generator_state)
+                else:
+                    torch.set_rng_state(generator_state)
 
 
 # -- contents of a checkpoint ----------------------------------------------------------------------
@@ -101,7 +116,7 @@ def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) ->
 def _tensors_of(engine: FsdpTrainEngine, rank: int) -> dict[str, torch.Tensor]:
     """Return all tensors to save: views of live memory."""
     state = {_MODEL + name: tensor.detach() for name, tensor in _model_tensors(engine).items()}
-    optimizer_state = engine.trained_by.state
+    optimizer_state = engine.optimizer.inner.state
     for name, parameter in _parameters(engine).items():
         # before the first step a parameter has no state
         for key, value in optimizer_state.get(parameter, {}).items():
@@ -113,19 +128,19 @@ def _values_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
     # without the parameters, which have other keys of the checkpoint
     param_groups = [
         {key: value for key, value in group.items() if key != "params"}
-        for group in engine.trained_by.param_groups
+        for group in engine.optimizer.inner.param_groups
     ]
     return {
         "num_ranks": num_ranks,
-        "weight_version": engine.version,
+        "weight_version": engine.model.version,
         "param_groups": param_groups,
-        "num_scheduled_updates": None if engine.scheduler is None else engine.scheduler.num_steps,
+        "num_scheduled_updates": engine.optimizer.num_scheduled_updates,
     }
 
 
 def _model_tensors(engine: FsdpTrainEngine) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers, tied ones under the first of their names."""
-    tensors = engine.weights.tensors.tensors
+    tensors = engine.model.weights.tensors.tensors
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first_names[id(tensor)] == name}
 
@@ -162,7 +177,7 @@ def _optimizer_differences(
         if entry is not None and entry.size and entry.size != shape:
             yield f"optimizer state {key}: {tuple(entry.size)}, expected {tuple(shape)}"
     saved_keys = [sorted(group) for group in values["param_groups"]]
-    live_keys = [sorted(group.keys() - {"params"}) for group in engine.trained_by.param_groups]
+    live_keys = [sorted(group.keys() - {"params"}) for group in engine.optimizer.inner.param_groups]
     if saved_keys != live_keys:
         yield f"{len(saved_keys)} parameter groups, unlike this optimizer's {len(live_keys)}"
 
@@ -213,3 +228,26 @@ def _optimizer_state_on_device(
         values = result.setdefault(parameter, {})
         values[kind] = value.to(parameter.device) if is_moment else value
     return result
+
+
+def _restore_optimizer(
+    engine: FsdpTrainEngine,
+    optimizer_state: Mapping[torch.Tensor, dict[str, Any]],
+    values: Mapping[str, Any],
+) -> None:
+    """Replace the optimizer's state and hyperparameters, and set the number of steps taken.
+
+    Args:
+        engine: of the optimizer.
+        optimizer_state: by parameter; other parameters have no state afterwards.
+        values: of the checkpoint.
+    """
+    optimizer = engine.optimizer.inner
+    optimizer.state.clear()
+    optimizer.state.update(optimizer_state)
+    for group, saved_group in zip(optimizer.param_groups, values["param_groups"], strict=True):
+        for key, value in saved_group.items():
+            # optimizers have tuples, e.g. Adam's betas
+            group[key] = tuple(value) if isinstance(value, list) else value
+    engine.model.resume_version(optimizer, values["weight_version"])
+    engine.optimizer.resume_schedule(values["num_scheduled_updates"])

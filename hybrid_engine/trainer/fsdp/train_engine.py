@@ -5,8 +5,7 @@ The counterpart of trainer/megatron/train_engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,58 +25,59 @@ from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
-from hybrid_engine.trainer.learning_rate import Scheduler, resume
-from hybrid_engine.trainer.trained_model import TrainedModel
+from hybrid_engine.trainer.data_parallel import DataParallelRanks
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
 
 
-class FsdpTrainEngine(TrainedModel, ShardedModel):
-    """One rank's share of a model, with its training loop. Every rank is a data parallel rank.
+class FsdpTrainEngine:
+    """Training loop of this rank's share of a model. Every rank is a data parallel rank.
 
     Gradients of a micro batch are reduced at once, so that no rank holds unsharded ones; replicas
     (HSDP) add up theirs after the last micro batch.
 
     Args:
-        model: sharded; see `ShardedModel`.
+        module: sharded; see `ShardedModel`.
         optimizer: of its parameters; None for a model without training.
         table: the model's name table.
         job: of all ranks.
         micro_batch_size: rows per micro batch.
         clip_grad: largest norm of the gradients; 0 does not clip.
-        scheduler: of learning rate and weight decay; None if both are constant.
+        schedule: of learning rate and weight decay; None if both are constant.
         seq_length: largest number of tokens in a row; None: no limit.
+
+    Attributes:
+        model: weights, and the state that can leave the device (port `Trainer`).
+        optimizer: of the model, with its learning rate.
+        data_parallel: the ranks that share a batch, which are all.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         table: ModelTable,
         job: Job,
         micro_batch_size: int,
         clip_grad: float = 1.0,
-        scheduler: Scheduler | None = None,
+        schedule: Scheduler | None = None,
         seq_length: int | None = None,
     ) -> None:
-        super().__init__(model, table, job.rank, [] if optimizer is None else [optimizer])
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = job.rank
-        self.dp_size = job.world_size
+        self.model = ShardedModel(module, table, job.rank, [] if optimizer is None else [optimizer])
+        self.optimizer = ScheduledOptimizer(optimizer, schedule)
+        self.data_parallel = DataParallelRanks(job.rank, job.world_size, job.device)
+        self._micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
         self._seq_length = seq_length
-        self._job = job
-        self._device = job.device
-        self._data_parallel = None
+        self._conclude = job.agreement.conclude
 
     @property
     def limits(self) -> BatchLimits:
         """Limits of the batches that it can compute, and this data parallel rank."""
         return BatchLimits(
-            self.table.dims.vocab_size,
-            self.micro_batch_size,
-            self.dp_rank,
-            self.dp_size,
+            self.model.table.dims.vocab_size,
+            self._micro_batch_size,
+            self.data_parallel.rank,
+            self.data_parallel.size,
             self._seq_length,
             no_packing=self._no_packing,
         )
@@ -85,16 +85,16 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
     ) -> dict[str, float]:
-        """Take an optimizer step; see `ActorTrainer.train_step`. Collective.
+        """Take an optimizer step; see `TrainableScorer.train_step`. Collective.
 
         `skipped` is always 0: only float16 gradients can overflow.
         """
-        optimizer = self.trained_by
+        optimizer = self.optimizer.inner
         # of this step, before a schedule changes it
-        learning_rate = self.learning_rate
-        self.guard(KINDS)
-        self.before_step()
-        parts = micro_batches(batch, self.micro_batch_size, self._device)
+        learning_rate = self.optimizer.learning_rate
+        self.model.guard(KINDS)
+        self.model.before_step()
+        parts = micro_batches(batch, self._micro_batch_size, self._device)
         optimizer.zero_grad()
         loss = CheckedLoss(loss_function)
         reports = []
@@ -108,13 +108,12 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
             (value / len(parts)).backward()
             reports.append({name: scalar.float() for name, scalar in report.items()})
         loss.finish(self._device)
-        self._job.agreement.conclude("loss function", loss.fault)
+        self._conclude("loss function", loss.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()
         # frees the gradients, which then need no offload
         optimizer.zero_grad()
-        if self.scheduler is not None:
-            self.scheduler.step(1)
+        self.optimizer.advance_schedule()
         return self._average(reports) | {
             "skipped": 0.0,
             "learning_rate": learning_rate,
@@ -128,7 +127,7 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
     @torch.no_grad()
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """Return `log_probs` [B, S] fp32 of every label, and `outputs`. Collective."""
-        parts = micro_batches(batch, self.micro_batch_size, self._device)
+        parts = micro_batches(batch, self._micro_batch_size, self._device)
         scored = [self._score(part.rows, outputs) for part in parts]
         results = {"log_probs": torch.cat([log_probs for log_probs, _ in scored])}
         for name in outputs.names:
@@ -138,65 +137,35 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
-        parts = micro_batches({"tokens": tokens}, self.micro_batch_size, self._device)
+        parts = micro_batches({"tokens": tokens}, self._micro_batch_size, self._device)
         return torch.cat([self._logits(part.rows) for part in parts])
 
-    @torch.no_grad()
-    def copy_weights_from(self, other: FsdpTrainEngine) -> None:
-        """Copy the weights of another engine with the same sharding."""
-        self.guard(["param"])
-        other.guard(["param"])
-        other.weights.prepare()
-        sources = other.weights.tensors.tensors
-        for name, tensor in self.weights.tensors.tensors.items():
-            local_of(tensor).copy_(local_of(sources[name]))
-
-    def restore(
-        self,
-        optimizer_state: Mapping[torch.Tensor, dict[str, Any]],
-        param_groups: Sequence[Mapping[str, Any]],
-        version: int,
-        num_scheduled_updates: int | None = None,
-    ) -> None:
-        """Replace the optimizer's state and hyperparameters, and set the number of steps taken.
-
-        Args:
-            optimizer_state: by parameter; other parameters have no state afterwards.
-            param_groups: hyperparameters of the groups, in order.
-            version: see `ShardedModel.version`.
-            num_scheduled_updates: position of the schedule; None if there was none.
-        """
-        optimizer = self.trained_by
-        optimizer.state.clear()
-        optimizer.state.update(optimizer_state)
-        for group, values in zip(optimizer.param_groups, param_groups, strict=True):
-            for key, value in values.items():
-                # optimizers have tuples, e.g. Adam's betas
-                group[key] = tuple(value) if isinstance(value, list) else value
-        self._num_steps[optimizer] = version
-        resume(self.scheduler, num_scheduled_updates)
+    @property
+    def _device(self) -> torch.device:
+        return self.data_parallel.device
 
     @property
     def _root_module(self) -> FSDPModule:
-        root = self.model if isinstance(self.model, FSDPModule) else transformers_model(self.model)
+        module = self.model.model
+        root = module if isinstance(module, FSDPModule) else transformers_model(module)
         assert isinstance(root, FSDPModule)
         return root
 
     @property
     def _no_packing(self) -> str:
         """Reason why rows of several sequences are unsupported; "" if they are supported."""
-        config = getattr(self.model, "config", None)
+        config = getattr(self.model.model, "config", None)
         attention = getattr(config, "_attn_implementation", None) or ""
         # for other attention transformers makes masks from position ids; for flash attention it
         # derives sequences from them only if there is one row
-        if self.micro_batch_size > 1 and "flash" in attention:
+        if self._micro_batch_size > 1 and "flash" in attention:
             return "flash attention honours positions only in single rows"
         return ""
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         # transformers recognizes a new sequence in a row by a position that restarts at 0
         positions = {} if rows.sequence_ids is None else {"position_ids": rows.position_ids}
-        logits: torch.Tensor = self.model(rows.tokens, use_cache=False, **positions).logits
+        logits: torch.Tensor = self.model.model(rows.tokens, use_cache=False, **positions).logits
         return logits.float()
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -214,7 +183,7 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
     def _clip_gradients(self) -> float:
         """Scale the gradients down if their norm is too large; return the norm before that."""
         parameters = [
-            parameter for parameter in self.model.parameters() if parameter.grad is not None
+            parameter for parameter in self.model.model.parameters() if parameter.grad is not None
         ]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = get_total_norm(gradients)
@@ -232,4 +201,15 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
         means = [torch.stack([report[name] for report in reports]).mean() for name in names]
         values = torch.stack(means).to(self._device)
         dist.all_reduce(values)
-        return dict(zip(names, (values / self.dp_size).tolist(), strict=True))
+        return dict(zip(names, (values / self.data_parallel.size).tolist(), strict=True))
+
+
+@torch.no_grad()
+def copy_weights(source: ShardedModel, target: ShardedModel) -> None:
+    """Copy the weights of a model with the same sharding."""
+    target.guard(["param"])
+    source.guard(["param"])
+    source.weights.prepare()
+    sources = source.weights.tensors.tensors
+    for name, tensor in target.weights.tensors.tensors.items():
+        local_of(tensor).copy_(local_of(sources[name]))

@@ -4,8 +4,8 @@ build    build.py             process groups, model, DDP and optimizer (`Actor`)
          specs.py             modules of which the layers consist
          hybrid_layers.py     the same modules as layers of a HybridModel
          model_variants.py    features of some architectures that megatron-core lacks; value head
-train    pipeline_engine.py   training and evaluation through Megatron's pipeline schedules
+train    pipeline.py          training and evaluation through Megatron's pipeline schedules
          train_engine.py      `TrainEngine` for language models, `ValueEngine` for value models
 resume   rank_checkpoint.py   checkpoints for the same layout
-worker   actor.py             `MegatronActor`, the trainer of `ActorHybridWorker`; the critic
+worker   actor.py             builds the parts of `ActorHybridWorker`'s trainer, and of the critic
 """

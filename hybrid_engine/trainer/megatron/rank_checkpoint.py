@@ -26,12 +26,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.backends.training_side import require_finite_to_save, stepped_by
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer import learning_rate
 from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, differences, save
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from megatron_patches import optimizers
 
@@ -48,71 +50,103 @@ A schedule prefers them to its own settings, so they must not come from a checkp
 """
 
 
-def save_checkpoint(
-    directory: str | Path, actor: Actor, job: Job, *, check_nan: bool = True
-) -> None:
-    """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
+class RankCheckpoints:
+    """Checkpoints of a Megatron trainer, for the same layout (port `Checkpoints`).
 
-    All training state must be on the device, and the caller has finished pending parameter gathers.
-    `checkpoint_directory.save` describes errors and the effect of a kill. Before anything is
-    written, all ranks raise if any value is not finite on one of them, with a WeightError there
-    that names the tensors; `check_nan=False` skips the check.
+    All training state must be on the device.
+
+    Args:
+        model: weights of the trainer.
+        actor: its Megatron objects.
+        job: of all ranks.
     """
-    with job.agreement.phase("looking for values that are not finite"):
-        state = {f"rank{job.rank}/{key}": value for key, value in _state_of(actor, job).items()}
-        if check_nan:
-            require_finite_to_save(
-                lambda: (
-                    (key, value) for key, value in state.items() if isinstance(value, torch.Tensor)
+
+    def __init__(self, model: LiveModel, actor: Actor, job: Job) -> None:
+        self._model = model
+        self._actor = actor
+        self._optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
+        self._job = job
+
+    def save(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write parameters, optimizer state, generators and weight version. Collective.
+
+        `checkpoint_directory.save` describes errors and the effect of a kill. Before anything is
+        written, all ranks raise if any value is not finite on one of them, with a WeightError there
+        that names the tensors; `check_nan=False` skips the check.
+        """
+        job = self._job
+        self._model.guard(KINDS)
+        # finishes pending parameter gathers
+        self._model.weights.base.prepare()
+        with job.agreement.phase("looking for values that are not finite"):
+            live = self._live_state()
+            state = {f"rank{job.rank}/{key}": value for key, value in live.items()}
+            if check_nan:
+                require_finite_to_save(
+                    lambda: (
+                        (key, value)
+                        for key, value in state.items()
+                        if isinstance(value, torch.Tensor)
+                    )
                 )
-            )
-    save(directory, state, job)
+        save(directory, state, job)
 
+    @torch.no_grad()
+    def load(self, directory: str | Path) -> None:
+        """Restore a checkpoint bit by bit. Collective.
 
-@torch.no_grad()
-def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
-    """Restore a checkpoint bit by bit. Collective.
+        Parameters and main parameters keep their storage. Moments get new storage, so both old and
+        new moments are in memory until all are restored. Before any rank changes anything, all
+        entries are verified by checksum, compared with the actor, and read into host memory; errors
+        are raised only until then, on all ranks.
 
-    Parameters and main parameters keep their storage. Moments get new storage, so both old and new
-    moments are in memory until all are restored. Before any rank changes anything, all entries are
-    verified by checksum, compared with the actor, and read into host memory; errors are raised only
-    until then, on all ranks.
+        Raises:
+            StateError: if there is no such checkpoint, if it was written in another layout (names
+                both layouts), or if it belongs to another model.
+            FileError: names a file that cannot be read or differs from the file that was written.
+        """
+        job = self._job
+        actor = self._actor
+        self._model.guard(KINDS)
+        saved = SavedCheckpoint(directory, job)
+        with job.agreement.phase("reading the checkpoint"):
+            members = _members(actor.optimizer)
+            prefix = f"rank{job.rank}/"
+            live = self._live_state()
+            values = _values_in(saved, prefix, live[_VALUES]["layout"])
+            entries = saved.entries(prefix)
+            optimizer_differences = _optimizer_differences(entries, values, live[_VALUES], members)
+            saved.require_fit([*_differences(entries, live), *optimizer_differences])
+            state = below(saved.read_all(prefix), prefix)
+            moments = [_moments_of(state, index, member) for index, member in enumerate(members)]
+        with job.agreement.phase("restoring the checkpoint"):
+            for index, chunk in enumerate(actor.chunks):
+                # not strict, because extra state is not saved
+                unwrap_model(chunk).load_state_dict(below(state, f"model.{index}."), strict=False)
+            _load_optimizer(actor.optimizer, values, moments)
+            for main_param in _main_params(actor.optimizer):
+                main_param.tensor.copy_(state[_MAIN_PARAM + main_param.path])
+            self._optimizer.resume_schedule(values["num_scheduled_updates"])
+            torch.set_rng_state(state[_GENERATOR])
+            get_cuda_rng_tracker().set_states(below(state, _TRACKER))
 
-    Raises:
-        StateError: if there is no such checkpoint, if it was written in another layout (names both
-            layouts), or if it belongs to another model.
-        FileError: names a file that cannot be read or differs from the file that was written.
-    """
-    saved = SavedCheckpoint(directory, job)
-    with job.agreement.phase("reading the checkpoint"):
-        members = _members(actor.optimizer)
-        prefix = f"rank{job.rank}/"
-        live = _state_of(actor, job)
-        values = _values_in(saved, prefix, live[_VALUES]["layout"])
-        entries = saved.entries(prefix)
-        optimizer_differences = _optimizer_differences(entries, values, live[_VALUES], members)
-        saved.require_fit([*_differences(entries, live), *optimizer_differences])
-        state = below(saved.read_all(prefix), prefix)
-        moments = [_moments_of(state, index, member) for index, member in enumerate(members)]
-    with job.agreement.phase("restoring the checkpoint"):
-        for index, chunk in enumerate(actor.chunks):
-            # not strict, because extra state is not saved
-            unwrap_model(chunk).load_state_dict(below(state, f"model.{index}."), strict=False)
-        _load_optimizer(actor.optimizer, values, moments)
-        for main_param in _main_params(actor.optimizer):
-            main_param.tensor.copy_(state[_MAIN_PARAM + main_param.path])
-        learning_rate.resume(actor.scheduler, values["num_scheduled_updates"])
-        torch.set_rng_state(state[_GENERATOR])
-        get_cuda_rng_tracker().set_states(below(state, _TRACKER))
+    def _live_state(self) -> dict[str, Any]:
+        """Return all tensors and values to save: views of live memory."""
+        return {
+            **_tensors_of(self._actor),
+            _VALUES: {
+                **_values_of(self._actor, self._job),
+                "num_scheduled_updates": self._optimizer.num_scheduled_updates,
+            },
+        }
 
 
 # -- contents of a checkpoint ----------------------------------------------------------------------
 
 
-def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
-    """Return all tensors and values to save: views of live memory."""
-    members = _members(actor.optimizer)
-    optimizer_states = [member.optimizer.state_dict() for member in members]
+def _tensors_of(actor: Actor) -> dict[str, Any]:
+    """Return all tensors to save, and numbers of the optimizers' state."""
+    optimizer_states = [member.optimizer.state_dict() for member in _members(actor.optimizer)]
     state: dict[str, Any] = {}
     for index, chunk in enumerate(actor.chunks):
         for name, value in unwrap_model(chunk).state_dict().items():
@@ -128,14 +162,18 @@ def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
     for name, value in get_cuda_rng_tracker().get_states().items():
         state[_TRACKER + name] = value
     state[_GENERATOR] = torch.get_rng_state()
-    state[_VALUES] = {
+    return state
+
+
+def _values_of(actor: Actor, job: Job) -> dict[str, Any]:
+    """Return layout, hyperparameters and counters to save."""
+    members = _members(actor.optimizer)
+    return {
         "layout": _layout_of(actor, job),
-        "param_groups": [optimizer_state["param_groups"] for optimizer_state in optimizer_states],
+        "param_groups": [member.optimizer.state_dict()["param_groups"] for member in members],
         "grad_scaler": _grad_scaler_state(members),
         "weight_version": optimizers.weight_version(actor.optimizer),
-        "num_scheduled_updates": None if actor.scheduler is None else actor.scheduler.num_steps,
     }
-    return state
 
 
 def _layout_of(actor: Actor, job: Job) -> dict[str, int | str]:

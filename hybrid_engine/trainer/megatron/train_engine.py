@@ -7,23 +7,32 @@ next step, overwrites the memory of the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage, hide_padding
+from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_variants import WithBias
-from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
+from hybrid_engine.trainer.megatron.pipeline import (
+    Conclude,
+    ModelInputs,
+    Pipeline,
+    conclude_without_job,
+)
 
 
 class OutputReader:
@@ -79,18 +88,118 @@ class OutputReader:
         return {name: value.transpose(0, 1) for name, value in results.items()}
 
 
-class TrainEngine(PipelineEngine):
-    """A `PipelineEngine` of a language model, e.g. an actor or a reference; same arguments.
+class LogProbs:
+    """Output of a language model: log-probabilities [b, S] of the labels (port `ModelOutput`).
 
-    A loss function gets the log-probabilities [b, S] of the labels.
+    Padding of the vocabulary has probability 0, as in the inference engine, because the constructor
+    sets its logits to -inf.
+
+    Args:
+        chunks: of the model.
+        config: of the model.
+        vocab_size: without padding.
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, vocab_size: int
+    ) -> None:
+        self._config = config
+        self._reader = OutputReader()
+        hide_padding(chunks, vocab_size)
+        for model in unwrap_model(chunks):
+            if model.post_process:
+                model.output_layer.register_forward_hook(self._reader)
+
+    def reading(self, outputs: Outputs) -> AbstractContextManager[None]:
+        """Return a context whose forward passes read `outputs`, for the visible micro batch."""
+        return self._reader.reading(outputs)
+
+    def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
+        """Return losses [b, S] of the last chunk, or logits if there are no labels."""
+        temperature = inputs.in_shape(rows, rows.temperature)
+        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature):
+            output: torch.Tensor = model(
+                **inputs.arguments(rows), labels=inputs.in_shape(rows, rows.labels)
+            )
+        return output
+
+    @contextmanager
+    def _mtp_loss_of(self, rows: Rows) -> Iterator[None]:
+        """Disable the loss of MTP layers in the block if the deepest one has no label in `rows`.
+
+        Each MTP layer predicts one token further than the previous one. megatron-core before 0.17
+        divides by the mask's sum, so `ModelInputs` keeps that above 0; a mask of tiny values would
+        mean the average over all tokens, including padding.
+        """
+        config = self._config
+        factor = config.mtp_loss_scaling_factor
+        if rows.mask is not None and config.mtp_num_layers and factor:
+            # the product stays a tensor: converting it would synchronize with the GPU
+            has_labels = rows.mask[:, config.mtp_num_layers :].any()
+            config.mtp_loss_scaling_factor = factor * has_labels
+        try:
+            yield
+        finally:
+            config.mtp_loss_scaling_factor = factor
+
+    def result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities [b, S], or logits if there are no labels."""
+        if rows.labels is None:
+            return output
+        return rows.restore_log_probs(-output.view(rows.tokens.shape))
+
+    def visible_batch(self, micro_batch: MicroBatch) -> Batch:
+        """Return the user's micro batch, with the outputs that were read from the logits."""
+        rows = micro_batch.rows
+        further = {}
+        for name, value in self._reader.take().items():
+            values_of_rows = value.reshape(*rows.tokens.shape, *value.shape[2:])
+            further[name] = rows.restore(values_of_rows)
+        return {**micro_batch.batch, **further} if further else micro_batch.batch
+
+
+class Values:
+    """Output of a value model: a value [b, S] fp32 at every token (port `ModelOutput`)."""
+
+    def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
+        """Return the output of a chunk; that of the last chunk are the values."""
+        output: torch.Tensor = model(**inputs.arguments(rows))
+        return output
+
+    def result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        """Return the values [b, S], 0 for padding."""
+        return rows.restore(output.view(rows.tokens.shape).float())
+
+    def visible_batch(self, micro_batch: MicroBatch) -> Batch:
+        """Return the user's micro batch."""
+        return micro_batch.batch
+
+
+class TrainEngine:
+    """Training loop of this rank's share of a language model, e.g. an actor or a reference.
+
+    A batch is this data parallel rank's share; see `batches.Batch`. A loss function gets the
+    log-probabilities [b, S] of the labels. Training and scoring raise StateError while memory that
+    they need is offloaded by a `HybridEngine`.
 
     Every step trains the MTP layers of a model, if it has any: Megatron adds their loss to the
     gradients, over the labels where `mask` [B, S] of the batch is 1. Without a mask all labels
     count, except padding and labels after the end of a packed sequence. A micro batch in which no
     label counts has no effect on MTP layers.
 
-    Padding of the vocabulary has probability 0, as in the inference engine, because the constructor
-    sets its logits to -inf.
+    Args:
+        actor: the Megatron objects; without an optimizer the model cannot be trained.
+        table: the model's name table.
+        micro_batch_size: rows per micro batch.
+        separate_lora: reshard LoRA weights separately instead of merged into the weights.
+        seq_length: largest number of tokens in a row; None: no limit.
+        conclude: see `Conclude`; by default an error of another rank becomes a RemoteError.
+
+    Attributes:
+        model: weights, and the state that can leave the device (port `Trainer`).
+        optimizer: of the model, with its learning rate.
+        limits: of the batches that it can compute.
+        data_parallel: the ranks that share a batch.
     """
 
     def __init__(
@@ -100,23 +209,30 @@ class TrainEngine(PipelineEngine):
         micro_batch_size: int,
         separate_lora: bool = False,
         seq_length: int | None = None,
+        conclude: Conclude = conclude_without_job,
     ) -> None:
-        super().__init__(actor, table, micro_batch_size, separate_lora, seq_length)
-        self._reader = OutputReader()
-        hide_padding(actor.chunks, self.vocab_size)
-        for model in unwrap_model(actor.chunks):
-            if model.post_process:
-                model.output_layer.register_forward_hook(self._reader)
+        self.model = LiveModel(
+            actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora
+        )
+        self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
+        config = actor.transformer_config
+        self._vocab_size = table.dims.vocab_size
+        self._output = LogProbs(actor.chunks, config, self._vocab_size)
+        self._pipeline = Pipeline(
+            self.model, self._output, self.optimizer, config, micro_batch_size, seq_length, conclude
+        )
+        self.limits = self._pipeline.limits
+        self.data_parallel = self._pipeline.data_parallel
 
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
     ) -> dict[str, float]:
         """Take an optimizer step; `outputs` are added to the loss function's micro batch.
 
-        Otherwise as `PipelineEngine.train_step`.
+        Otherwise as `Pipeline.step`.
         """
-        with self._reader.reading(outputs):
-            return super().train_step(batch, loss_function)
+        with self._output.reading(outputs):
+            return self._pipeline.step(batch, loss_function)
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """Return the log-probability [B, S] fp32 of every label, on every pipeline stage."""
@@ -131,8 +247,8 @@ class TrainEngine(PipelineEngine):
             further = {name: micro_batch[name] for name in outputs.names}
             return log_probs.sum(), {"log_probs": log_probs.float(), **further}
 
-        with self._reader.reading(outputs):
-            reports = self._run(batch, keep, forward_only=True)
+        with self._output.reading(outputs):
+            reports = self._pipeline.run(batch, keep, forward_only=True)
         shape = tuple(batch["tokens"].shape)
         results = {}
         for name, further_dims, dtype in outputs.shapes:
@@ -147,62 +263,48 @@ class TrainEngine(PipelineEngine):
         def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, Report]:
             # [b, S, padded vocabulary]
             padded_logits = gather_from_tensor_model_parallel_region(output)
-            logits = padded_logits[..., : self.vocab_size]
+            logits = padded_logits[..., : self._vocab_size]
             return logits.sum(), {"logits": logits.float()}
 
-        reports = self._run({"tokens": tokens}, keep, forward_only=True)
+        reports = self._pipeline.run({"tokens": tokens}, keep, forward_only=True)
         parts = [report["logits"] for report in reports]
-        return from_last_stage(parts, (*tokens.shape, self.vocab_size))
-
-    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
-        """Return losses [b, S] of the last chunk, or logits if there are no labels."""
-        temperature = self._inputs.in_shape(rows, rows.temperature)
-        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature):
-            output: torch.Tensor = model(
-                **self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels)
-            )
-        return output
-
-    @contextmanager
-    def _mtp_loss_of(self, rows: Rows) -> Iterator[None]:
-        """Disable the loss of MTP layers in the block if the deepest one has no label in `rows`.
-
-        Each MTP layer predicts one token further than the previous one. megatron-core before 0.17
-        divides by the mask's sum, so `ModelInputs` keeps that above 0; a mask of tiny values would
-        mean the average over all tokens, including padding.
-        """
-        config = self.transformer_config
-        factor = config.mtp_loss_scaling_factor
-        if rows.mask is not None and config.mtp_num_layers and factor:
-            # the product stays a tensor: converting it would synchronize with the GPU
-            has_labels = rows.mask[:, config.mtp_num_layers :].any()
-            config.mtp_loss_scaling_factor = factor * has_labels
-        try:
-            yield
-        finally:
-            config.mtp_loss_scaling_factor = factor
-
-    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
-        if rows.labels is None:
-            return output
-        return rows.restore_log_probs(-output.view(rows.tokens.shape))
-
-    def _visible_batch(self, micro_batch: MicroBatch) -> Batch:
-        """Return the user's micro batch, with the outputs that were read from the logits."""
-        rows = micro_batch.rows
-        further = {}
-        for name, value in self._reader.take().items():
-            values_of_rows = value.reshape(*rows.tokens.shape, *value.shape[2:])
-            further[name] = rows.restore(values_of_rows)
-        return {**micro_batch.batch, **further} if further else micro_batch.batch
+        return from_last_stage(parts, (*tokens.shape, self._vocab_size))
 
 
-class ValueEngine(PipelineEngine):
-    """A `PipelineEngine` of a value model, with a table of models/value_table.py.
+class ValueEngine:
+    """Training loop of this rank's share of a value model, with a table of value_table.py.
 
     A batch has `tokens` [B, S], keys that define the sequences (`batches.Batch`), and the keys that
     the loss function reads. A loss function gets the values [b, S] in float32, 0 for padding.
+
+    Arguments and attributes as those of `TrainEngine`.
     """
+
+    def __init__(
+        self,
+        actor: Actor,
+        table: ModelTable,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        conclude: Conclude = conclude_without_job,
+    ) -> None:
+        self.model = LiveModel(actor.chunks, actor.optimizer, table, actor.noop_layers)
+        self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
+        self._pipeline = Pipeline(
+            self.model,
+            Values(),
+            self.optimizer,
+            actor.transformer_config,
+            micro_batch_size,
+            seq_length,
+            conclude,
+        )
+        self.limits = self._pipeline.limits
+        self.data_parallel = self._pipeline.data_parallel
+
+    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        """Take an optimizer step; see `Pipeline.step`."""
+        return self._pipeline.step(batch, loss_function)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
@@ -211,7 +313,7 @@ class ValueEngine(PipelineEngine):
         def keep(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
             return values.sum(), {"values": values}
 
-        reports = self._run(batch, keep, forward_only=True)
+        reports = self._pipeline.run(batch, keep, forward_only=True)
         values = from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             # Each rank has computed them with other rounding, but users put them into a batch, in
@@ -221,9 +323,23 @@ class ValueEngine(PipelineEngine):
             torch.distributed.broadcast(values, source, group)
         return values
 
-    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
-        output: torch.Tensor = model(**self._inputs.arguments(rows))
-        return output
 
-    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
-        return rows.restore(output.view(rows.tokens.shape).float())
+def copy_weights(source: LiveModel, target: LiveModel, but_for: str | None = None) -> None:
+    """Copy the weights of a model of the same layout, with LoRA merged. Collective.
+
+    Args:
+        source: for example the actor of a reference.
+        target: is written.
+        but_for: prefix of the names to leave unchanged, for a critic. Then the optimizer's main
+            parameters are not required on the device, because the caller updates them later.
+    """
+    target.guard(KINDS if but_for is None else ["param"])
+    source.guard(["param"])
+    merged = source.weights.merged
+    merged.prepare()
+    sources = dict(merged.shown_weights())
+    with torch.no_grad():
+        for name, tensor in target.weights.model.named_weights():
+            # heads of an actor and of a critic have different shapes
+            if but_for is None or not name.startswith(but_for):
+                tensor.copy_(sources[name])

@@ -36,7 +36,7 @@ class AuxiliaryModel:
     Args:
         name: for messages.
         worker: the actor's.
-        engine: of this model; its state is on the device now.
+        state: of this model, on the device now.
         offloads: offload the state outside of this model's contexts.
         gathers_late: its optimizer leaves the gathering of parameters to the next reader, which
             then writes them.
@@ -46,7 +46,7 @@ class AuxiliaryModel:
         self,
         name: str,
         worker: ActorHybridWorker,
-        engine: Offloadable,
+        state: Offloadable,
         *,
         offloads: bool = True,
         gathers_late: bool = False,
@@ -54,10 +54,10 @@ class AuxiliaryModel:
         self.name = name
         self._worker = worker
         self._agreement = worker.job.agreement
-        self._state = engine
-        self._offloader = Offloader(engine)
-        # the engine checks before it uses its state
-        engine.guard.add(self.require)
+        self._state = state
+        self._offloader = Offloader(state)
+        # the model checks before it uses its state
+        state.guard.add(self.require)
         self._offloads = offloads
         self._gathers_late = gathers_late
         self._kinds_on_device: frozenset[Kind] = ALL
@@ -166,8 +166,8 @@ class ReferenceModel(AuxiliaryModel):
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         worker.sharding.require_kinds(["param"])
-        self.engine = worker.train.frozen_copy()
-        super().__init__("reference", worker, self.engine)
+        self.engine = worker.actor.frozen_copy()
+        super().__init__("reference", worker, self.engine.model)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return a context for scoring without the actor and vLLM's weights on the device."""
@@ -231,7 +231,7 @@ class ValueModel(AuxiliaryModel):
             super().__init__(
                 "critic",
                 worker,
-                self.engine,
+                self.engine.model,
                 offloads=critic.offload,
                 gathers_late=worker.config.actor_config.overlap_param_gather,
             )
@@ -247,11 +247,12 @@ class ValueModel(AuxiliaryModel):
             # lazily, because FSDP2 trains where Megatron is not installed
             from hybrid_engine.trainer.megatron.actor import build_critic
 
-            self.engine = build_critic(worker.config, job, worker.ends)
+            self._parts = build_critic(worker.config, job, worker.ends)
+        self.engine = self._parts.engine
         if loads:
-            load_pretrained(model, self.engine.weights.base, self.engine.table, job, key=key)
+            load_pretrained(model, self.engine.model.weights.base, self._parts.table, job, key=key)
             with job.agreement.phase("copying the critic's weights for the optimizer"):
-                self.engine.reload_main_params()
+                self.engine.model.reload_main_params()
 
     def train_context(self) -> AbstractContextManager[None]:
         """Return a context with parameters, gradients and optimizer state on the device."""
@@ -279,8 +280,8 @@ class ValueModel(AuxiliaryModel):
         )
         with self._agreement.call(call):
             values = self.engine.values(share)
-            if data == "global" and self.engine.dp_size > 1:
-                values = self.engine.gather_over_data_parallel(values)
+            if data == "global" and self.engine.data_parallel.size > 1:
+                values = self.engine.data_parallel.gather(values)
             return values.to(batch["tokens"].device)
 
     def update(
@@ -306,7 +307,7 @@ class ValueModel(AuxiliaryModel):
             call,
             data,
             needs_labels=False,
-            learning_rate=self.engine.learning_rate,
+            learning_rate=self.engine.optimizer.learning_rate,
         )
         with self._agreement.call(call):
             return self.engine.train_step(share, loss_function)
@@ -317,7 +318,7 @@ class ValueModel(AuxiliaryModel):
         Raises StateError if `critic_config.optimizer.schedule` sets it; other errors as in
         `ActorHybridWorker.set_learning_rate`.
         """
-        self.engine.set_learning_rate(learning_rate)
+        self.engine.optimizer.set_learning_rate(learning_rate)
 
     def copy_actor(self) -> None:
         """Copy the actor's current weights, except the head, e.g. to start from the policy.
@@ -338,9 +339,9 @@ class ValueModel(AuxiliaryModel):
             self._agreement.phase("copying the actor's weights"),
         ):
             # copies parameters only: main parameters are offloaded here
-            self.engine.copy_decoder_from(self._worker.train)
+            self._parts.copy_decoder_from(self._worker.train)
         with self.train_context():
-            self.engine.reload_main_params()
+            self.engine.model.reload_main_params()
 
     def load_hf_checkpoint(self, path: str | Path) -> None:
         """Load the weights of a Hugging Face checkpoint (safetensors) in any layout.
@@ -350,8 +351,10 @@ class ValueModel(AuxiliaryModel):
         not read. Errors as in `ActorHybridWorker.load_hf_checkpoint`.
         """
         self.require(ALL)
-        load_hf_checkpoint(path, self.engine.weights.base, self.engine.table, self._worker.job)
-        self.engine.reload_main_params()
+        load_hf_checkpoint(
+            path, self.engine.model.weights.base, self._parts.table, self._worker.job
+        )
+        self.engine.model.reload_main_params()
 
     def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters and optimizer state below `directory`. In `train_context`.
@@ -359,7 +362,7 @@ class ValueModel(AuxiliaryModel):
         The actor's checkpoints need another directory.
         """
         self.require(ALL)
-        self.engine.save_checkpoint(directory, check_nan=check_nan)
+        self._parts.checkpoints.save(directory, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load a checkpoint that `save_checkpoint` wrote in the same layout, on all ranks or none.
@@ -367,4 +370,4 @@ class ValueModel(AuxiliaryModel):
         In `train_context`.
         """
         self.require(ALL)
-        self.engine.load_checkpoint(directory)
+        self._parts.checkpoints.load(directory)

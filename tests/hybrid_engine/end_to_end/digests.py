@@ -13,19 +13,20 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(copy.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def training_state(engine: Any) -> dict[str, str]:
+def training_state(model: Any) -> dict[str, str]:
     """Return digests of every parameter buffer, main parameter and moment.
 
     A pending overlapped gather is completed first. Megatron's main parameters and moments count one
     by one, since the order in which an offload gathers them depends on their addresses.
     """
-    engine.weights.prepare()
-    copied = [item for item in engine.offload_items() if item.action == "copy"]
-    if isinstance(engine.optimizer, torch.optim.Optimizer):  # FSDP2's
+    model.weights.prepare()
+    copied = [item for item in model.offload_items() if item.action == "copy"]
+    optimizer = getattr(model, "optimizer", None)  # Megatron's
+    if optimizer is None:
         return {item.owner: digest(item.tensor) for item in copied}
     from megatron_patches import optimizer_tensors
 
     state = {item.owner: digest(item.tensor) for item in copied if item.kind != "optimizer"}
-    for part in optimizer_tensors(engine.optimizer):
+    for part in optimizer_tensors(optimizer):
         state[f"{part.path} {part.key}"] = digest(part.tensor)
     return state

@@ -137,7 +137,7 @@ def with_megatron(model_path: Path, directory: Path) -> dict[str, Round]:
     """
     actor = {"pipeline_model_parallel_size": 2, "frozen_parameters": ("embedding.*",)}
     worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL})
-    (chunk,) = worker.actor.chunks
+    (chunk,) = worker.train.chunks
     parameters = dict(chunk.named_parameters())
     embedding = parameters.get("module.embedding.word_embeddings.weight")
     head = parameters.get("module.output_layer.weight")

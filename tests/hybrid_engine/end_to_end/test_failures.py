@@ -152,14 +152,17 @@ NUM_UPDATING = 5
 
 def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
     """Return NUM_UPDATING calls that change training state, then calls that only score."""
-    engine = worker.train
+    from hybrid_engine.trainer.megatron.train_engine import copy_weights
+
+    checkpoints = worker.actor.checkpoints
+    engine = worker.actor.engine
     batch = share_of(engine, workers.batch(seed=1))
     return [
-        lambda: engine.save_checkpoint(worker.config.model / "never"),
-        lambda: engine.load_checkpoint(worker.config.model / "never"),
+        lambda: checkpoints.save(worker.config.model / "never"),
+        lambda: checkpoints.load(worker.config.model / "never"),
         lambda: engine.train_step(batch, workers.cross_entropy),
-        lambda: engine.reload_main_params(),
-        lambda: engine.copy_weights_from(engine),
+        lambda: engine.model.reload_main_params(),
+        lambda: copy_weights(engine.model, engine.model),
         lambda: engine.log_probs(batch),
         lambda: engine.logits(batch["tokens"]),
         lambda: worker.compute_log_probs(workers.batch(seed=1)),

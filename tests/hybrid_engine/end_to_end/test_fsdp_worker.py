@@ -52,7 +52,10 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
             observed["rates"].append(report["learning_rate"])
         with worker.rollout_context():
             completions = worker.generate_sequences(PROMPTS, SAMPLED)
-            for call in (worker.train.save_checkpoint, worker.train.load_checkpoint):  # the trainer's, not the worker's
+            for call in (
+                worker.actor.checkpoints.save,
+                worker.actor.checkpoints.load,
+            ):  # the trainer's, not the worker's
                 with pytest.raises(StateError, match=r"in state infer \(rollout_context\); call this in train"):
                     call(directory / "never")
             del call  # a bound method refers to its trainer
@@ -136,13 +139,13 @@ def _boundary(worker: Any) -> dict[str, Any]:
     """
     batch = workers.batch(seed=9)
     reference = ReferenceModel(worker)
-    share = share_of(worker.train, batch)
+    share = share_of(worker.actor.engine, batch)
     results: dict[str, Any] = {}
     whole = worker.compute_log_probs(batch, entropy=True, top_k=2)
     results["local"] = worker.compute_log_probs(share, data="local")
     results["local reference"] = reference.compute_log_probs(share, data="local", top_k=2)
-    results["part of global"] = share_of(worker.train, {**batch, **whole})
-    worker.train.set_learning_rate(0.0)
+    results["part of global"] = share_of(worker.actor.engine, {**batch, **whole})
+    worker.set_learning_rate(0.0)
     loss = workers.cross_entropy
     results["reports"] = [worker.update(batch, loss), worker.update(share, loss, data="local")]
     is_at_fault = worker.rank == 1
@@ -173,14 +176,14 @@ def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
 
     config = workers.configuration(model, actor)
     with closing(Job.join(60)) as job, ExitStack() as owner:
-        engine = build_actor(config, table_for(config.hf_config()), job, owner)
+        engine = build_actor(config, table_for(config.hf_config()), job, owner).engine
         losses = [
             engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)
         ]
-        state = training_state(engine)
+        state = training_state(engine.model)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            engine.model(share_of(engine, workers.batch(seed=9))["tokens"], use_cache=False)
+            engine.model.model(share_of(engine, workers.batch(seed=9))["tokens"], use_cache=False)
         return {"losses": losses, "state": state, "kept": sum(kept)}
 
 

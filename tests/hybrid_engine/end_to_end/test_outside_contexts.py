@@ -99,8 +99,8 @@ def with_megatron(directory: Path) -> Outcomes:
     worker = workers.build_worker(directory, {}, {})
     with worker.train_context():
         worker.update(workers.batch(seed=0), workers.cross_entropy)
-        (chunk,) = worker.actor.chunks
-        optimizer = worker.actor.optimizer
+        (chunk,) = worker.train.chunks
+        optimizer = worker.train.optimizer
         whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
         whole = {name: tensor.clone() for name, tensor in whole.items()}
     calls: Calls = {

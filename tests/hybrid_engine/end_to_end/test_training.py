@@ -94,7 +94,7 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
     with worker.train_context():
         state = training_state(worker.train)
     version = worker.train.version
-    chunk = weakref.ref(worker.actor.chunks[0])
+    chunk = weakref.ref(worker.train.chunks[0])
     outlives = shut_down(worker)
     del worker
     gc.collect()
@@ -129,7 +129,7 @@ def train_without(model: Path, actor: dict[str, Any]) -> Trained:
             run.engine.train_step(share_of(run.engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)
         ]
-        return Trained(losses, training_state(run.engine), run.engine.version)
+        return Trained(losses, training_state(run.engine.model), run.engine.model.version)
 
 
 @dataclass(frozen=True)

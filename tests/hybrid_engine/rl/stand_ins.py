@@ -9,7 +9,7 @@ from unittest import mock
 def stand_in(micro_batch_size: int = 1, dp_size: int = 1, **attributes: Any) -> Any:
     """Return a mock worker for a `Loop`: a character is a token, and a row holds 301 tokens."""
     worker = mock.MagicMock(**attributes)
-    worker.train.limits = mock.Mock(micro_batch_size=micro_batch_size, dp_size=dp_size)
+    worker.actor.engine.limits = mock.Mock(micro_batch_size=micro_batch_size, dp_size=dp_size)
     worker.config.actor_config.seq_length = 300
     worker.inference.tokenizer.encode = lambda texts: [[5] * len(text) for text in texts]
     return worker

@@ -57,7 +57,7 @@ def publish_to_async_llm(model: str) -> dict[str, Any]:
             config = config_of(model, [], {})
             table = table_for(config.hf_config())
             apply_patches()
-            trainer = build_actor(config, table, job, ends)
+            trainer = build_actor(config, table, job, ends).engine.model
             load_pretrained(config.model, trainer.weights.base, table, job)
             publisher = WeightPublisher(trainer, [server], config=config.generate_config, job=job)
             with closing(publisher):

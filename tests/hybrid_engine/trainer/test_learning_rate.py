@@ -12,7 +12,7 @@ import torch
 
 from hybrid_engine.config import OptimizerConfig
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.trainer.learning_rate import ParamSchedule, set_learning_rate
+from hybrid_engine.trainer.learning_rate import ParamSchedule, ScheduledOptimizer
 from tests.harness.errors import has_violations
 
 
@@ -20,14 +20,14 @@ from tests.harness.errors import has_violations
 def test_an_invalid_rate_is_refused_and_changes_nothing(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
     with pytest.raises(ConfigError, check=has_violations(("learning_rate", "out-of-range"))):
-        set_learning_rate(groups, None, rate)
+        ScheduledOptimizer(SimpleNamespace(param_groups=groups)).set_learning_rate(rate)
     assert groups == [{"lr": 0.5}, {"lr": 0.25}]
 
 
 @pytest.mark.parametrize("rate", [0, 3e-4, 1e30, np.float32(0.5)])
 def test_every_group_gets_the_rate(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
-    set_learning_rate(groups, None, rate)
+    ScheduledOptimizer(SimpleNamespace(param_groups=groups)).set_learning_rate(rate)
     assert groups == [{"lr": rate}] * 2
     assert all(type(group["lr"]) is float for group in groups)
 

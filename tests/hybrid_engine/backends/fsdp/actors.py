@@ -14,8 +14,9 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import Batch, Report
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.fsdp.actor import FsdpActor, build_actor
+from hybrid_engine.trainer.fsdp.actor import build_actor
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.ports import ActorParts
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import token_batch
 
@@ -29,7 +30,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
+def actor(path: Path, **settings: Any) -> Iterator[ActorParts]:
     """Build an actor from a configuration and close it like a worker."""
     with closing(Job.join(60)) as job, ExitStack() as owner:
         config = configuration(path, job.world_size, **settings)
@@ -53,15 +54,15 @@ def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Te
 
 def state_of(engine: FsdpTrainEngine) -> State:
     """Return the whole state that a resumed run needs."""
-    tensors = {name: whole(tensor) for name, tensor in engine.weights.tensors.tensors.items()}
-    for name, tensor in engine.model.named_parameters():
-        for key, value in engine.trained_by.state.get(tensor, {}).items():
+    tensors = {name: whole(tensor) for name, tensor in engine.model.weights.tensors.tensors.items()}
+    for name, tensor in engine.model.model.named_parameters():
+        for key, value in engine.optimizer.inner.state.get(tensor, {}).items():
             tensors[f"{name}: {key}"] = whole(value)
     # Parameters are compared by name, above.
     groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in engine.trained_by.param_groups
+        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.inner.param_groups
     ]
-    return {"tensors": tensors, "groups": groups, "version": engine.version, "generator": torch.get_rng_state()}
+    return {"tensors": tensors, "groups": groups, "version": engine.model.version, "generator": torch.get_rng_state()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,11 +111,11 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
     for name, case in CASES.items():
         with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
             job = Job.join(60)
-            weights = run.engine.weights
+            weights = run.engine.model.weights
             for tensor in weights.buffers().values():
                 tensor.fill_(7)  # no weight is right before the load
             load_hf_checkpoint(paths[name], weights, run.table, job)
-            run.engine.reload_main_params()
+            run.engine.model.reload_main_params()
             results[name] = {
                 "wrong": wrong_shards(weights, read_canonical(paths[name])),
                 "padding": padding_values(weights),
@@ -155,13 +155,13 @@ def padding_values(weights: Any) -> set[float]:
 
 def main_parameters_differ(run: Any) -> bool:
     """Return whether a step with learning rate 0 changes weights."""
-    before = {name: tensor.clone() for name, tensor in run.engine.weights.buffers().items()}
-    run.engine.set_learning_rate(0.0)
+    before = {name: tensor.clone() for name, tensor in run.engine.model.weights.buffers().items()}
+    run.engine.optimizer.set_learning_rate(0.0)
     for chunk in run.actor.chunks:
         chunk.zero_grad_buffer()
     run.actor.optimizer.step()  # writes the optimizer's main parameters back
-    run.engine.weights.prepare()
-    return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.weights.buffers().items())
+    run.engine.model.weights.prepare()
+    return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.model.weights.buffers().items())
 
 
 @pytest.fixture(scope="module")
@@ -249,11 +249,11 @@ def load_broken(model: Path, broken: dict[str, Path]) -> dict[str, tuple[str, st
     """Return (kind of error, message, whether weights are unchanged) per checkpoint."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        before = [tensor.clone() for tensor in run.engine.model.weights.buffers().values()]
         for name, path in broken.items():
             with pytest.raises(HybridEngineError) as caught:
-                load_hf_checkpoint(path, run.engine.weights, run.table, Job.join(60))
-            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+                load_hf_checkpoint(path, run.engine.model.weights, run.table, Job.join(60))
+            kept = all(map(torch.equal, before, run.engine.model.weights.buffers().values()))
             results[name] = (kind_of(caught.value), str(caught.value), kept)
     return results
 
@@ -286,7 +286,7 @@ def rewrite(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor
 def load_without_a_head(model: Path, headless: Path) -> tuple[list[str], list[str], bool]:
     """Return the findings, the wrong shards after `load_pretrained`, whether the head stayed."""
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        weights = run.engine.weights
+        weights = run.engine.model.weights
         (head,) = (shard for shard in weights.layout().shards if shard.region.tensor == HEAD)
         before = view_of(weights.buffers(), head).clone()
         with pytest.raises(ParameterMismatchError) as caught:
@@ -338,12 +338,12 @@ def load_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         job = Job.join(60)
-        save_hf_checkpoint(directory, run.engine.weights, run.table, job, model, file_nbytes=SMALL_FILES)
+        save_hf_checkpoint(directory, run.engine.model.weights, run.table, job, model, file_nbytes=SMALL_FILES)
         path = sorted(directory.glob("*.safetensors"))[-1]
         whole = path.read_bytes()
-        for tensor in run.engine.weights.buffers().values():
+        for tensor in run.engine.model.weights.buffers().values():
             tensor.fill_(7)
-        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        before = [tensor.clone() for tensor in run.engine.model.weights.buffers().values()]
         for name, (_, _, damage) in DAMAGED.items():
             job.agreement.conclude("all ranks have read")  # before rank 0 writes the file again
             contents = bytearray(whole)
@@ -352,8 +352,8 @@ def load_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool
                 path.write_bytes(contents)
             job.agreement.conclude("all ranks have read")
             with pytest.raises(HybridEngineError) as caught:
-                load_hf_checkpoint(directory, run.engine.weights, run.table, job)
-            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+                load_hf_checkpoint(directory, run.engine.model.weights, run.table, job)
+            kept = all(map(torch.equal, before, run.engine.model.weights.buffers().values()))
             results[name] = (kind_of(caught.value), str(caught.value), kept)
     return results
 
@@ -379,7 +379,7 @@ def refuse_saves(model: Path, other: Path) -> dict[str, tuple[str, str]]:
 
         def expect_refusal(name: str, path: Any, *args: Any, **settings: Any) -> None:
             with pytest.raises(HybridEngineError) as caught:
-                save_hf_checkpoint(path, run.engine.weights, run.table, job, model, *args, **settings)
+                save_hf_checkpoint(path, run.engine.model.weights, run.table, job, model, *args, **settings)
             results[name] = (kind_of(caught.value), str(caught.value))
             job.agreement.conclude("rank 0 has cleaned up")
             assert contents_below(other.parent) == before
@@ -393,10 +393,10 @@ def refuse_saves(model: Path, other: Path) -> dict[str, tuple[str, str]]:
         expect_refusal("no path", 5)
         infinite = other.with_name("infinite")
         for name, value, dtype in (("nan", float("nan"), None), ("too large for float16", 7e4, "float16")):
-            for tensor in run.engine.weights.buffers().values():
+            for tensor in run.engine.model.weights.buffers().values():
                 tensor[0] = value if dist.get_rank() == 1 else 0.0  # wrong on one rank only
             expect_refusal(name, infinite, dtype)
-        save_hf_checkpoint(infinite, run.engine.weights, run.table, job, model, "float16", check_nan=False)
+        save_hf_checkpoint(infinite, run.engine.model.weights, run.table, job, model, "float16", check_nan=False)
     return results
 
 

@@ -158,9 +158,9 @@ def run_layout(path: Path, settings: dict[str, Any]) -> RankResult:
         for _ in range(NUM_STEPS):
             reports.append(engine.train_step(batch, negative_log_likelihood))
             engine.log_probs(batch)  # scoring between steps must not affect training
-        assert engine.version == NUM_STEPS
-        log_probs = engine.gather_over_data_parallel(engine.log_probs(batch))
-        return RankResult(engine.gather_over_data_parallel(logits), reports, log_probs)
+        assert engine.model.version == NUM_STEPS
+        log_probs = engine.data_parallel.gather(engine.log_probs(batch))
+        return RankResult(engine.data_parallel.gather(logits), reports, log_probs)
 
 
 def read_padded(path: Path, settings: dict[str, Any]) -> dict[str, padded_batches.Read]:
@@ -195,7 +195,7 @@ def refuse_losses(path: Path) -> BadLosses:
             with pytest.raises(HybridEngineError) as caught:
                 run.engine.train_step(make_batch(), loss)
             errors.append(f"{type(caught.value).__name__}: {caught.value}")
-        weights_stay = torch.equal(run.engine.log_probs(make_batch()), before) and run.engine.version == 0
+        weights_stay = torch.equal(run.engine.log_probs(make_batch()), before) and run.engine.model.version == 0
         valid_report = run.engine.train_step(make_batch(), lambda _batch, log_probs: -log_probs.mean())
         return BadLosses(errors, weights_stay, valid_report)
 
@@ -215,10 +215,10 @@ def run_bfloat16(path: Path) -> HalfPrecision:
         load_canonical(run, path)
         # Logits are divided by the temperature before softmax.
         batch = make_batch() | {"temperature": torch.full((4,), WARM)}
-        before = {name: parameter.clone() for name, parameter in run.engine.weights.model.named_parameters()}
+        before = {name: parameter.clone() for name, parameter in run.engine.model.weights.model.named_parameters()}
         log_probs = run.engine.log_probs(batch)
         report = run.engine.train_step(batch, negative_log_likelihood)
-        after = run.engine.weights.model.named_parameters()
+        after = run.engine.model.weights.model.named_parameters()
         unchanged = [name for name, parameter in after if torch.equal(parameter, before[name])]
         return HalfPrecision(log_probs, report["loss"], unchanged)
 

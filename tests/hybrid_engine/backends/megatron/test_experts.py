@@ -201,12 +201,12 @@ def train(case: Case, path: Path) -> Trained:
         settings = run.actor.transformer_config
         # transformers has no moving router bias and no loss for MTP.
         settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
-        logits = engine.gather_over_data_parallel(engine.logits(batch["tokens"]))
+        logits = engine.data_parallel.gather(engine.logits(batch["tokens"]))
         reports = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
-        log_probs = engine.gather_over_data_parallel(engine.log_probs(batch))
-        engine.weights.prepare()
-        weights = whole_weights(engine.weights)
-        buffers = engine.weights.layout().buffers.values()
+        log_probs = engine.data_parallel.gather(engine.log_probs(batch))
+        engine.model.weights.prepare()
+        weights = whole_weights(engine.model.weights)
+        buffers = engine.model.weights.layout().buffers.values()
         assert all(buffer.exported for buffer in buffers), "peers cannot read all buffers"
         return Trained(logits, reports, log_probs, weights if torch.distributed.get_rank() == 0 else {})
 
@@ -365,30 +365,30 @@ def step(case: Case, path: Path) -> Stepped:
         engine = run.engine
         batch = share_of(run.engine, make_batch())
         mask = MASK.expand_as(batch["tokens"])
-        losses = _mtp_losses_of_step(run, {**batch, "mask": mask})
+        losses = _mtp_losses_of_step(run.engine, {**batch, "mask": mask})
         weights = {
             name: tensor
-            for name, tensor in whole_weights(engine.weights).items()
+            for name, tensor in whole_weights(engine.model.weights).items()
             if not run.table.is_served(name) or name.endswith("e_score_correction_bias")
         }
         # No label is left.
         masked_report = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
         gradients = [
             parameter.main_grad.abs().max().item()
-            for name, parameter in engine.weights.model.named_parameters()
+            for name, parameter in engine.model.weights.model.named_parameters()
             if "mtp." in name
         ]
         is_first = torch.distributed.get_rank() == 0
         return Stepped(losses, weights if is_first else {}, masked_report["grad_norm"], gradients)
 
 
-def _mtp_losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
+def _mtp_losses_of_step(engine: Any, batch: dict[str, torch.Tensor]) -> list[float]:
     """Train one step and return the logged MTP losses, averaged over micro batches."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker.clear()
-    run.engine.train_step(batch, negative_log_likelihood)
-    run.engine.weights.prepare()
+    engine.train_step(batch, negative_log_likelihood)
+    engine.model.weights.prepare()
     if not MTPLossLoggingHelper.tracker:
         return []
     if Version("0.19.0") <= INSTALLED:
@@ -397,7 +397,7 @@ def _mtp_losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]
     else:
         MTPLossLoggingHelper.reduce_loss_in_tracker()
         losses = MTPLossLoggingHelper.tracker["values"]
-    num_micro_batches = len(batch["tokens"]) // run.engine.micro_batch_size
+    num_micro_batches = len(batch["tokens"]) // engine.limits.micro_batch_size
     return (losses / num_micro_batches).tolist()
 
 
@@ -413,17 +413,19 @@ class Packed:
 
 def pack_sequences(case: Case, path: Path) -> Packed:
     """Run each arrangement as one micro batch, because Megatron takes the mean per micro batch."""
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
+
     with running(path, case.config()) as run:
         load_canonical(run, path)
-        run.engine.set_learning_rate(0.0)  # all arrangements see the same weights
+        run.engine.optimizer.set_learning_rate(0.0)  # all arrangements see the same weights
         run.actor.transformer_config.moe_router_bias_update_rate = 0.0
         losses = []
         batches = padded_batches.batches()
         for arrangement in ("right", "left", "packed"):
-            run.engine.micro_batch_size = len(batches[arrangement]["tokens"])
-            is_refused = arrangement == "packed" and run.engine.limits.no_packing
+            engine = TrainEngine(run.actor, run.table, micro_batch_size=len(batches[arrangement]["tokens"]))
+            is_refused = arrangement == "packed" and engine.limits.no_packing
             with pytest.raises(BatchError, match="2 MTP layers") if is_refused else nullcontext():
-                losses.append(_mtp_losses_of_step(run, batches[arrangement]))
+                losses.append(_mtp_losses_of_step(engine, batches[arrangement]))
         losses += [[]] * (3 - len(losses))  # a refused arrangement has no losses
         return Packed(*losses, run.engine.limits.no_packing)
 
@@ -445,18 +447,22 @@ class Biases:
 
 
 def step_in_bfloat16(path: Path) -> Biases:
+    from hybrid_engine.trainer.megatron.train_engine import copy_weights
+
     with running(path, ActorConfig(**{**DENSE_FLOAT32, "params_dtype": "bfloat16", **EP2})) as run:
         load_canonical(run, path)
-        biases = {name: bias for name, bias in run.engine.weights.model.named_weights() if name.endswith("expert_bias")}
+        biases = {
+            name: bias for name, bias in run.engine.model.weights.model.named_weights() if name.endswith("expert_bias")
+        }
         before = {name: bias.clone() for name, bias in biases.items()}
         # Peers read the biases at these addresses.
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
         reference = reference_of(run, path)
-        reference.copy_weights_from(run.engine)
+        copy_weights(run.engine.model, reference.model)
         batch = share_of(run.engine, make_batch())
         is_same = torch.equal(reference.log_probs(batch), run.engine.log_probs(batch))
         run.engine.train_step(batch, negative_log_likelihood)
-        run.engine.weights.prepare()
+        run.engine.model.weights.prepare()
         return Biases(
             dtypes={bias.dtype for bias in biases.values()},
             stay={name: bias.data_ptr() for name, bias in biases.items()} == addresses,

@@ -83,21 +83,21 @@ class Gathers:
 
 def follow_gathers(path: Path) -> Gathers:
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
-        batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.dp_rank}
+        batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.data_parallel.rank}
         batch["labels"] = batch["tokens"] + 1
-        run.engine.set_learning_rate(1e-2)
+        run.engine.optimizer.set_learning_rate(1e-2)
 
         def buffers() -> dict[str, torch.Tensor]:
-            return {name: flat.clone() for name, flat in run.engine.weights.buffers().items()}
+            return {name: flat.clone() for name, flat in run.engine.model.weights.buffers().items()}
 
         stale = []
         ready = []
         for _ in range(2):
             run.engine.train_step(batch, lambda _batch, log_probs: (-log_probs.mean(), {}))
             stale.append(buffers())
-            run.engine.weights.prepare()
+            run.engine.model.weights.prepare()
             ready.append(buffers())
-        run.engine.weights.prepare()
+        run.engine.model.weights.prepare()
         return Gathers(stale, ready, buffers())
 
 
@@ -120,7 +120,7 @@ def test_prepare_finishes_pending_gathers(outcomes: Outcomes) -> None:
 def refuse_values(path: Path) -> str:
     """Return the error about NaN and infinite weights; large finite weights pass."""
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        weights = run.engine.weights
+        weights = run.engine.model.weights
         weights.check_values()
         named = dict(weights.model.named_parameters())
         large = named["decoder.layers.0.self_attention.linear_qkv.weight"]

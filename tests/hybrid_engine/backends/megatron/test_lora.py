@@ -42,7 +42,7 @@ def _start_alike(run: Any) -> None:
     """Set the same matrices A in every layout; random ones depend on the layout."""
     from megatron.core import parallel_state
 
-    for name, parameter in run.engine.weights.model.named_parameters():
+    for name, parameter in run.engine.model.weights.model.named_parameters():
         if not name.endswith(".adapter.linear_in.weight"):
             continue
         rows, columns = parameter.shape
@@ -51,12 +51,12 @@ def _start_alike(run: Any) -> None:
         whole = 0.3 * torch.randn(rows, columns * (2 if is_cut else 1), generator=generator)
         part = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
         parameter.data.copy_(whole[:, part * columns : (part + 1) * columns])
-    run.engine.reload_main_params()
+    run.engine.model.reload_main_params()
 
 
 def _train(run: Any) -> dict[str, Any]:
     """Return losses, changed parameters, and the error of the merged model."""
-    weights = run.engine.weights
+    weights = run.engine.model.weights
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
     losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
@@ -123,20 +123,21 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     """Train, save a Hugging Face checkpoint, load it; return logit differences."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
+    from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
-        weights = run.engine.weights
+        weights = run.engine.model.weights
         job = Job.join(60)
         batch = token_batch(0, 4, 12)
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
         trained = run.engine.logits(batch["tokens"])
         reference = reference_of(run, path)
-        reference.copy_weights_from(run.engine)
+        copy_weights(run.engine.model, reference.model)
         frozen = reference.logits(batch["tokens"])
         save_hf_checkpoint(out, weights.merged, run.table, job, path)
         load_hf_checkpoint(out, weights.base, run.table, job)
-        run.engine.reload_main_params()
+        run.engine.model.reload_main_params()
         read = run.engine.logits(batch["tokens"])
         run.engine.train_step(batch, negative_log_likelihood)
         moved = run.engine.logits(batch["tokens"])
@@ -162,10 +163,14 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     """Return whether each parameter is frozen, and the errors for names that match nothing."""
     frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
-        kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.model.named_parameters()}
-        before = {name: parameter.detach().clone() for name, parameter in run.engine.weights.model.named_parameters()}
+        kept = {
+            name: not parameter.requires_grad for name, parameter in run.engine.model.weights.model.named_parameters()
+        }
+        before = {
+            name: parameter.detach().clone() for name, parameter in run.engine.model.weights.model.named_parameters()
+        }
         run.engine.train_step(token_batch(0, 4, 12), negative_log_likelihood)
-        for name, parameter in run.engine.weights.model.named_parameters():
+        for name, parameter in run.engine.model.weights.model.named_parameters():
             assert torch.equal(before[name], parameter.detach()) == kept[name], name
     messages = []
     for wrong in ({"frozen_parameters": ["decoder.layer.*"]}, {"lora": {"target_modules": ["input_layernorm"]}}):

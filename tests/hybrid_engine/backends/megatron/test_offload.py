@@ -39,24 +39,25 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
     """Train NUM_STEPS steps; with `offloads`, exercise the offloader after every step."""
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings})) as run:
         load_canonical(run, path)
-        run.engine.set_learning_rate(1e-2)
-        offloader = MegatronOffloader(run.engine)
+        model = run.engine.model
+        run.engine.optimizer.set_learning_rate(1e-2)
+        offloader = MegatronOffloader(model)
         result: dict[str, Any] = {"losses": [], "alone": [], "left": []}
         for number in range(NUM_STEPS):
             batch = share_of(run.engine, token_batch(number, 4, 12))
             result["losses"].append(run.engine.train_step(batch, negative_log_likelihood)["loss"])
             if offloads:
-                result["alone"].append(offload_each_alone(run.engine, offloader))
-                result["left"].append(offload_in_parts(run.engine, offloader))
+                result["alone"].append(offload_each_alone(model, offloader))
+                result["left"].append(offload_in_parts(model, offloader))
         if offloads:
-            result["buffers"] = state_storages(run.engine)
+            result["buffers"] = state_storages(model)
             calls: dict[str, Callable[[], object]] = {
                 "train_step": lambda: run.engine.train_step(batch, negative_log_likelihood),
                 "log_probs": lambda: run.engine.log_probs(batch),
             }
             with closing(Job.join(60)) as job:
-                result["let through"] = calls_while_published(run.engine, run.table.shapes, job, calls)
-        result["digest"] = digests(run.engine)
+                result["let through"] = calls_while_published(model, run.table.shapes, job, calls)
+        result["digest"] = digests(model)
         return result
 
 

@@ -109,7 +109,7 @@ def read_megatron(directory: Path, change: Change = lambda model: None) -> dict[
 
     with running(directory, ActorConfig(**DENSE_FLOAT32)) as run:
         change(unwrap_model(run.actor.chunks[0]))
-        return dict(run.engine.attention())
+        return dict(run.engine.model.attention())
 
 
 def scaled_in_transformers(model: Any) -> None:

@@ -32,45 +32,49 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
 def save(path: Path, root: Path) -> dict[str, Any]:
     """Save after two steps, continue, and resume with another seed; returns all states."""
     states: dict[str, Any] = {}
-    with actor(path) as engine:
-        engine.save_checkpoint(root / "untrained")
+    with actor(path) as parts:
+        engine = parts.engine
+        parts.checkpoints.save(root / "untrained")
         states["untrained"] = state_of(engine)
         for step in range(2):
             train(engine, step)
-        engine.set_learning_rate(3e-3)  # must be restored too
-        torch.manual_seed(40 + engine.dp_rank)  # each rank's generator must be restored
-        engine.save_checkpoint(root / "trained")
+        engine.optimizer.set_learning_rate(3e-3)  # must be restored too
+        torch.manual_seed(40 + engine.data_parallel.rank)  # each rank's generator must be restored
+        parts.checkpoints.save(root / "trained")
         states["trained"] = state_of(engine)
         states["report"] = train(engine, 2)
         states["continued"] = state_of(engine)
-    with actor(path, seed=99) as engine:  # other initial weights
-        engine.load_checkpoint(root / "trained")
-        offloader = Offloader(engine)
+    with actor(path, seed=99) as parts:  # other initial weights
+        engine = parts.engine
+        parts.checkpoints.load(root / "trained")
+        offloader = Offloader(engine.model)
         offloader.offload(KINDS)
         offloader.onload(KINDS)
         states["loaded"] = state_of(engine)
         train(engine, 2)
         states["resumed"] = state_of(engine)
-        engine.load_checkpoint(root / "untrained")  # without optimizer state
+        parts.checkpoints.load(root / "untrained")  # without optimizer state
         states["reloaded"] = state_of(engine)
-        engine.save_checkpoint(root / "untrained")  # replaces the earlier checkpoint
-        engine.load_checkpoint(root / "untrained")
+        parts.checkpoints.save(root / "untrained")  # replaces the earlier checkpoint
+        parts.checkpoints.load(root / "untrained")
         states["replaced"] = state_of(engine)
     return states
 
 
 def resume(path: Path, root: Path, name: str, **settings: Any) -> dict[str, Any]:
     """Load the checkpoint "trained" on these ranks, save it as `name`, and take a step."""
-    with actor(path, seed=5, **settings) as engine:
-        engine.load_checkpoint(root / "trained")
+    with actor(path, seed=5, **settings) as parts:
+        engine = parts.engine
+        parts.checkpoints.load(root / "trained")
         loaded = state_of(engine)
-        engine.save_checkpoint(root / name)
+        parts.checkpoints.save(root / name)
         return {"loaded": loaded, "report": train(engine, 2)}
 
 
 def load(path: Path, directory: Path) -> State:
-    with actor(path) as engine:
-        engine.load_checkpoint(directory)
+    with actor(path) as parts:
+        engine = parts.engine
+        parts.checkpoints.load(directory)
         return state_of(engine)
 
 
@@ -94,15 +98,16 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
         return Refusal(type(caught.value).__name__, caught.value.code, str(caught.value))
 
     good = root / "good"
-    with actor(path) as engine:
+    with actor(path) as parts:
+        engine = parts.engine
         train(engine, 0)
-        job = engine._job
-        engine.save_checkpoint(good)
+        job = parts.checkpoints._job
+        parts.checkpoints.save(good)
         kept = state_of(engine)
         train(engine, 1)
         with file_size_limit(5000) if job.rank == 1 else nullcontext():
-            refusals["full"] = refusal_of(engine, lambda: engine.save_checkpoint(good))
-        engine.load_checkpoint(good)
+            refusals["full"] = refusal_of(engine, lambda: parts.checkpoints.save(good))
+        parts.checkpoints.load(good)
         assert_same(kept, state_of(engine))
         job.agreement.conclude("all ranks are here")
         if job.rank == 0:
@@ -110,18 +115,19 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
             data = root / "damaged" / "save-000001" / "__1_0.distcp"
             data.write_bytes(data.read_bytes()[:-1])  # one byte short
         job.agreement.conclude("all ranks are here")
-        refusals["damaged"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "damaged"))
-        refusals["nothing"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "nothing"))
-        moments = next(state["exp_avg"] for state in engine.trained_by.state.values() if "exp_avg" in state)
+        refusals["damaged"] = refusal_of(engine, lambda: parts.checkpoints.load(root / "damaged"))
+        refusals["nothing"] = refusal_of(engine, lambda: parts.checkpoints.load(root / "nothing"))
+        moments = next(state["exp_avg"] for state in engine.optimizer.inner.state.values() if "exp_avg" in state)
         local_of(moments).view(-1)[0] = float("inf") if job.rank == 1 else 0.0
-        refusals["not finite"] = refusal_of(engine, lambda: engine.save_checkpoint(root / "infinite"))
+        refusals["not finite"] = refusal_of(engine, lambda: parts.checkpoints.save(root / "infinite"))
         assert not (root / "infinite").exists()
         job.agreement.conclude("all ranks are here")
-        engine.save_checkpoint(root / "infinite", check_nan=False)
+        parts.checkpoints.save(root / "infinite", check_nan=False)
         checkpoint_directory.save(root / "megatron", {f"rank{job.rank}/values": {}}, job)
-        refusals["another trainer"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "megatron"))
-    with actor(other) as engine:
-        refusals["another model"] = refusal_of(engine, lambda: engine.load_checkpoint(good))
+        refusals["another trainer"] = refusal_of(engine, lambda: parts.checkpoints.load(root / "megatron"))
+    with actor(other) as parts:
+        engine = parts.engine
+        refusals["another model"] = refusal_of(engine, lambda: parts.checkpoints.load(good))
     return refusals
 
 

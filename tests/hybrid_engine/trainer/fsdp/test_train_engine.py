@@ -29,18 +29,19 @@ Computed = list[dict[str, dict[str, Any]]]
 
 
 def whole_log_probs(engine: FsdpTrainEngine, whole_batch: Batch) -> torch.Tensor:
-    return engine.gather_over_data_parallel(engine.log_probs(share_of(engine, whole_batch)))
+    return engine.data_parallel.gather(engine.log_probs(share_of(engine, whole_batch)))
 
 
 def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """Return, by family, initial weights, and reports and results of three steps."""
     results = {}
     for family, path in paths.items():
-        with actor(path) as engine:
+        with actor(path) as parts:
+            engine = parts.engine
             initial = state_of(engine)["tensors"]
             scores = whole_log_probs(engine, batch(9))
             reports = [train(engine, step) for step in range(3)]
-            reference = engine.frozen_copy()
+            reference = parts.frozen_copy()
             copied = whole_log_probs(reference, batch(9))
             with pytest.raises(StateError, check=has_code("no-optimizer")):
                 train(reference, 0)
@@ -63,7 +64,7 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 def is_refused(engine: FsdpTrainEngine) -> bool:
     """Return True if a loss with another name on each rank is refused, and no weight changes."""
     before = whole_log_probs(engine, batch(9))
-    name = f"of rank {engine.dp_rank}"
+    name = f"of rank {engine.data_parallel.rank}"
     with pytest.raises(LossError, check=has_code("other-names-reported", name)):
         engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
     assert torch.equal(whole_log_probs(engine, batch(9)), before)
@@ -71,7 +72,8 @@ def is_refused(engine: FsdpTrainEngine) -> bool:
 
 
 def initial_weights(path: Path) -> dict[str, torch.Tensor]:
-    with actor(path) as engine:
+    with actor(path) as parts:
+        engine = parts.engine
         return state_of(engine)["tensors"]
 
 
@@ -79,12 +81,13 @@ def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, st
     """Return, by family, the largest difference from unsharded logits, and the attention used."""
     results = {}
     for family, path in paths.items():
-        with actor(path) as engine:
+        with actor(path) as parts:
+            engine = parts.engine
             model = unsharded_model(path, state_of(engine)["tensors"])
             tokens = batch(0)["tokens"]
             with torch.no_grad():
                 difference = (engine.logits(tokens) - model(tokens).logits).abs().max().item()
-            results[family] = difference, engine.model.config._attn_implementation
+            results[family] = difference, engine.model.model.config._attn_implementation
     return results
 
 
@@ -92,7 +95,8 @@ def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches
     """Return values of padded batches by family, after a comparison with the unsharded model."""
     reads = {}
     for family in PADDED:
-        with actor(paths[family], seq_length=padded_batches.WIDTH) as engine:
+        with actor(paths[family], seq_length=padded_batches.WIDTH) as parts:
+            engine = parts.engine
             model = unsharded_model(paths[family], state_of(engine)["tensors"])
             reads[family] = padded_batches.read_all(engine)
             padded_batches.assert_is_that_of_logits(reads[family]["right"], model)
@@ -209,6 +213,7 @@ def test_flash_attention_supports_packing_in_single_rows_only(
 ) -> None:
     """A model passed by the caller may use any attention implementation."""
     engine = FsdpTrainEngine.__new__(FsdpTrainEngine)
-    engine.micro_batch_size = micro_batch_size
-    engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
+    engine._micro_batch_size = micro_batch_size
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+    engine.model = SimpleNamespace(model=module)  # type: ignore[assignment]
     assert (engine._no_packing == "") == supports_packing

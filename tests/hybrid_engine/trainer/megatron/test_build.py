@@ -95,23 +95,22 @@ def test_an_unsupported_model_can_hold_weights(
 
 def test_a_frozen_stage_counts_versions() -> None:
     from hybrid_engine.backends.megatron.live_model import LiveModel
-    from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
+    from hybrid_engine.trainer.megatron.pipeline import Pipeline
+
+    optimizer = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
 
     class Stage(MagicMock):
         version = LiveModel.version
-        learning_rate = 0.1
-        scheduler = None
-        optimizer = trained_by = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
+        weights = SimpleNamespace(model=SimpleNamespace(ddp_chunks=[]))
 
-        def _run(self, *_: Any, **__: Any) -> list[Any]:
-            return []
-
-        def _average(self, _: Any) -> dict[str, float]:
-            return {}
-
-    stage = Stage(weights=SimpleNamespace(model=SimpleNamespace(ddp_chunks=[])))
+    stage = Stage(optimizer=optimizer)
+    pipeline = MagicMock(
+        _model=stage,
+        _optimizer=SimpleNamespace(inner=optimizer, learning_rate=0.1, advance_schedule=lambda: None),
+        **{"run.return_value": [], "_average.side_effect": lambda _: {}},
+    )
     for steps in (1, 2):
-        report = PipelineEngine.train_step(stage, {"tokens": torch.zeros(1, 1)}, lambda *_: None)
+        report = Pipeline.step(pipeline, {"tokens": torch.zeros(1, 1)}, lambda *_: None)
         assert (report["skipped"], stage.version) == (0.0, steps)
 
 

@@ -60,7 +60,6 @@ class Refusal(NamedTuple):
 
 def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refusal]:
     """Return the error of each case on this rank. Raises if any bit of the state has changed."""
-    from hybrid_engine.trainer.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
     from megatron_patches.optimizers import optimizer_tensors
 
     results = {}
@@ -76,31 +75,37 @@ def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refus
     job = Job.join(60)
     with running(paths["same"], configured(BFLOAT16)) as run:
         train(run, 0)
-        save_checkpoint(saved, run.actor, job)
+        checkpoints_of(run, job).save(saved)
         kept = state_of(run)
         train(run, 1)
         with file_size_limit(5000) if dist.get_rank() == 1 else nullcontext():
-            results["full"] = refusal_of(run, lambda: save_checkpoint(saved, run.actor, job))
-        load_checkpoint(saved, run.actor, job)
+            results["full"] = refusal_of(run, lambda: checkpoints_of(run, job).save(saved))
+        checkpoints_of(run, job).load(saved)
         assert_same(kept, state_of(run))
         moment = next(state.tensor for state in optimizer_tensors(run.actor.optimizer) if state.key == "exp_avg")
         moment.view(-1)[0] = float("inf") if dist.get_rank() == 1 else 0.0
-        results["not finite"] = refusal_of(run, lambda: save_checkpoint(saved, run.actor, job))
-        save_checkpoint(root / "infinite", run.actor, job, check_nan=False)
-        load_checkpoint(saved, run.actor, job)
+        results["not finite"] = refusal_of(run, lambda: checkpoints_of(run, job).save(saved))
+        checkpoints_of(run, job).save(root / "infinite", check_nan=False)
+        checkpoints_of(run, job).load(saved)
         job.agreement.conclude("all ranks are here")
         if dist.get_rank() == 1:
             path = saved / (saved / "latest").read_text().strip() / "__1_0.distcp"
             path.write_bytes(path.read_bytes()[:-1])  # one byte short
         job.agreement.conclude("all ranks are here")
-        results["damaged"] = refusal_of(run, lambda: load_checkpoint(saved, run.actor, job))
-        results["nothing"] = refusal_of(run, lambda: load_checkpoint(root / "nothing", run.actor, job))
-        save_checkpoint(saved, run.actor, job)
+        results["damaged"] = refusal_of(run, lambda: checkpoints_of(run, job).load(saved))
+        results["nothing"] = refusal_of(run, lambda: checkpoints_of(run, job).load(root / "nothing"))
+        checkpoints_of(run, job).save(saved)
     for name, (_, settings) in OTHERS.items():
         with running(paths[name], configured(settings)) as run:
             train(run, 0)
-            results[name] = refusal_of(run, lambda run=run: load_checkpoint(saved, run.actor, job))
+            results[name] = refusal_of(run, lambda run=run: checkpoints_of(run, job).load(saved))
     return results
+
+
+def checkpoints_of(run: Any, job: Job) -> Any:
+    from hybrid_engine.trainer.megatron.rank_checkpoint import RankCheckpoints
+
+    return RankCheckpoints(run.engine.model, run.actor, job)
 
 
 def configured(settings: dict[str, Any], **changes: Any) -> ActorConfig:
@@ -117,27 +122,25 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     result: dict[str, Any] = {}
     with running(path, config) as run:
         job = Job.join(60)
-        from hybrid_engine.trainer.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
-
-        save_checkpoint(root / "untrained", run.actor, job)
+        checkpoints_of(run, job).save(root / "untrained")
         result["untrained"] = state_of(run)
         for step in range(2):
             train(run, step)
-        run.engine.set_learning_rate(3e-3)  # must be restored too
-        save_checkpoint(root / "trained", run.actor, job)
+        run.engine.optimizer.set_learning_rate(3e-3)  # must be restored too
+        checkpoints_of(run, job).save(root / "trained")
         result["saved"] = state_of(run)
         train(run, 2)
         result["continued"] = state_of(run)
     with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:  # other weights
-        load_checkpoint(root / "trained", run.actor, job)
+        checkpoints_of(run, job).load(root / "trained")
         offload_and_back(run)
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
-        load_checkpoint(root / "untrained", run.actor, job)  # without optimizer state
+        checkpoints_of(run, job).load(root / "untrained")  # without optimizer state
         result["reloaded"] = state_of(run)
-        save_checkpoint(root / "untrained", run.actor, job)  # replaces the earlier checkpoint
-        load_checkpoint(root / "untrained", run.actor, job)
+        checkpoints_of(run, job).save(root / "untrained")  # replaces the earlier checkpoint
+        checkpoints_of(run, job).load(root / "untrained")
         result["replaced"] = state_of(run)
     return result
 
@@ -150,8 +153,6 @@ def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
 
     A schedule makes the learning rate read-only.
     """
-    from hybrid_engine.trainer.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
-
     plain = configured({})
     config = configured({}, optimizer={"lr": 1e-2, "schedule": SCHEDULE})
     other_limits = {"lr": 2e-2, "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3}}
@@ -160,30 +161,30 @@ def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
     rates = {}
     with running(path, config) as run:
         rates["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
-        save_checkpoint(root / "scheduled", run.actor, job)
-        rates["next"] = run.engine.learning_rate
+        checkpoints_of(run, job).save(root / "scheduled")
+        rates["next"] = run.engine.optimizer.learning_rate
         with pytest.raises(StateError, check=has_code("learning-rate-is-scheduled")):
-            run.engine.set_learning_rate(1e-3)
+            run.engine.optimizer.set_learning_rate(1e-3)
     with running(path, plain) as run:
-        save_checkpoint(root / "plain", run.actor, job)
-        load_checkpoint(root / "scheduled", run.actor, job)
-        rates["by hand"] = run.engine.learning_rate
-        run.engine.set_learning_rate(1e-3)
+        checkpoints_of(run, job).save(root / "plain")
+        checkpoints_of(run, job).load(root / "scheduled")
+        rates["by hand"] = run.engine.optimizer.learning_rate
+        run.engine.optimizer.set_learning_rate(1e-3)
     with running(path, config) as run:
-        load_checkpoint(root / "scheduled", run.actor, job)
-        rates["resumed"] = run.engine.learning_rate
-        load_checkpoint(root / "plain", run.actor, job)
+        checkpoints_of(run, job).load(root / "scheduled")
+        rates["resumed"] = run.engine.optimizer.learning_rate
+        checkpoints_of(run, job).load(root / "plain")
         rates["begun"] = [train(run, step)["learning_rate"] for step in range(4)]
     with running(path, changed) as run:
         for name in ("scheduled", "plain"):
-            load_checkpoint(root / name, run.actor, job)
-            rates[f"changed, from {name}"] = run.engine.learning_rate
+            checkpoints_of(run, job).load(root / name)
+            rates[f"changed, from {name}"] = run.engine.optimizer.learning_rate
     return rates
 
 
 def offload_and_back(run: Any) -> None:
     """Loaded state must be offloadable like any other."""
-    offloader = MegatronOffloader(run.engine)
+    offloader = MegatronOffloader(run.engine.model)
     offloader.offload({"param", "grad", "optimizer"})
     offloader.onload({"param", "grad", "optimizer"})
 
@@ -199,14 +200,14 @@ def state_of(run: Any) -> dict[str, Any]:
 
     from megatron_patches.optimizers import optimizer_tensors
 
-    tensors = {name: p.detach().clone() for name, p in run.engine.weights.model.named_parameters()}
+    tensors = {name: p.detach().clone() for name, p in run.engine.model.weights.model.named_parameters()}
     for state in optimizer_tensors(run.actor.optimizer):
         if state.kind != "main_grad":
             tensors[f"{state.path}.{state.key}"] = state.tensor.detach().clone()
     tensors["generator"] = torch.get_rng_state()
     tensors.update({f"tracker.{name}": s.clone() for name, s in get_cuda_rng_tracker().get_states().items()})
     groups = [{k: v for k, v in group.items() if k != "params"} for group in run.actor.optimizer.param_groups]
-    return {"tensors": tensors, "groups": groups, "version": run.engine.version}
+    return {"tensors": tensors, "groups": groups, "version": run.engine.model.version}
 
 
 def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:

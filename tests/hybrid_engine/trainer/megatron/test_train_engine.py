@@ -41,7 +41,7 @@ def report_names(path: Path) -> dict[str, float]:
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
         load_canonical(run, path)
         share = share_of(run.engine, make_batch())
-        name = f"of rank {run.engine.dp_rank}"
+        name = f"of rank {run.engine.data_parallel.rank}"
         before = run.engine.log_probs(share)
         with pytest.raises(HybridEngineError) as caught:
             run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {name: 1.0}))
@@ -72,22 +72,24 @@ class HalfPrecision:
 
 
 def run_bfloat16(path: Path) -> HalfPrecision:
+    from hybrid_engine.trainer.megatron.train_engine import copy_weights
+
     batch = make_batch()
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16"})) as run:
         load_canonical(run, path)
         log_probs = run.engine.log_probs(batch)
         reference = reference_of(run, path)
-        reference.copy_weights_from(run.engine)
+        copy_weights(run.engine.model, reference.model)
         frozen = reference.log_probs(batch)
-        run.engine.set_learning_rate(1e-2)  # large enough to change bfloat16 weights
+        run.engine.optimizer.set_learning_rate(1e-2)  # large enough to change bfloat16 weights
         run.engine.train_step(batch, negative_log_likelihood)
         return HalfPrecision(
             log_probs=log_probs,
             reference=frozen,
             trained=run.engine.log_probs(batch),
             later=reference.log_probs(batch),
-            versions=(reference.version, run.engine.version),
-            reference_kinds={item.kind for item in reference.offload_items()},
+            versions=(reference.model.version, run.engine.model.version),
+            reference_kinds={item.kind for item in reference.model.offload_items()},
         )
 
 
@@ -106,7 +108,7 @@ def run_float16(path: Path) -> Overflow:
         load_canonical(run, path)
         before = run.engine.log_probs(batch)
         report = run.engine.train_step(batch, negative_log_likelihood)
-        return Overflow(report["skipped"], run.engine.version, torch.equal(before, run.engine.log_probs(batch)))
+        return Overflow(report["skipped"], run.engine.model.version, torch.equal(before, run.engine.log_probs(batch)))
 
 
 def refuse_uneven_batch(path: Path) -> list[tuple[str, str]]:
@@ -163,7 +165,7 @@ def _run_recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
             report = run.engine.train_step(make_batch(), loss)
         gradients = {
             name: parameter.main_grad.clone()
-            for name, parameter in run.engine.weights.model.named_parameters()
+            for name, parameter in run.engine.model.weights.model.named_parameters()
             if parameter.requires_grad
         }
     return Recomputed(report, gradients, sum(kept[: ends[0]]))

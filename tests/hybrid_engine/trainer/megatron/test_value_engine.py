@@ -89,13 +89,13 @@ def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Comp
         job = Job.join(120)
         batch = make_batch()
         share = share_of(engine, batch)
-        load_hf_checkpoint(without_head, engine.weights.base, table, job)  # leaves a new head
-        new = engine.gather_over_data_parallel(engine.values(share))
-        load_hf_checkpoint(path, engine.weights.base, table, job)
-        engine.reload_main_params()  # the optimizer's copies of the weights
-        values = engine.gather_over_data_parallel(engine.values(share))
+        load_hf_checkpoint(without_head, engine.model.weights.base, table, job)  # leaves a new head
+        new = engine.data_parallel.gather(engine.values(share))
+        load_hf_checkpoint(path, engine.model.weights.base, table, job)
+        engine.model.reload_main_params()  # the optimizer's copies of the weights
+        values = engine.data_parallel.gather(engine.values(share))
         reports = [engine.train_step(share, squared_error) for _ in range(NUM_STEPS)]
-        final = engine.gather_over_data_parallel(engine.values(share))
+        final = engine.data_parallel.gather(engine.values(share))
         end_training(actor)
         job.agreement.close()
     logging.getLogger("hybrid_engine").removeHandler(handler)

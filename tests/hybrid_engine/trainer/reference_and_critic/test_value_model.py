@@ -71,9 +71,9 @@ def code_of(call: Any) -> str:
     return "no error"
 
 
-def decoder_digests(engine: Any) -> dict[str, str]:
+def decoder_digests(model: Any) -> dict[str, str]:
     """Return digests of the decoder's weights."""
-    weights = engine.weights.model.named_weights()
+    weights = model.weights.model.named_weights()
     return {name: digest(weight) for name, weight in weights if not name.startswith("output_layer.")}
 
 
@@ -109,7 +109,7 @@ def run_job(model: Path, directory: Path) -> Recorded:
         recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
         with critic.forward_context():
             first = critic.values(batch)
-            recorded.decoders.append(decoder_digests(critic.engine))
+            recorded.decoders.append(decoder_digests(critic.engine.model))
             record_resident("critic forward")
         recorded.states.append(worker.sharding.state)
         recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
@@ -150,7 +150,7 @@ def run_job(model: Path, directory: Path) -> Recorded:
     worker.config = worker.config.model_copy(update={"random_weights": False, "model": directory / "hf"})
     from_files = ValueModel(worker)
     with from_files.forward_context():
-        recorded.loaded.append(decoder_digests(from_files.engine))
+        recorded.loaded.append(decoder_digests(from_files.engine.model))
     worker.shutdown()
     return recorded
 

@@ -16,14 +16,14 @@ rounding. The `thd` inputs of Transformer Engine have **never run on a GPU yet**
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -43,14 +43,13 @@ from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.errors import BatchError, RemoteError, Violation
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, begins_of, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
-from hybrid_engine.trainer.megatron.build import Actor
-from hybrid_engine.trainer.trained_model import TrainedModel
+from hybrid_engine.trainer.data_parallel import DataParallelRanks
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from megatron_patches.optimizers import set_weight_version
 
 
@@ -165,172 +164,157 @@ def _reasons_against_packing(chunks: Sequence[torch.nn.Module], *, with_te: bool
             yield "Megatron's fused softmax ignores masks (masked_softmax_fusion)"
 
 
-_Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
+MicroLoss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 """Returns (loss, report), which share no memory: Megatron divides the loss in place."""
 
+Conclude = Callable[[str, Exception | None], None]
+"""Called at the end of a phase, on all ranks, with the name of the phase and this rank's error or
+None; raises on all ranks if one has an error."""
 
-class PipelineEngine(TrainedModel, LiveModel, ABC):
-    """One rank's share of a Megatron model, with its training loop.
 
-    A batch is this data parallel rank's share; see `batches.Batch`. Training and evaluation raise
-    StateError while memory that they need is offloaded by a `HybridEngine`.
+class ModelOutput(Protocol):
+    """Kind of output of a model: log-probabilities of labels, or values."""
 
-    Args:
-        actor: the Megatron objects; without an optimizer the model cannot be trained.
-        table: the model's name table.
-        micro_batch_size: rows per micro batch.
-        separate_lora: reshard LoRA weights separately instead of merged into the weights.
-        seq_length: largest number of tokens in a row; None: no limit.
+    def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
+        """Return the output of a chunk; `result` receives that of the last chunk."""
 
-    Attributes:
-        conclude: called at the end of a phase, on all ranks, with the name of the phase and this
-            rank's error or None; raises on all ranks if one has an error. Engines of a job set it
-            to the job's.
-    """
-
-    def __init__(
-        self,
-        actor: Actor,
-        table: ModelTable,
-        micro_batch_size: int,
-        separate_lora: bool = False,
-        seq_length: int | None = None,
-    ) -> None:
-        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora)
-        self.transformer_config = actor.transformer_config
-        self.scheduler = actor.scheduler
-        self.micro_batch_size = micro_batch_size
-        self.vocab_size = table.dims.vocab_size
-        self.conclude: Callable[[str, Exception | None], None] = _conclude
-        self.dp_rank = parallel_state.get_data_parallel_rank()
-        self.dp_size = parallel_state.get_data_parallel_world_size()
-        self._data_parallel = parallel_state.get_data_parallel_group()
-        self._device = model_device()
-        self._seq_length = seq_length
-        self._inputs = ModelInputs(unwrap_model(actor.chunks))
-
-    @abstractmethod
-    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
-        """Return the output of a chunk; `_result` receives that of the last chunk."""
-
-    @abstractmethod
-    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+    def result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
         """Return a loss function's second argument, from the output of the last chunk.
 
         Its columns are the user's.
         """
 
-    def _visible_batch(self, micro_batch: MicroBatch) -> Batch:
+    def visible_batch(self, micro_batch: MicroBatch) -> Batch:
         """Return a loss function's first argument."""
-        return micro_batch.batch
 
-    @property
-    def limits(self) -> BatchLimits:
-        """Limits of the batches that it can compute, and this data parallel rank."""
-        return BatchLimits(
-            self.vocab_size,
-            self.micro_batch_size,
-            self.dp_rank,
-            self.dp_size,
-            self._seq_length,
+
+class Pipeline:
+    """Runs batches through one rank's share of a model, by Megatron's pipeline schedules.
+
+    A batch is this data parallel rank's share; see `batches.Batch`. All methods raise StateError
+    while memory that they need is offloaded by a `HybridEngine`.
+
+    Args:
+        model: weights and state.
+        output: what the model computes.
+        optimizer: of the model.
+        transformer_config: of the model's chunks.
+        micro_batch_size: rows per micro batch.
+        seq_length: largest number of tokens in a row; None: no limit.
+        conclude: see `Conclude`.
+
+    Attributes:
+        data_parallel: the ranks that share a batch.
+        limits: of the batches that it can compute.
+    """
+
+    def __init__(
+        self,
+        model: LiveModel,
+        output: ModelOutput,
+        optimizer: ScheduledOptimizer,
+        transformer_config: TransformerConfig,
+        micro_batch_size: int,
+        seq_length: int | None,
+        conclude: Conclude,
+    ) -> None:
+        self.data_parallel = DataParallelRanks(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            model_device(),
+            parallel_state.get_data_parallel_group(),
+        )
+        self._model = model
+        self._output = output
+        self._optimizer = optimizer
+        self._micro_batch_size = micro_batch_size
+        self._conclude = conclude
+        self._inputs = ModelInputs(unwrap_model(model.chunks))
+        # sequence parallel ranks have equal parts of a row
+        self._row_multiple = 1
+        if transformer_config.sequence_parallel:
+            self._row_multiple = transformer_config.tensor_model_parallel_size
+        self.limits = BatchLimits(
+            model.weights.model.table.dims.vocab_size,
+            micro_batch_size,
+            self.data_parallel.rank,
+            self.data_parallel.size,
+            seq_length,
             self._row_multiple,
             self._inputs.no_packing,
         )
 
-    @property
-    def _row_multiple(self) -> int:
-        """Divisor of row lengths: sequence parallel ranks have equal parts of a row."""
-        config = self.transformer_config
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+    def step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """Take one optimizer step on this rank's share of the batch.
 
         Args:
-            batch: B is a multiple of `micro_batch_size`.
-            loss_function: see `batches.LossFunction`; its second argument is `_result`.
+            batch: B is a multiple of the micro batch size.
+            loss_function: see `batches.LossFunction`; its arguments are those of the
+                `ModelOutput`.
 
-        Result and errors as in `ActorTrainer.train_step`. If float16 gradients overflowed,
+        Result and errors as in `TrainableScorer.train_step`. If float16 gradients overflowed,
         `skipped` is 1, Megatron has lowered its loss scale, and a schedule takes no step.
         """
-        optimizer = self.trained_by
+        optimizer = self._optimizer.inner
         # of this step, before a schedule changes it
-        learning_rate = self.learning_rate
-        self.guard(KINDS)
+        learning_rate = self._optimizer.learning_rate
+        self._model.guard(KINDS)
         # raises if servers would fall too far behind
-        self.before_step()
-        for chunk in self.weights.model.ddp_chunks:
+        self._model.before_step()
+        for chunk in self._model.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         loss = CheckedLoss(loss_function)
-        reports = self._run(batch, loss, forward_only=False)
+        reports = self.run(batch, loss, forward_only=False)
         if reports:
             # this is the last pipeline stage
-            loss.finish(model_device(), parallel_state.get_data_parallel_group())
+            loss.finish(self.data_parallel.device, self.data_parallel.group)
         # no rank takes a step if another one has a fault
-        self.conclude("loss function", loss.fault)
-        version = self.version
+        self._conclude("loss function", loss.fault)
+        version = self._model.version
         successful, grad_norm, _ = optimizer.step()
         if successful:
             # set, not counted: the optimizer of a fully frozen stage takes no step
             set_weight_version(optimizer, version + 1)
         report = self._average(reports)
-        if successful and self.scheduler is not None:
-            self.scheduler.step(1)
+        if successful:
+            self._optimizer.advance_schedule()
         report["skipped"] = float(not successful)
         report["learning_rate"] = learning_rate
         report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
         return report
 
-    def copy_weights_from(self, other: PipelineEngine, but_for: str | None = None) -> None:
-        """Copy the weights of another engine of the same layout, with LoRA merged. Collective.
-
-        Args:
-            other: source, e.g. the actor of a reference.
-            but_for: prefix of the names to leave unchanged, for a critic. Then the optimizer's main
-                parameters are not required on the device, because the caller updates them later.
-        """
-        self.guard(KINDS if but_for is None else ["param"])
-        other.guard(["param"])
-        merged = other.weights.merged
-        merged.prepare()
-        sources = dict(merged.shown_weights())
-        with torch.no_grad():
-            for name, tensor in self.weights.model.named_weights():
-                # heads of an actor and of a critic have different shapes
-                if but_for is None or not name.startswith(but_for):
-                    tensor.copy_(sources[name])
-
-    def _run(self, batch: Batch, loss_function: _Loss, forward_only: bool) -> list[Report]:
+    def run(self, batch: Batch, loss_function: MicroLoss, *, forward_only: bool) -> list[Report]:
         """Run all micro batches through Megatron's schedule.
 
         Returns the reports on the last pipeline stage, and [] on the others.
         """
-        self.guard(["param"])
+        self._model.guard(["param"])
         if forward_only:
             # otherwise only the next training step would finish overlapped parameter gathers
-            self.weights.base.prepare()
+            self._model.weights.base.prepare()
+        chunks = self._model.chunks
         is_pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
         parts = micro_batches(
             batch,
-            self.micro_batch_size,
-            model_device(),
+            self._micro_batch_size,
+            self.data_parallel.device,
             self._row_multiple,
             # stages allocate receive buffers of one shape for all micro batches
             same_length=is_pipelined,
         )
         num_rows, seq_length = self._inputs.shape_of(parts[0].rows)
         forward_backward = get_forward_backward_func()
-        for chunk in self.chunks:
+        for chunk in chunks:
             chunk.train(not forward_only)
         # each virtual stage reads all micro batches
-        iterators = [iter(parts) for _ in self.chunks]
-        without_mtp = without_multi_token_prediction(unwrap_model(self.chunks))
+        iterators = [iter(parts) for _ in chunks]
+        without_mtp = without_multi_token_prediction(unwrap_model(chunks))
         with without_mtp if forward_only else contextlib.nullcontext():
             return forward_backward(
                 forward_step_func=self._forward_step(loss_function),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                model=chunks if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(parts),
                 seq_length=seq_length,
                 micro_batch_size=num_rows,
@@ -338,7 +322,7 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
             )
 
     def _forward_step(
-        self, loss_function: _Loss
+        self, loss_function: MicroLoss
     ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], Any]:
         """Return the function that Megatron's schedules call for each micro batch."""
 
@@ -348,10 +332,10 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
             micro_batch = next(iterator)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-                visible_batch = self._visible_batch(micro_batch)
-                return loss_function(visible_batch, self._result(micro_batch.rows, output))
+                visible_batch = self._output.visible_batch(micro_batch)
+                return loss_function(visible_batch, self._output.result(micro_batch.rows, output))
 
-            return self._forward(model, micro_batch.rows), loss
+            return self._output.forward(model, micro_batch.rows, self._inputs), loss
 
         return forward_step
 
@@ -361,19 +345,19 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
         group = parallel_state.get_pipeline_model_parallel_group()
         # other stages learn the names, and so the number of values, from the last one
         message = encode(sorted(reports[0]) if reports else [])
-        names = decode(broadcast_bytes(last, message, group, model_device()), list[str])
-        values = torch.zeros(len(names), dtype=torch.float32, device=model_device())
+        names = decode(broadcast_bytes(last, message, group, self.data_parallel.device), list[str])
+        values = torch.zeros(len(names), dtype=torch.float32, device=self.data_parallel.device)
         if reports:
             for index, name in enumerate(names):
                 values[index] = torch.stack([report[name].float() for report in reports]).mean()
-            torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
-            values /= self.dp_size
+            torch.distributed.all_reduce(values, group=self.data_parallel.group)
+            values /= self.data_parallel.size
         torch.distributed.broadcast(values, src=last, group=group)
         return dict(zip(names, values.tolist(), strict=True))
 
 
-def _conclude(phase: str, error: Exception | None) -> None:
-    """Raise this rank's error, or RemoteError if another rank has one. Collective; needs no job."""
+def conclude_without_job(phase: str, error: Exception | None) -> None:
+    """Raise this rank's error, or RemoteError if another rank has one. Collective."""
     # all ranks take part, with an error or without
     has_failed = torch.tensor([error is not None], dtype=torch.int64, device=model_device())
     torch.distributed.all_reduce(has_failed, op=torch.distributed.ReduceOp.MAX)
