@@ -8,11 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.reading import read_regular
+
+if TYPE_CHECKING:
+    import yaml
 
 MOST_YAML_BYTES = 256 * 1024
 MOST_JSON_BYTES = 16 * 1024**2
@@ -88,20 +92,9 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Loader that rejects repeated keys, which YAML forbids and PyYAML accepts."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = Counter(name.value for name, _ in node.value if name.value != "<<")
-            for name, count in keys.items():
-                if count > 1:
-                    line = node.start_mark.line + 1
-                    raise ValueError(f"{shortened(name)} is there twice (line {line} and below)")
-            return super().construct_mapping(node, deep)
-
     text = read_text(path, key, remedy, MOST_YAML_BYTES)
     try:
-        value = yaml.load(text, Loader)
+        value = yaml.load(text, _yaml_loader())
     except (yaml.YAMLError, *_INVALID_TEXT) as error:
         problem = f"{path} is not YAML: {_reason(error)}"
         violation = Violation(key, problem, "Correct the file", code="not-yaml")
@@ -113,6 +106,35 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
         problem = f"{path} has {len(unusable)} top-level keys that cannot be names of settings"
         raise ConfigError([Violation(key, problem, remedy, code="invalid-keys")])
     return section
+
+
+@cache
+def _yaml_loader() -> type[yaml.SafeLoader]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.2's booleans, true and false, and an error for repeated keys.
+
+        For PyYAML `off` and `no`, which are values of several keys, are booleans too, and of
+        repeated keys it takes the last.
+        """
+
+        yaml_implicit_resolvers = {  # noqa: RUF012  # an instance variable of the base class
+            first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:bool"]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = Counter(name.value for name, _ in node.value if name.value != "<<")
+            for name, count in keys.items():
+                if count > 1:
+                    line = node.start_mark.line + 1
+                    raise ValueError(f"{shortened(name)} is there twice (line {line} and below)")
+            return super().construct_mapping(node, deep)
+
+    booleans = re.compile("true|True|TRUE|false|False|FALSE")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:bool", booleans, list("tTfF"))
+    return Loader
 
 
 def section_at(values: dict[Any, Any], names: Iterable[str]) -> Any:
@@ -154,7 +176,7 @@ def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Iterato
             )
             continue
         try:
-            section[key] = yaml.safe_load(value)
+            section[key] = yaml.load(value, _yaml_loader())
         except (yaml.YAMLError, *_INVALID_TEXT) as error:
             yield Violation(
                 clipped(name),

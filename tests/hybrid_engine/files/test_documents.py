@@ -16,7 +16,7 @@ from examples.gpt_rl import settings as rl_settings
 from examples.gpt_rl import task
 from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, shortened
-from hybrid_engine.files.documents import MOST_YAML_BYTES, read_json, read_yaml
+from hybrid_engine.files.documents import MOST_YAML_BYTES, apply_overrides, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
 from tests.harness.errors import has_violations
@@ -133,7 +133,7 @@ def test_a_model_config_without_keys_is_refused(content: bytes, tmp_path: Path) 
 
 def test_yaml_is_read_as_by_pyyaml(tmp_path: Path) -> None:
     """A few anchors, merges and a byte order mark are allowed."""
-    text = "base: &base {lr: 1.5, on: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
+    text = "base: &base {lr: 1.5, use: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     assert read_yaml(path, "key") == yaml.safe_load(text)
@@ -155,3 +155,19 @@ def test_a_message_shows_the_beginning_of_a_value_only() -> None:
     assert shortened(10**100_000) == "a number of 332193 bits"
     assert shortened({"a": [1, 2.5, None]}) == "{'a': [1, 2.5, None]}"
     assert shortened("x" * 300)[0] == "'"
+
+
+def test_only_true_and_false_are_booleans(tmp_path: Path) -> None:
+    """`off` and `no` are values of keys, such as `verify`; PyYAML reads them as booleans."""
+    path = tmp_path / "config.yaml"
+    path.write_text("verify: off\nmixed_precision: no\nuse: true\nquoted: 'false'\n")
+    values = read_yaml(path, "configuration")
+    assert list(apply_overrides(values, ["check_compute=off", "other=False"])) == []
+    assert values == {
+        "verify": "off",
+        "mixed_precision": "no",
+        "use": True,
+        "quoted": "false",
+        "check_compute": "off",
+        "other": False,
+    }
