@@ -81,7 +81,6 @@ def section() -> str:
         seconds=f"{job.seconds.max():.2f}",
         gather_seconds=f"{(model * 7 / 8 / 8) / 22e9:.2f}",
         training=_gib(memory.state.total.max()),
-        params=_gib(memory.state.params.max()),
         inference=_gib(memory.inference.max()),
         switch=_gib(memory.switch.max()),
         interleaved=_gib(memory.interleaved_switch.max()),
@@ -135,14 +134,8 @@ average, {most} at most. Another order of ranks would need at least {bound}. {ne
 once. The slowest device is busy for {seconds} s at assumed rates (GB/s per device: 250 within a host, 22 over the
 network, 1000 within the device); the network alone takes {gather_seconds} s.
 
-| bytes on one device | |
-|---|---|
-| parameters, gradients and two moments, float32 | {training} |
-| of these parameters | {params} |
-| vLLM's weights | {inference} |
-| peak of a switch if all of vLLM's weights are allocated at once | {switch} |
-| peak with allocation bucket by bucket | {interleaved} |
-| host memory for the offloaded state of eight devices | {host} |
+A device holds {training} of parameters, gradients and two moments; a switch takes at most {interleaved}, or {switch} if
+all of vLLM's weights ({inference}) are allocated at once. Offloaded state takes {host} on each host.
 
 ```
 hybrid-engine plan model=DIR {keys} \\
