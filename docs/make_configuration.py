@@ -48,19 +48,18 @@ def _by_hand() -> str:
 
 
 def _rules() -> str:
-    """Return the table of rules that a configuration must keep, with a row for each key."""
+    """Return the list of rules that a configuration must keep, with a line for each key."""
     notes = {"": "", "here": "¹", "anywhere": "²"}
     rules: dict[str, list[str]] = {}
     for constraint in CONSTRAINTS:
         rules.setdefault(constraint.key, []).append(constraint.rule + notes[constraint.computing])
-    rows = ["| key | rules |", "|---|---|"]
-    rows += [f"| `{key}` | {' '.join(sentences)} |" for key, sentences in rules.items()]
+    rows = [f"- `{key}`: {' '.join(sentences)}" for key, sentences in rules.items()]
     return _RULES + "\n".join(rows) + "\n"
 
 
 def _fields() -> str:
-    """Return the tables of Megatron's configuration fields: refused, compared, or read off the model."""
-    rows = ["| accepted value | others are refused because |", "|---|---|"]
+    """Return the lists of Megatron's configuration fields: refused, compared, or read off the model."""
+    rows: list[str] = []
     for section, refused_fields in REFUSED.items():
         fields: dict[str, list[str]] = {}
         for field, refused in refused_fields.items():
@@ -68,9 +67,9 @@ def _fields() -> str:
             until = f" (before {refused.until.removesuffix('.0')})" if refused.until else ""
             name = field if refused.reason in fields else f"{section}.{field}"
             fields.setdefault(refused.reason, []).append(f"`{name}={values}`{until}")
-        rows += [f"| {', '.join(names)} | {reason} |" for reason, names in fields.items()]
+        rows += [f"- {', '.join(names)}: {reason}" for reason, names in fields.items()]
     function, read = (_wrapped(names) for names in (FUNCTION_FIELDS, READ_OFF_THE_MODEL))
-    return _FIELDS.format(function=function, read=read, table="\n".join(rows))
+    return _FIELDS.format(function=function, read=read, refused="\n".join(rows))
 
 
 def _wrapped(names: tuple[str, ...]) -> str:
@@ -101,10 +100,10 @@ line.
 
 ### Refused
 
-They are errors on every rank: with `--enable-resharding` when arguments are parsed, in `actor_config.overrides` with
-the configuration, otherwise when a `LiveModel` or `TrainEngine` is made.
+Other values than these are errors on every rank: with `--enable-resharding` when arguments are parsed, in
+`actor_config.overrides` with the configuration, otherwise when a `LiveModel` or `TrainEngine` is made.
 
-{table}
+{refused}
 
 ### Part of what a model computes
 
