@@ -356,9 +356,9 @@ class GenerateConfig(Section):
     """Offload main parameters and moments while vLLM generates."""
     suspend_communicators: Annotated[bool, MAY_CHANGE] = False
     """Release the device memory of the trainer's NCCL communicators while vLLM generates, several
-    GB in large jobs (`ReshardReport.bytes_suspended`). Needs NCCL 2.29.7; not run on hardware.
-    Until the next train or forward context, collectives over Megatron's groups or FSDP2's mesh (the
-    default process group if it spans all ranks) are NCCL errors."""
+    GB in large jobs (`ReshardReport.bytes_suspended`); needs NCCL 2.29.7. Until the next train or
+    forward context, collectives over Megatron's groups or FSDP2's mesh are NCCL errors, and so over
+    the default process group if FSDP2's mesh spans all ranks."""
     release_weights: Annotated[bool, MAY_CHANGE] = True
     """Free the inference weights during training; false keeps them beside all training state, and
     lets servers generate meanwhile (server_max_lag). With sleep mode the KV cache leaves a GPU in
@@ -378,8 +378,8 @@ class GenerateConfig(Section):
     max_num_seqs: Annotated[Count, OF_VLLM, MAY_CHANGE] = 256
     """Maximum sequences decoded together."""
     gpu_memory_utilization: Annotated[Share, OF_VLLM, MAY_CHANGE] = 0.5
-    """Fraction of a GPU for vLLM while it generates. Leave some GB for Megatron's communicators and
-    workspaces, which come after the KV cache is sized."""
+    """Fraction of a GPU for vLLM while it generates. Megatron's communicators and workspaces come
+    later and stay: leave them some GB."""
     enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
     """No graph capture and compilation; default: true on CPU, false on GPU."""
     kv_cache_mb: Annotated[
@@ -408,11 +408,10 @@ class GenerateConfig(Section):
     """With incremental: MiB of inference weights per rank that stay on the device during training,
     those that change least first. No effect with release_weights: false, which keeps all."""
     bucket_mb: Annotated[Count, MAY_CHANGE] = 256
-    """MiB per destination rank between two commits; more if a single module, such as all experts of
-    a layer, is larger."""
+    """MiB per destination rank between two commits; more if a single module is larger."""
     prefetch: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
     """auto begins to onload training state while a rollout's last sequences are generated, and
-    offloads optimizer state while inference weights arrive, within the peak of the switches."""
+    offloads optimizer state while inference weights arrive."""
     prefetch_share: Annotated[Share, MAY_CHANGE] = 0.1
     """Share of a replica's sequences that are unfinished when onloading begins; on CPU, where
     copies take a core from decoding, none."""
@@ -426,8 +425,8 @@ class GenerateConfig(Section):
     """Read every weight before a switch and refuse NaN, infinities, and overflow of
     compression_dtype."""
     verify: Annotated[Literal["off", "sample", "full"], MAY_CHANGE] = "off"
-    """Compare vLLM's weights with the trainer's bit by bit in every switch: all, or a sample of 8
-    tensors. A difference fails the switch (failures.md#wrong-bits)."""
+    """Compare vLLM's weights with the trainer's bit by bit in every switch: all, or a sample
+    (failures.md#wrong-bits)."""
     check_compute: Annotated[Literal["first", "always", "off"], MAY_CHANGE] = "first"
     """Compare the computation of both sides: attention settings when the engine is built,
     log-probabilities in the first or in every switch (failures.md#another-function)."""
@@ -446,9 +445,8 @@ class GenerateConfig(Section):
     """Address at which servers on other hosts reach rank 0; default: all servers are on this
     host."""
     server_ports: Annotated[Ports | None, MAY_CHANGE] = None
-    """FIRST-LAST, the ports that a firewall between trainers and servers opens;
-    net.ipv4.ip_local_port_range of every host or pod must be within it (servers.md#across-hosts).
-    Default: any."""
+    """FIRST-LAST, the ports that a firewall between trainers and servers opens
+    (servers.md#across-hosts). Default: any."""
     server_take_over: Annotated[bool, MAY_CHANGE] = False
     """Take servers from other trainers that are still running."""
     server_allow_public: Annotated[bool, MAY_CHANGE] = False

@@ -39,8 +39,7 @@ def complete(server: VllmActor) -> list[Any]:
 def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
     """Return the parts that the snippet of docs/servers.md streams, then the whole completion."""
     page = (REPO_ROOT / "docs" / "servers.md").read_text().partition("## Streaming")[2]
-    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    snippet = next(code for code in snippets if "run_coroutine_threadsafe" in code)
+    (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"server": server, "publisher": publisher}
     exec(compile(snippet, "docs/servers.md", "exec"), names)
     whole = server.complete({"prompt": [[5, 6, 7]], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
