@@ -21,7 +21,7 @@ worker. vLLM's own weight transfer is not measured: none of its backends runs on
 
 Afterwards both servers must have the same weights by vLLM's checksums. Their tokens and
 log-probabilities may differ on CPUs with AMX, where vLLM's reload leaves a tied head with the
-packed copy of the former weights (docs/certify.md).
+packed copy of the former weights (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _print(figures: Mapping[str, Any]) -> None:
     console = Console()
     console.print(table)
     if not figures["draw_alike"]:
-        console.print("same weights, but the reloaded server draws other tokens: docs/certify.md")
+        console.print("same weights, but the reloaded server draws other tokens: docs/planning.md")
     console.print(
         "load of the machine, before and after each round:",
         *(f"{each:.1f}" for each in figures["load"]),

@@ -1,5 +1,7 @@
 """Makes docs/configuration.md from the configuration models, their rules, and the list of Megatron's fields.
 
+The sections between the keys and the rules are written by hand.
+
 Run `make docs` after a change; a test compares.
 """
 
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pydantic
+import yaml
 
 from hybrid_engine.config import (
     ActorConfig,
@@ -27,35 +30,46 @@ from hybrid_engine.config import (
 from hybrid_engine.config.loading import CONSTRAINTS
 from megatron_patches.refused_fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
 
+PAGE = Path(__file__).parent / "configuration.md"
+
 
 def page() -> str:
     """Return the whole page."""
     actor = (ActorConfig, OptimizerConfig, ScheduleConfig, LoraConfig, OverridesConfig, FsdpConfig)
     sections = (HybridConfig, *actor, GenerateConfig, CriticConfig)
     keys = "\n".join(_section(section) for section in sections)
-    return f"{_INTRODUCTION}\n{keys}\n{_rules()}\n{_fields()}"
+    return f"{_INTRODUCTION}\n{keys}\n{_by_hand()}{_rules()}\n{_fields()}"
+
+
+def _by_hand() -> str:
+    """Return the sections of the page that are written by hand, between the keys and the rules."""
+    written = PAGE.read_text()
+    return written[written.index("## Recomputation") : written.index("## Rules")]
 
 
 def _rules() -> str:
-    """Return the table of rules that a configuration must keep."""
-    may_break = {"": "", "here": "weights alone, own loop", "anywhere": "weights alone"}
-    rows = ["| key | rule | may break it |", "|---|---|---|"]
-    rows += [
-        f"| `{rule.key}` | {rule.rule} | {may_break[rule.computing]} |" for rule in CONSTRAINTS
-    ]
+    """Return the list of rules that a configuration must keep, with a line for each key."""
+    notes = {"": "", "here": "¹", "anywhere": "²"}
+    rules: dict[str, list[str]] = {}
+    for constraint in CONSTRAINTS:
+        rules.setdefault(constraint.key, []).append(constraint.rule + notes[constraint.computing])
+    rows = [f"- `{key}`: {' '.join(sentences)}" for key, sentences in rules.items()]
     return _RULES + "\n".join(rows) + "\n"
 
 
 def _fields() -> str:
-    """Return the tables of Megatron's configuration fields: refused, compared, or read off the model."""
-    rows = ["| field | may be | because |", "|---|---|---|"]
-    for section, fields in REFUSED.items():
-        for field, found in fields.items():
-            may_be = ", ".join(f"`{value}`" for value in found.accepted)
-            until = f" (before {found.until.removesuffix('.0')})" if found.until else ""
-            rows.append(f"| `{section}.{field}`{until} | {may_be} | {found.reason} |")
+    """Return the lists of Megatron's configuration fields: refused, compared, or read off the model."""
+    rows: list[str] = []
+    for section, refused_fields in REFUSED.items():
+        fields: dict[str, list[str]] = {}
+        for field, refused in refused_fields.items():
+            values = " or ".join(str(value) for value in refused.accepted)
+            until = f" (before {refused.until.removesuffix('.0')})" if refused.until else ""
+            name = field if refused.reason in fields else f"{section}.{field}"
+            fields.setdefault(refused.reason, []).append(f"`{name}={values}`{until}")
+        rows += [f"- {', '.join(names)}: {reason}" for reason, names in fields.items()]
     function, read = (_wrapped(names) for names in (FUNCTION_FIELDS, READ_OFF_THE_MODEL))
-    return _FIELDS.format(function=function, read=read, table="\n".join(rows))
+    return _FIELDS.format(function=function, read=read, refused="\n".join(rows))
 
 
 def _wrapped(names: tuple[str, ...]) -> str:
@@ -64,61 +78,59 @@ def _wrapped(names: tuple[str, ...]) -> str:
 
 _INTRODUCTION = """# Configuration
 
-All [keys](#keys-at-the-top), the [rules](#rules) that they must keep, and the [fields of Megatron's own
-configuration](#megatrons-configuration-fields) that do not go with a switch.
+All [keys](#keys-at-the-top), [other settings of Megatron](#overrides) and [of vLLM](#vllms-other-settings), the
+[rules](#rules), and [fields of Megatron](#megatrons-configuration-fields) that do not go with a switch. `model` is the
+only required key. Quote `"off"` and `"no"`, which YAML reads as false.
 """
 
 _RULES = """## Rules
 
-All rules are checked before a process group exists, and all violations are reported at once, each with its key, the
-numbers and a remedy. Some do not apply where the training model only holds weights, as for `hybrid-engine verify`, or
-where a loop of your own trains, as in Megatron's scripts and with `attach`.
-
-The model's config.json is checked first, by its own keys. What depends on the device is checked on every rank when it
-starts, before anything is built: whatever vLLM itself refuses of its settings, head sizes for which its attention on
-CPU has no kernel, and a KV cache that is too small for one sequence of the longest length.
+All violations are reported at once, before a process group exists, with key, numbers and remedy. ¹: only where this
+package trains, not in a loop of your own (Megatron's scripts, `attach`) or in `verify`; ²: not in `verify`. The model's
+config.json is checked first. On every rank, before anything is built: settings that vLLM refuses, head sizes without a
+kernel on CPU, a KV cache that is too small for a sequence of the longest length.
 
 """
 
 _FIELDS = """## Megatron's configuration fields
 
-Some fields of megatron-core's configuration change where weights are stored, how they are laid out, or what is
-computed. They are listed in `megatron_patches`, as found in the sources of the tested versions. Every other field
-passes, known or not: the addresses of the weights are compared in every switch, and vLLM's log-probabilities with the
-trainer's at the first one (`check_compute`, [failures](failures.md#another-function)). Such fields that are not at
-Megatron's default are named in a debug line.
+Fields that are not listed here pass: the addresses of weights are compared in every switch, and log-probabilities at
+the first ([check_compute](failures.md#another-function)). Those that are not at Megatron's default are named in a debug
+line.
 
 ### Refused
 
-These are errors on every rank, all of them at once, before the first collective of a switch. With
-`--enable-resharding` they come with Megatron's arguments, before anything is built; otherwise when a `LiveModel` or
-`TrainEngine` is made. In `actor_config.overrides` they are refused with the configuration.
+Other values than these are errors on every rank: with `--enable-resharding` when arguments are parsed, in
+`actor_config.overrides` with the configuration, otherwise when a `LiveModel` or `TrainEngine` is made.
 
-{table}
+{refused}
 
 ### Part of what a model computes
 
-They go with any switch, but vLLM computes what config.json asks for. With `--enable-resharding` and `attach`, each of
-them must have the value that megatron-core itself derives from the model, which is its default where the model says
-nothing. Rotary frequencies are read from the model once it is built.
+With `--enable-resharding` and `attach`, each must have the value that megatron-core derives from the model, or its
+default where the model has none. Rotary frequencies are read from the built model.
 
 {function}.
 
 ### Read from the model
 
-They change the layout of the weights, and the live model itself says how. In `actor_config.overrides` they are
-refused, since a plan would not know:
+They change the layout of weights, which is read from the live model. In `actor_config.overrides` they are refused,
+since a plan would not know:
 
 {read}.
 """
 
+# Page, and optionally a section, that a description names.
+_PAGE = re.compile(r"\b((\w+)\.md(?:#[\w-]+)?)")
+
 
 def _section(section: type) -> str:
-    rows = ["| key | default | meaning |", "|---|---|---|"]
+    rows = ["| key: default | meaning |", "|---|---|"]
     for key, field in section.model_fields.items():
-        default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+        default = "" if field.is_required() else _shown(field.default)
         meaning = " ".join(field.description.split()).replace("|", "\\|")
-        rows.append(f"| `{key}` | {default} | {meaning}{_choices(field.annotation)} |")
+        meaning = _PAGE.sub(r"[\2](\1)", meaning) + _choices(field.annotation, meaning)
+        rows.append(f"| `{key}{default}` | {meaning} |")
     return f"{_heading(' '.join(section.__doc__.split()))}\n\n" + "\n".join(rows) + "\n"
 
 
@@ -132,16 +144,25 @@ def _heading(docstring: str) -> str:
 
 
 def _shown(default: object) -> str:
-    return "{}" if isinstance(default, pydantic.BaseModel) else json.dumps(default)
+    """Return a default as YAML shows it after the key; empty if there is none."""
+    if default is None:
+        return ""
+    if isinstance(default, pydantic.BaseModel):
+        return ": {}"
+    if isinstance(default, str):
+        return f": {default}" if yaml.safe_load(default) == default else f': "{default}"'
+    return ": " + re.sub(r"^(\d+)e", r"\1.0e", json.dumps(default))  # YAML reads 1e-6 as text.
 
 
-def _choices(annotation: object) -> str:
-    """The values of a Literal, also inside an optional one."""
+def _choices(annotation: object, meaning: str) -> str:
+    """Return the values of a Literal, also inside an optional one, unless the description names all."""
     for option in (annotation, *get_args(annotation)):
-        if get_origin(option) is Literal:
-            return f" One of: {', '.join(get_args(option))}."
+        if get_origin(option) is not Literal:
+            continue
+        values = get_args(option)
+        return "" if all(value in meaning for value in values) else f" One of: {', '.join(values)}."
     return ""
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent / "configuration.md").write_text(page())
+    PAGE.write_text(page())

@@ -81,7 +81,6 @@ def section() -> str:
         seconds=f"{job.seconds.max():.2f}",
         gather_seconds=f"{(model * 7 / 8 / 8) / 22e9:.2f}",
         training=_gib(memory.state.total.max()),
-        params=_gib(memory.state.params.max()),
         inference=_gib(memory.inference.max()),
         switch=_gib(memory.switch.max()),
         interleaved=_gib(memory.interleaved_switch.max()),
@@ -118,32 +117,25 @@ def _gib(nbytes: float) -> str:
 
 _SECTION = """## A 70B model on 64 devices
 
-The planner's figures, not a measurement: Llama 3 70B ({numel} billion parameters, {model} in bfloat16) from FSDP2 in
-float32 over all ranks to vLLM with TP=4 x PP=2 (8 replicas), on eight hosts of eight A100. Bytes are the average that a
-device receives; the published figures are estimates of a gather and of the minimum for such a job.
+Llama 3 70B ({numel} billion parameters, {model} in bfloat16) from FSDP2 in float32 to vLLM with TP=4 x PP=2, on eight
+hosts of eight A100: the planner's figures, not a measurement. Bytes are the average that a device receives; the
+published figures are estimates for such a job.
 
 | | published | a gather, here | this plan | less |
 |---|---|---|---|---|
 {rows}
 
-- *Weights*: a gather in bfloat16. `full_tensor()` of every parameter, as in verl and TRL, gathers float32 and casts
-  later: {full_tensor}, of which this plan saves {full_tensor_less}.
-- *Optimizer state* and *gradients* go to the memory of their host and back; no device receives any. The gather is
-  counted in float32, with two moments and one gradient.
+Weights are gathered in bfloat16; `full_tensor()` of every parameter, as in verl and TRL, gathers float32:
+{full_tensor}, of which this plan saves {full_tensor_less}. Optimizer state (two moments) and gradients, both in
+float32, go to the memory of their host and back.
 
-A device needs {needed} of weights in vLLM and holds {held} of them in training. The plan receives exactly the
-difference: {received} on average, {most} at most. Another order of ranks would need at least {bound}. Of the model,
-{network} cross the network to each host, once. The slowest device is busy for {seconds} s at assumed rates (GB/s per
-device: 250 within a host, 22 over the network, 1000 within the device); the network alone takes {gather_seconds} s.
+A device needs {needed} of weights in vLLM, holds {held} of them in training, and receives the difference: {received} on
+average, {most} at most. Another order of ranks would need at least {bound}. {network} cross the network to each host,
+once. The slowest device is busy for {seconds} s at assumed rates (GB/s per device: 250 within a host, 22 over the
+network, 1000 within the device); the network alone takes {gather_seconds} s.
 
-| bytes on one device | |
-|---|---|
-| parameters, gradients and two moments, float32 | {training} |
-| of these parameters | {params} |
-| vLLM's weights | {inference} |
-| peak of a switch if all of vLLM's weights are allocated at once | {switch} |
-| peak with allocation bucket by bucket | {interleaved} |
-| host memory for the offloaded state of eight devices | {host} |
+A device holds {training} of parameters, gradients and two moments; a switch takes at most {interleaved}, or {switch} if
+all of vLLM's weights ({inference}) are allocated at once. Offloaded state takes {host} on each host.
 
 ```
 hybrid-engine plan model=DIR {keys} \\

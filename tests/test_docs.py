@@ -204,17 +204,18 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
 
 # Messages of pydantic, vLLM, torch, the driver and the operating system.
 BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
-BY_OTHERS += ("Torch not compiled with CUDA enabled",)
+BY_OTHERS += ("Torch not compiled with CUDA enabled", "Input should be 'off', ", "False")
 BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
 
 
-def test_messages_of_the_troubleshooting_page_exist() -> None:
+def test_messages_of_the_page_about_failures_exist() -> None:
     """Parts between placeholders occur in the sources, whose string literals may span lines."""
     folders = ("hybrid_engine", "megatron_patches", "examples")
     sources = "".join(path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
-    page = (REPO_ROOT / "docs" / "troubleshooting.md").read_text()
-    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    page = (REPO_ROOT / "docs" / "failures.md").read_text()
+    tables = page.partition("\n## Messages")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
     messages = [message for cell in cells for message in re.findall(r"`((?:\\`|[^`])+)`", cell)]
     assert len(messages) > 40
     missing = [

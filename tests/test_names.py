@@ -25,7 +25,6 @@ IN_LIBRARIES = {
     ),
     "torch/distributed/checkpoint/filesystem.py": "save_id",
     "torch/distributed/checkpoint/state_dict.py": "_extra_state",
-    "torch/distributed/distributed_c10d.py": "all_gather_into_tensor reduce_scatter_tensor",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "FSDPParamGroup",
     "transformers/data/data_collator.py": "DataCollatorWithFlattening",
     "vllm/config/model.py": "ModelConfig",

@@ -135,29 +135,29 @@ class ScheduleConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
         "constant"
     )
-    """How the learning rate changes after the warm-up. WSD (warmup-stable-decay) keeps it until the
-    last lr_wsd_decay_steps."""
+    """Shape after the warm-up. WSD (warmup-stable-decay) is constant until the last
+    lr_wsd_decay_steps."""
     lr_warmup_init: NonNegative = 0.0
-    """Learning rate of the first update of the warm-up, from which it rises to `lr` linearly."""
+    """Learning rate of the first update; it rises linearly to `lr`."""
     lr_warmup_steps: Steps = 0
-    """Updates of the warm-up; 0: no warm-up."""
+    """Updates of the warm-up."""
     lr_warmup_fraction: Decay | None = None
-    """Length of the warm-up as a fraction of lr_decay_steps, instead of lr_warmup_steps."""
+    """Warm-up as a fraction of lr_decay_steps, instead of lr_warmup_steps."""
     lr_decay_steps: Annotated[Steps, Field(ge=1)] | None = None
-    """Updates until min_lr, including the warm-up; later updates use min_lr. All styles except
-    constant need it."""
+    """Updates until min_lr, including the warm-up. Required by all styles except constant."""
     min_lr: NonNegative = 0.0
     """Final learning rate."""
     lr_wsd_decay_steps: Annotated[Steps, Field(ge=1)] | None = None
-    """With WSD, the updates of the decay, at the end of lr_decay_steps."""
+    """Updates of WSD's decay, the last of lr_decay_steps."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """With WSD, the shape of the decay."""
+    """Shape of WSD's decay."""
     start_weight_decay: NonNegative | None = None
     """Weight decay of the first update; default: weight_decay."""
     end_weight_decay: NonNegative | None = None
-    """Weight decay after weight_decay_incr_steps, at least start_weight_decay; default: weight_decay."""
+    """Weight decay after weight_decay_incr_steps, at least start_weight_decay; default:
+    weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay grows from start_weight_decay to end_weight_decay."""
+    """Growth of the weight decay."""
     weight_decay_incr_steps: Annotated[Steps, Field(ge=1)] | None = None
     """Updates until end_weight_decay; default: lr_decay_steps."""
 
@@ -190,8 +190,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegative = 1.0
     """Maximum norm of the gradient; 0 disables clipping."""
     schedule: ScheduleConfig | None = None
-    """Schedule of learning rate and weight decay; see below. Default: both are constant, and
-    `worker.set_learning_rate` changes the learning rate."""
+    """Learning rate and weight decay by update; default: constant."""
 
     @property
     def weight_decays(self) -> tuple[float, float]:
@@ -206,12 +205,12 @@ class OptimizerConfig(Section):
 
 
 class OverridesConfig(Section):
-    """`actor_config.overrides`: fields of megatron-core's own configuration classes; see tuning.md."""
+    """`actor_config.overrides`: fields of megatron-core's configuration classes; see below."""
 
     transformer: Fields = NOTHING
     """Fields of TransformerConfig, e.g. `{attention_dropout: 0.1, moe_permute_fusion: true}`."""
     optimizer: Fields = NOTHING
-    """Fields of megatron-core's OptimizerConfig, e.g. `{decoupled_weight_decay: false}`."""
+    """Fields of OptimizerConfig, e.g. `{decoupled_weight_decay: false}`."""
     ddp: Fields = NOTHING
     """Fields of DistributedDataParallelConfig, e.g. `{bucket_size: 40000000}`."""
 
@@ -220,31 +219,30 @@ class LoraConfig(Section):
     """`actor_config.lora`: low-rank adapters, trained on frozen weights."""
 
     rank: Count = 16
-    """Inner dimension of the adapters."""
+    """Inner dimension."""
     alpha: Positive = 32.0
-    """The product of an adapter's matrices is scaled by alpha / rank."""
+    """Scale: alpha / rank."""
     target_modules: Names = (
         "linear_qkv",
         "linear_proj",
         "linear_fc1",
         "linear_fc2",
     )
-    """Megatron's names of the linear layers that get adapters."""
+    """Megatron's names of the linear layers."""
 
 
 class FsdpConfig(Section):
     """`actor_config.fsdp`, or `train_config.fsdp_config`: how `torch.distributed.fsdp.fully_shard` splits the model."""
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
-    """FULL_SHARD gathers a layer's parameters for its forward pass and again for its backward pass;
-    SHARD_GRAD_OP keeps them gathered in between, also within each of `replicas` groups of ranks;
-    HYBRID_SHARD is FULL_SHARD within each of these groups."""
+    """FULL_SHARD gathers a layer's parameters for each forward and backward pass; SHARD_GRAD_OP
+    keeps them in between; HYBRID_SHARD is FULL_SHARD within each of `replicas` groups."""
     replicas: Count = 1
-    """Groups of ranks, each with a copy of the model; more than 1 with HYBRID_SHARD or SHARD_GRAD_OP."""
+    """Groups of ranks, each with a copy of the model, for HYBRID_SHARD or SHARD_GRAD_OP."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
-    """Dtype in which layers compute; parameters and reduced gradients keep their dtype. amp is bf16."""
+    """Dtype of the computation; parameters and reduced gradients keep theirs. amp is bf16."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
-    """Keep only the input of each layer for the backward pass, which recomputes the rest."""
+    """Keep only each layer's input and recompute the rest."""
 
     def sizes(self, world_size: int) -> ShardedParallelism:
         """Return the sizes on `world_size` ranks."""
@@ -260,77 +258,74 @@ class ActorConfig(Section):
     """`actor_config`, the training side; keys have the names of Megatron-LM's arguments."""
 
     tensor_model_parallel_size: Count = 1
-    """Ranks over which each layer is split."""
+    """Ranks that split each layer (TP)."""
     pipeline_model_parallel_size: Count = 1
-    """Stages over which layers are divided. The data parallel size is the rest of the world size."""
+    """Pipeline stages (PP). The data parallel size is the rest of the world size."""
     virtual_pipeline_model_parallel_size: Count | None = None
-    """Model chunks per stage, for the interleaved schedule."""
+    """Model chunks per stage (VPP)."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage; the other stages share the rest evenly."""
+    """Layers of the first stage; others share the rest evenly."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last stage; the other stages share the rest evenly."""
+    """The same for the last stage."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the output head as a layer of the last stage."""
     pipeline_model_parallel_layout: StageLayout | None = None
-    """All stages in Megatron's notation, e.g. `Et|t*2|tL`; instead of the four keys above."""
+    """All stages in Megatron's notation, e.g. `Et|t*2|tL`, instead of the four keys above."""
     noop_layers: Positions = ()
-    """Positions (from 0) of no-op layers, which count for the pipeline split, not for the checkpoint."""
+    """Positions (from 0) of no-op layers, which count for the pipeline split only."""
     hybrid_layer_pattern: StageLayout | None = None
-    """Build a HybridModel (megatron-core 0.19) of this pattern, e.g. `*-*-|*E*E`, in which attention
-    and MLP are separate layers."""
+    """Build megatron-core 0.19's HybridModel of this pattern, e.g. `*-*-|*E*E`."""
     context_parallel_size: Count = 1
-    """Ranks over which the sequence is split; to a switch they are replicas. Training with more than
-    1 needs Transformer Engine."""
+    """Ranks that split the sequence (CP); replicas for a switch. More than 1 needs Transformer
+    Engine."""
     expert_model_parallel_size: Count = 1
-    """Ranks over which whole experts are distributed. They are taken from the data parallel ranks:
-    EP 2 on two ranks with TP 1 is DP 2 for all other layers."""
+    """Data parallel ranks that share the experts (EP): EP 2 on two ranks with TP 1 is DP 2 for
+    other layers."""
     expert_tensor_parallel_size: Count | None = None
-    """Ranks over which each expert is split; default: tensor_model_parallel_size."""
+    """Ranks that split each expert (ETP); default: TP."""
     make_vocab_size_divisible_by: Count = 128
-    """Training pads the vocabulary to a multiple of this number times the tensor parallel size."""
+    """The vocabulary is padded to a multiple of this times TP."""
     sequence_parallel: bool = False
-    """Also split norms and dropout along the sequence; needs tensor parallelism."""
+    """Split norms and dropout along the sequence; needs TP > 1."""
     use_distributed_optimizer: bool = True
     """Split the optimizer state over data parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters during the forward pass; a switch finishes pending gathers first."""
+    """Gather parameters during the forward pass; a switch waits for them."""
     params_dtype: Dtype = "bfloat16"
-    """Dtype of the training weights, and without generate_config.compress_reshard also on the wire
-    and in vLLM."""
+    """Dtype of the training weights; without compress_reshard also of vLLM's."""
     micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
-    """Maximum number of tokens of a row in training; shorter batches are not padded to it."""
+    """Maximum tokens of a row in training; shorter rows are not padded to it."""
     seed: Seed = 1234
-    """Seed of weight initialisation."""
+    """Seed of random weights."""
     recompute_granularity: Annotated[Literal["full", "selective"] | None, MAY_CHANGE] = None
-    """Activations that the backward pass recomputes: full, whole layers; selective,
-    recompute_modules. Default: none; on a GPU without Transformer Engine, attention scores."""
+    """Recomputed activations: full, of whole layers; selective, of recompute_modules. Default:
+    none; on a GPU without Transformer Engine, attention scores."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, MAY_CHANGE] = None
-    """With full: uniform recomputes all layers and keeps the input of each group of
-    recompute_num_layers; block recomputes the first recompute_num_layers of a stage (or chunk) one
-    by one."""
+    """With full: uniform keeps the input of each group of recompute_num_layers; block recomputes
+    only the first recompute_num_layers of a stage or chunk."""
     recompute_num_layers: Annotated[Count | None, MAY_CHANGE] = None
     """See recompute_method."""
     recompute_modules: Annotated[
         Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None,
         MAY_CHANGE,
     ] = None
-    """With selective: the recomputed parts of a layer; default: core_attn."""
+    """With selective: parts of a layer; default: core_attn."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """See below."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; see below."""
     frozen_parameters: Names = ()
-    """Patterns (`*`, `?`) of Megatron's names of the parameters to freeze, e.g. `embedding.*`."""
+    """Patterns (`*`, `?`) of Megatron's names of parameters to freeze, e.g. `embedding.*`."""
     overrides: OverridesConfig = OverridesConfig()
-    """Other fields of Megatron's own configuration; see below."""
+    """Other fields of Megatron's configuration; see below."""
     fsdp: FsdpConfig | None = None
-    """Train with FSDP2 instead of Megatron, whose keys must be left out then; see below."""
+    """Train with FSDP2, without Megatron's keys; see below."""
 
     def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:
         """Return Megatron's sizes on `world_size` ranks; see `TrainParallelism` for the flag."""
@@ -342,139 +337,126 @@ class GenerateConfig(Section):
     """`generate_config`, the inference side and the switch."""
 
     infer_tensor_parallel_size: Count = 1
-    """vLLM's tensor parallel size."""
+    """vLLM's TP."""
     infer_pipeline_parallel_size: Count = 1
-    """vLLM's pipeline parallel size."""
+    """vLLM's PP."""
     infer_expert_parallel_size: Count = 1
-    """Ranks over which whole experts are distributed, a multiple of infer_tensor_parallel_size. 1
-    splits every expert over the tensor parallel ranks instead."""
+    """Ranks that share whole experts, a multiple of infer_tensor_parallel_size; 1: every expert is
+    split over TP."""
     infer_data_parallel_size: Count | None = None
-    """Number of replicas; default: the rest of the world size."""
+    """Replicas; default: the rest of the world size."""
     infer_rank_order: Literal["auto", "sequential"] = "auto"
-    """auto assigns each rank the inference shard of which its training weights contain most;
-    sequential assigns shards in the order of ranks."""
+    """auto gives each rank the shard of which its training weights contain most; sequential goes by
+    rank."""
     offload_train_param: Annotated[bool, MAY_CHANGE] = True
     """Offload parameters while vLLM generates."""
     offload_train_grad: Annotated[bool, MAY_CHANGE] = True
-    """Free the memory of gradients while vLLM generates; they are dropped, not copied."""
+    """Free the memory of gradients while vLLM generates; their values are dropped."""
     offload_train_optimizer: Annotated[bool, MAY_CHANGE] = True
     """Offload main parameters and moments while vLLM generates."""
     suspend_communicators: Annotated[bool, MAY_CHANGE] = False
-    """Release the device memory of the trainer's NCCL communicators while vLLM generates, several GB
-    in large jobs; needs NCCL 2.29.7. Until the next train or forward context no collective may run
-    over Megatron's groups, or over FSDP2's mesh, which is the default process group if it spans all
-    ranks."""
+    """Release the device memory of the trainer's NCCL communicators while vLLM generates, several
+    GB in large jobs (`ReshardReport.bytes_suspended`); needs NCCL 2.29.7. Until the next train or
+    forward context, collectives over Megatron's groups or FSDP2's mesh are NCCL errors, and so over
+    the default process group if FSDP2's mesh spans all ranks."""
     release_weights: Annotated[bool, MAY_CHANGE] = True
-    """Free the inference weights during training; false keeps their memory for the next switch, so
-    they must fit together with all training state. With sleep mode, the KV cache leaves a GPU in
-    either case. With servers, false lets them generate during training; see server_max_lag."""
+    """Free the inference weights during training; false keeps them beside all training state, and
+    lets servers generate meanwhile (server_max_lag). With sleep mode the KV cache leaves a GPU in
+    either case."""
     compress_reshard: bool = False
-    """Cast weights to compression_dtype before they are sent; vLLM also computes in it."""
+    """Cast weights to compression_dtype before sending; vLLM also computes in it."""
     compression_dtype: Dtype = "bfloat16"
-    """Dtype of weights with compress_reshard; narrower than params_dtype."""
+    """Dtype for compress_reshard, narrower than params_dtype."""
     dtype: Dtype | None = None
-    """Dtype of vLLM's weights. Only the default is possible: compression_dtype with compress_reshard,
-    else params_dtype."""
+    """Dtype of vLLM's weights; only the default is possible: compression_dtype with
+    compress_reshard, else params_dtype."""
     max_model_len: Annotated[
         Annotated[int, Number, Field(ge=2, le=2**30)] | None,
         OF_VLLM,
     ] = None
-    """Maximum length of prompt plus completion, in tokens; default: the model's."""
+    """Maximum tokens of prompt plus completion; default: the model's."""
     max_num_seqs: Annotated[Count, OF_VLLM, MAY_CHANGE] = 256
-    """Maximum number of sequences that are decoded together."""
+    """Maximum sequences decoded together."""
     gpu_memory_utilization: Annotated[Share, OF_VLLM, MAY_CHANGE] = 0.5
-    """Fraction of a GPU that vLLM may use while it generates. vLLM sizes its KV cache before
-    Megatron's communicators and workspaces exist, which stay on the device: leave them a few GB."""
+    """Fraction of a GPU for vLLM while it generates. Megatron's communicators and workspaces come
+    later and stay: leave them some GB."""
     enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
-    """Disable graph capture and compilation; default: true on CPU, false on GPU."""
+    """No graph capture and compilation; default: true on CPU, false on GPU."""
     kv_cache_mb: Annotated[
         Annotated[int, Number, Field(ge=1, le=2**24)] | None,
         MAY_CHANGE,
     ] = None
-    """KV cache per rank, in MiB; default: 256 on CPU, the rest of gpu_memory_utilization on GPU."""
+    """MiB of KV cache per rank; default: 256 on CPU, the rest of gpu_memory_utilization on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
-    """Seed of sampling without a `Sampling.seed`."""
+    """Seed of sampling without `Sampling.seed`."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
-    """merge adds adapters to the weights before they are sent; adapter sends both, and vLLM adds
-    adapters during computation."""
+    """merge adds adapters to the weights before sending; adapter sends both, and vLLM adds them in
+    its computation."""
     vllm: EngineArguments = NOTHING
-    """Other engine arguments of vLLM, e.g. `attention_backend`; see tuning.md. Arguments that follow
-    from other keys or are incompatible with a switch are refused; arguments that may import, open or
-    fetch something are accepted only from a program. Names are checked when the engine is built."""
+    """Other engine arguments of vLLM; see below."""
     allow_version: bool = False
-    """Accept an untested version of vLLM. It is still refused, with their names, if it lacks features
-    that are used here."""
+    """Accept an untested version of vLLM, unless it lacks names that are used."""
     quantization: Annotated[Name | None, OF_VLLM] = None
-    """vLLM's quantization method for its weights, which the device must support."""
+    """A method of vLLM that quantises while loading, on this device."""
     transport: Annotated[Literal["auto", "shared_memory", "collective"], MAY_CHANGE] = "auto"
-    """auto reads from mapped memory within a host and sends messages between hosts, once per host;
-    the other values force one transport."""
+    """auto reads mapped memory within a host and sends messages between hosts, once per host; the
+    others force one transport."""
     incremental: Annotated[Literal["auto", "delta", "off"], MAY_CHANGE] = "off"
-    """auto skips weights whose bytes are unchanged since the last switch and that vLLM still holds
-    (at most incremental_mb per rank). delta also sends, in messages between hosts, only the changed
-    positions and values if these are smaller; both ends keep copies of the last messages in host
-    memory for it."""
+    """auto skips weights whose bytes are unchanged and that vLLM still holds; delta also sends only
+    changed elements in messages (planning.md#send-only-what-changed)."""
     incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24), MAY_CHANGE] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device during training,
-    beginning with weights that no step changes. Has no effect with release_weights: false, which
-    keeps all."""
+    those that change least first. No effect with release_weights: false, which keeps all."""
     bucket_mb: Annotated[Count, MAY_CHANGE] = 256
-    """MiB per destination rank that move between two commits; more if a single module, such as all
-    experts of a layer, is larger."""
+    """MiB per destination rank between two commits; more if a single module is larger."""
     prefetch: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
-    """auto moves training state ahead of time: onloading begins while a rollout's last sequences are
-    generated, and optimizer state is offloaded while inference weights arrive. Memory stays within
-    the peak of the switches."""
+    """auto begins to onload training state while a rollout's last sequences are generated, and
+    offloads optimizer state while inference weights arrive."""
     prefetch_share: Annotated[Share, MAY_CHANGE] = 0.1
-    """With prefetch, the fraction of a replica's sequences that are unfinished when onloading begins.
-    On CPU, where copies take a core from decoding, it begins when all are finished."""
+    """Share of a replica's sequences that are unfinished when onloading begins; on CPU, where
+    copies take a core from decoding, none."""
     prefetch_mb: Annotated[
         Annotated[int, Number, Field(ge=1, le=2**24)] | None,
         MAY_CHANGE,
     ] = None
-    """With prefetch, maximum MiB that are onloaded to a rank during a rollout, independent of the
-    peak of the switches; on GPU also limited by the free memory outside gpu_memory_utilization."""
+    """Maximum MiB onloaded to a rank during a rollout, instead of the peak of the switches; on GPU
+    also limited by free memory outside gpu_memory_utilization."""
     check_nan: Annotated[bool, MAY_CHANGE] = True
-    """Read every weight once before a switch and refuse NaN, infinities, and values that overflow
+    """Read every weight before a switch and refuse NaN, infinities, and overflow of
     compression_dtype."""
     verify: Annotated[Literal["off", "sample", "full"], MAY_CHANGE] = "off"
-    """Compare vLLM's weights with the training weights in every switch, bit by bit: full, all of
-    them; sample, a few tensors each time. If they differ, the switch fails and the previous state is
-    restored."""
+    """Compare vLLM's weights with the trainer's bit by bit in every switch: all, or a sample
+    (failures.md#wrong-bits)."""
     check_compute: Annotated[Literal["first", "always", "off"], MAY_CHANGE] = "first"
-    """Compare the attention of vLLM's layers with that of the trainer's when the engine is built, and
-    vLLM's log-probabilities of a few fixed tokens with the trainer's in the first or in every switch.
-    If they differ, the two compute different models: building or the switch fails, and the previous
-    state is restored. If either side cannot compute them, the log has the reason."""
+    """Compare the computation of both sides: attention settings when the engine is built,
+    log-probabilities in the first or in every switch (failures.md#another-function)."""
     servers: Annotated[Names, MAY_CHANGE] = ()
-    """vLLM servers that generate instead of vLLM in the training processes, see servers.md:
-    http://HOST:PORT, or ray:NAME of a Ray actor. Servers set their sizes, memory and kernels
-    themselves; the keys for these have no effect."""
+    """vLLM servers (servers.md) that generate instead of vLLM in the training processes:
+    http://HOST:PORT, or ray:NAME of a Ray actor. Keys of vLLM's sizes, memory and kernels then have
+    no effect."""
     server_pause: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight when a server's weights are released: keep continues them afterwards, wait
+    """Requests in flight when a server's weights leave: keep continues them afterwards, wait
     finishes them first, abort ends them with the tokens so far."""
     server_max_lag: Count = 1
-    """With servers and release_weights: false, maximum number of optimizer steps by which training
-    may be ahead of the servers' weights: further steps are refused until weights are published. For
-    no lag, leave release_weights out."""
+    """With servers and release_weights: false, optimizer steps by which training may be ahead of
+    the servers; further steps are refused until a publish. For no lag, leave release_weights
+    out."""
     server_address: Annotated[Name | None, MAY_CHANGE] = None
-    """Address of this host at which servers on other hosts reach rank 0; default: all servers are on
-    this host."""
+    """Address at which servers on other hosts reach rank 0; default: all servers are on this
+    host."""
     server_ports: Annotated[Ports | None, MAY_CHANGE] = None
-    """FIRST-LAST, the ports that a firewall between trainers and servers opens. The kernel chooses the
-    ports on which both listen, so net.ipv4.ip_local_port_range of every host (or pod) must be within
-    this range; otherwise the job is refused before anything listens. Default: any port."""
+    """FIRST-LAST, the ports that a firewall between trainers and servers opens
+    (servers.md#across-hosts). Default: any."""
     server_take_over: Annotated[bool, MAY_CHANGE] = False
-    """Take servers from other trainers that are still running. Without it a server refuses other
-    trainers until its current ones have ended."""
+    """Take servers from other trainers that are still running."""
     server_allow_public: Annotated[bool, MAY_CHANGE] = False
-    """Allow servers and a server_address at public addresses, although vLLM's routes for weights and
-    the rendezvous store have no authentication."""
+    """Allow servers and a server_address at public addresses, without authentication or
+    encryption."""
     trace: Annotated[File | None, MAY_CHANGE] = None
-    """Timeline of all switches for https://ui.perfetto.dev; rank N > 0 writes FILE.rankN.json; default: none."""
+    """Timeline of all switches for https://ui.perfetto.dev; rank N > 0 writes FILE.rankN.json."""
     timeout_seconds: Annotated[Seconds, MAY_CHANGE] = 300.0
-    """Timeout for a peer in seconds, also in vLLM and for a replica that generates longer than
-    another. At least 300 while engines are built."""
+    """Longest wait for a peer (failures.md#every-wait), also in vLLM and for a replica that
+    generates longer than another; at least 300 while engines are built."""
 
     def sizes(self, world_size: int) -> InferenceParallelism:
         """Return the parallel sizes on `world_size` ranks, with ranks in sequential order."""
@@ -502,44 +484,41 @@ class CriticConfig(Section):
     """
 
     model: Annotated[Model | None, MAY_CHANGE] = None
-    """Directory of a Hugging Face model, or its id on the Hub; default: the actor's. Training begins
-    with its weights, except for the output layer, which has one output per token."""
+    """As the model at the top; default: the actor's. The output layer is new, with one output per
+    token."""
     pipeline_model_parallel_layout: StageLayout | None = None
-    """Stages of critic_config.model in Megatron's notation, as many as the actor's; default: even
-    ones."""
+    """Stages of critic_config.model in Megatron's notation; default: even ones."""
     params_dtype: Dtype | None = None
     """Dtype of the weights; values are float32."""
     micro_batch_size: Count | None = None
     """Sequences per micro batch."""
     seed: Seed | None = None
-    """Seed of weight initialisation; the output layer begins with zeros."""
+    """Seed of random weights; the output layer begins with zeros."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """As `actor_config.optimizer`."""
     offload: Annotated[bool, MAY_CHANGE] = True
-    """Offload the critic outside its contexts, and the actor and vLLM's weights inside them. With
-    false the critic stays on the device."""
+    """Offload the critic outside its contexts, and the actor and vLLM's weights inside them."""
 
 
 class HybridConfig(Section):
     """Whole configuration: both sides and the model."""
 
     model: Annotated[Model, MAY_CHANGE]
-    """Directory of a Hugging Face model, or its id on the Hub (`org/name`), from which it is
-    downloaded into the cache. A relative path begins at the directory of the configuration file; a
-    path with `./` in front is never an id. Training begins with the model's weights."""
+    """Directory of a Hugging Face model, relative to the configuration file, or an id on the Hub
+    (`org/name`), which is downloaded. A path with `./` in front is never an id."""
     revision: Annotated[Name | None, MAY_CHANGE] = None
     """Branch, tag or commit of a model on the Hub; default: main."""
     random_weights: Annotated[bool, MAY_CHANGE] = False
-    """Begin with random weights, so that the model's directory needs none."""
+    """Begin with random weights; the model's directory needs none."""
     actor_config: ActorConfig = ActorConfig()
     """Training side."""
     generate_config: GenerateConfig = GenerateConfig()
     """Inference side."""
     critic_config: CriticConfig | None = None
-    """Value model that is trained with the actor; see below. Default: none."""
+    """Value model that is trained with the actor; default: none."""
     device_budget_gib: Annotated[Positive | None, MAY_CHANGE] = None
-    """Maximum GiB of weights, gradients and optimizer state on a device in any phase; a configuration
-    that exceeds it is refused. Activations and KV cache are not included. Default: not checked."""
+    """Refuse the configuration if weights, gradients and optimizer state exceed these GiB on a
+    device in any phase; without activations and KV cache."""
 
     @property
     def served_dtype(self) -> Dtype:

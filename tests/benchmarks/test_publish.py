@@ -32,7 +32,7 @@ def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: 
     assert rows["in process"]["nbytes"] == 2 * rows["publish"]["nbytes"] == 2 * rows["disk"]["nbytes"] > 0
     assert rows["disk"]["over_publish"] == rows["disk"]["seconds"] / rows["publish"]["seconds"]
     assert "in process" in run.stdout
-    # Whether the tied head is right after vLLM's reload depends on the CPU: docs/certify.md.
+    # Whether the tied head is right after vLLM's reload depends on the CPU: docs/planning.md.
     assert figures["draw_alike"] == ("draws other tokens" not in run.stdout)
 
 
