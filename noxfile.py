@@ -131,8 +131,7 @@ def megatron_tests(session: nox.Session) -> None:
         session.posargs[0] if session.posargs else session.error("Name the checkout after --")
     ).resolve()
     own = {"MEGATRON_LM_PATH": str(checkout)}
-    scripts = [f"tests/hybrid_engine/megatron_script/test_{name}.py" for name in ("runs", "rl")]
-    tests = ("tests/megatron_patches/test_training_sources.py", *scripts)
+    tests = [f"tests/hybrid_engine/megatron_script/test_{name}.py" for name in ("runs", "rl")]
     with_checkout = {**own, **python_path(TYPING_OVERRIDE, ROOT, checkout)}
     session.run(sys.executable, "-m", "pytest", *session.posargs[1:], *tests, env=with_checkout)
     session.run(

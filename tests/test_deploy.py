@@ -115,19 +115,6 @@ def test_the_image_is_built_by_targets_of_the_makefile(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------
 
 
-def test_containers_mount_existing_volumes_and_have_no_capabilities() -> None:
-    template = pod()
-    volumes = {volume["name"] for volume in template["volumes"]}
-    for container in containers().values():
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert set(mounts.values()) <= volumes
-        assert "/dev/shm" in mounts
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert (container["image"], container["imagePullPolicy"]) == ("hybrid-engine", "IfNotPresent")
-    assert template["securityContext"]["runAsNonRoot"]
-    assert template["automountServiceAccountToken"] is False
-
-
 # -- a pod
 # -------------------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,6 @@ KINDS = {
     ),
 }
 KILLED_WHILE_DECODING = Fault("kill", DECODE, call=30)
-FAULTS = [KILLED_WHILE_DECODING, *(fault for kind in KINDS.values() for fault in kind.faults.values())]
 
 
 @pytest.fixture(scope="module")

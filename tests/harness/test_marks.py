@@ -1,44 +1,15 @@
-"""Files are left unimported exactly if `-m` deselects all of their tests."""
+"""A collection of the fast tests imports no engine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.harness import marks
 from tests.harness.launch import REPO_ROOT
 
 FAST = "not ranks and not slow"
-SOURCE = """
-import pytest
-@pytest.fixture
-def rig(engines): ...
-@pytest.mark.slow
-def test_one(): ...
-class TestTwo:
-    def test_two(self, {taken}): ...
-"""
-
-
-@pytest.mark.parametrize(
-    ("taken", "expression", "is_left_out"),
-    [
-        ("rig", FAST, True),
-        ("tmp_path", FAST, False),
-        ("rig", "not engines", False),
-        ("tmp_path", "engines", False),  # A case of a parametrised test may have the mark.
-        ("tmp_path", "", False),
-    ],
-)
-def test_files_without_a_chosen_test_are_left_out(
-    taken: str, expression: str, is_left_out: bool, tmp_path: Path
-) -> None:
-    file = tmp_path / "test_it.py"
-    file.write_text(SOURCE.format(taken=taken))
-    assert marks.leaves_out(expression, file) == is_left_out
 
 
 @pytest.mark.slow

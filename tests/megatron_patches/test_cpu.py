@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import types
 
 import pytest
 import torch
@@ -15,11 +14,6 @@ import megatron_patches
 from megatron_patches import errors
 from megatron_patches.cpu import core, cuda_names
 from tests.harness.launch import Ranks
-
-
-@pytest.fixture
-def namespace() -> cuda_names.Namespace:
-    return cuda_names.torch_on_cpu(torch)
 
 
 def test_a_freed_output_keeps_its_memory_while_it_may_be_sent() -> None:
@@ -35,63 +29,6 @@ def test_a_freed_output_keeps_its_memory_while_it_may_be_sent() -> None:
     assert output.numel() == 1
     assert output.kept_for_sending.data_ptr() == address
     free(None, deallocate_pipeline_outputs=True)
-
-
-def test_a_namespace_forwards_reads_and_writes_to_its_base() -> None:
-    base = types.ModuleType("base")
-    base.kept = 1
-    base.hidden = 2
-    view = cuda_names.Namespace(base, {"hidden": "override"})
-    assert (view.kept, view.hidden) == (1, "override")
-    base.kept = 3
-    view.added = 4
-    assert (view.kept, base.added, base.hidden) == (3, 4, 2)
-    with pytest.raises(AttributeError):
-        _ = view.no_such_name
-
-
-def test_streams_and_events_do_nothing(namespace: cuda_names.Namespace) -> None:
-    stream = namespace.cuda.Stream(device="cuda")
-    stream.wait_stream(namespace.cuda.current_stream())
-    with namespace.cuda.stream(stream):
-        event = namespace.cuda.Event(enable_timing=True)
-        event.record(stream)
-        stream.wait_event(event)
-    assert stream.record_event(event) is event
-    assert event.query()
-    assert namespace.cuda.current_stream() is namespace.cuda.default_stream()
-    namespace.cuda.synchronize()
-    namespace.cuda.set_device(3)
-    namespace.cuda.nvtx.range_push("name")
-    namespace.cuda.nvtx.range_pop()
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 2)])
-def test_factories_put_cuda_on_cpu(namespace: cuda_names.Namespace, device: object) -> None:
-    assert namespace.empty(3, device=device).device == cuda_names.CPU
-    assert namespace.tensor([1.0], device=device, pin_memory=True).device == cuda_names.CPU
-
-
-def test_rng_calls_reach_the_cpu_generator(namespace: cuda_names.Namespace) -> None:
-    before = torch.get_rng_state()
-    namespace.cuda.manual_seed(7)
-    state = namespace.cuda.get_rng_state()
-    first = torch.rand(4)
-    namespace.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(4), first)
-    assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(7)), first)
-    torch.set_rng_state(before)
-
-
-def test_cuda_spelling_is_limited_to_its_context() -> None:
-    tensor = torch.zeros(2, dtype=torch.bfloat16)
-    module = torch.nn.Linear(2, 2)
-    with cuda_names.CudaSpelling():
-        assert tensor.cuda(non_blocking=True) is tensor
-        assert tensor.type() == "torch.cuda.BFloat16Tensor"
-        assert tensor.type(torch.float32).dtype == torch.float32
-        assert module.cuda() is module
-    assert tensor.type() == "torch.BFloat16Tensor"
 
 
 def test_graph_safe_rng_is_refused() -> None:

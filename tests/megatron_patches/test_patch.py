@@ -345,16 +345,6 @@ def test_apply_and_revert_twice() -> None:
     assert differences(before, snapshot_megatron()) == set()
 
 
-@pytest.mark.parametrize("order", [ALL_GROUPS, ALL_GROUPS[::-1]])
-def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> None:
-    before = snapshot_megatron()
-    for group in order:
-        megatron_patches.apply([group])
-    assert [patch for patch in patches_of(ALL_GROUPS) if megatron_patches.is_applied(patch)] == needed_patches()
-    megatron_patches.revert()
-    assert differences(before, snapshot_megatron()) == set()
-
-
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert megatron_patches.default_groups() == ("hooks", "without_te")
@@ -449,11 +439,6 @@ def test_with_a_gpu_the_cpu_substitutes_are_not_imported() -> None:
         "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
-
-
-def test_public_names() -> None:
-    assert sorted(megatron_patches.__all__) == megatron_patches.__all__
-    assert all(hasattr(megatron_patches, name) for name in megatron_patches.__all__)
 
 
 PATCHES = patches_of()

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tomllib
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from tests.gpu.offline import bundle, run
 
@@ -87,35 +82,6 @@ def test_a_damaged_file_is_refused(folders: list[Path], tmp_path: Path, damage: 
     assert "stage1.tar.xz.000 is not the file that was packed: carry the folder again" in result.stderr
 
 
-def test_a_newer_bundle_replaces_an_older_one(folders: list[Path], tmp_path: Path) -> None:
-    target = tmp_path / "place"
-    for folder in folders:
-        run_bundle(folder, str(target), "--unpack")
-    shutil.rmtree(tmp_path / "made" / "1" / "tree")
-    for folder in make_bundle(tmp_path, **{"1/tree/new.py": "", "2/packages/vllm/large.so": b"small"}):
-        run_bundle(folder, str(target), "--unpack")
-    assert (target / "tree" / "new.py").exists()
-    assert (target / "packages" / "vllm" / "large.so").read_bytes() == b"small"
-
-
-def test_wheels_are_installed_for_the_other_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unsuitable versions of its installed packages are detected."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    requires = "Requires-Dist: two>=2\nRequires-Dist: absent; python_version<'3'\n"
-    with zipfile.ZipFile(tmp_path / "one-1.0-cp312-cp312-manylinux_2_28_x86_64.whl", "w") as wheel:
-        wheel.writestr("one-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: one\nVersion: 1.0\n{requires}")
-        wheel.writestr("one-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: false\n")
-        wheel.writestr("one-1.0.dist-info/RECORD", "")
-        wheel.writestr("one-1.0.data/purelib/one.py", "")
-    bundle.install(["one"], tmp_path / "packages", tmp_path)
-    assert (tmp_path / "packages" / "one.py").is_file()
-    packages = bundle.packages_in(tmp_path / "packages")
-    assert bundle.unsuitable(packages, {"two": "1.9", "absent": "1"}) == {"two"}
-    assert bundle.unsuitable(packages, {"two": "2.5"}) == set()
-    with pytest.raises(SystemExit):
-        bundle.install(["no-such-package"], tmp_path / "packages", tmp_path)
-
-
 def test_missing_packages_are_listed_with_their_dependents(tmp_path: Path) -> None:
     """Requested extras count; packages of torch, installed and excluded ones do not."""
     requires = {
@@ -133,14 +99,6 @@ def test_missing_packages_are_listed_with_their_dependents(tmp_path: Path) -> No
         (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
     unlisted = bundle.unlisted(bundle.packages_in(tmp_path), {"known", *bundle.with_torch()})
     assert unlisted == ["base, which web requires", "speed-ups, which web requires"]
-
-
-def test_vllm_finds_the_plugin_in_the_bundle(tmp_path: Path) -> None:
-    """The tree is not installed, but vLLM looks for entry points."""
-    bundle.write_metadata(tmp_path)
-    (distribution,) = metadata.distributions(path=[str(tmp_path)])
-    (plugin,) = distribution.entry_points.select(group="vllm.general_plugins")
-    assert (distribution.name, plugin.value) == ("hybrid-engine", "hybrid_engine.vllm_plugin:register")
 
 
 WITHOUT_STAGE_2 = """
@@ -170,36 +128,6 @@ def test_stage_1_imports_nothing_of_stage_2() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_both_formats_of_pip_list_are_read(tmp_path: Path) -> None:
-    (tmp_path / "list").write_text("Package Version Location\n------- -------\nThree_A 3.0 /x\nfour==4.1\n\n")
-    assert bundle.read_installed(tmp_path / "list") == {"three-a": "3.0", "four": "4.1"}
-    (tmp_path / "list").write_text("-------\n")
-    with pytest.raises(SystemExit):
-        bundle.main([str(tmp_path / "made"), "--have", str(tmp_path / "list")])
-
-
-@pytest.mark.parametrize("last_stage", [2, 3])
-def test_large_files_of_vllm_are_pruned(tmp_path: Path, last_stage: int) -> None:
-    large = [*bundle._EXTENSIONS, "_large.abi3.so", "vllm-rs", "third_party/x.hpp"]
-    for name in ("__init__.py", "small.abi3.so", "x.h", *large):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"\0" * (bundle._SMALL + 1 if name in large else 1))
-    bundle.prune(tmp_path, last_stage)
-    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert kept == {"__init__.py", "small.abi3.so", "x.h", bundle._FLASH_ATTENTION, *large[: last_stage - 1]}
-
-
-def test_the_list_contains_requirements_of_stage_1_and_of_the_project() -> None:
-    listed = bundle.read_list()
-    project = tomllib.loads((bundle.REPOSITORY / "pyproject.toml").read_text())["project"]
-    required = {canonicalize_name(Requirement(item).name) for item in project["dependencies"]}
-    assert required <= {name for name, (stage, _) in listed.items() if stage}  # Stage 0 is installed.
-    assert {stage for stage, _ in listed.values()} == {0, 1, 2}
-    first = {name for name, (stage, _) in listed.items() if stage == 1}
-    assert {"pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments"} <= first
-    assert not {"torch", "triton", "cuda-bindings"} & listed.keys()
-
-
 def test_the_list_is_complete_for_the_installed_versions() -> None:
     """Like `make offline-bundle`, but for the CPU build of vLLM, which also requires OpenMP."""
     distributions = {
@@ -208,8 +136,3 @@ def test_the_list_is_complete_for_the_installed_versions() -> None:
     distributions.pop("six")  # Has no requirements, and is for Python 3.12.
     packages = {name: metadata.distribution(installed) for name, installed in distributions.items()}
     assert bundle.unlisted(packages, {"intel-openmp", *bundle.with_torch()}) == []
-
-
-def test_a_folder_and_the_checkout_fit_in_one_transfer() -> None:
-    checkout = sum((bundle.REPOSITORY / path).stat().st_size for path in bundle.tracked())
-    assert bundle.FOLDER_NBYTES + checkout <= 64 * 2**20

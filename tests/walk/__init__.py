@@ -1,12 +1,11 @@
 """A random walk over users' actions on an engine, checked by an oracle that gathers the weights
 itself.
 
-walk.py                the walk: contexts, writes, calls that must be refused, permitted outcomes, findings
-oracle.py              expected weights: bitwise copies of the trainer's own tensors
-fsdp2.py               a transformers model sharded by FSDP2, and every way to write it
-megatron.py            a Megatron model with DDP and the distributed optimizer, and every way to write it
-inference.py           a plain inference side in memory, for switches of milliseconds; or vLLM
-interruptions.py       exceptions at any call of a switch, as a signal handler raises them
-interrupted_saves.py   Ctrl-C at random moments of a script that saves checkpoints
-runs.py                walks on ranks; `python -m tests.walk.runs --help`
+walk.py           the walk: contexts, writes, calls that must be refused, permitted outcomes, findings
+oracle.py         expected weights: bitwise copies of the trainer's own tensors
+fsdp2.py          a transformers model sharded by FSDP2, and every way to write it
+megatron.py       a Megatron model with DDP and the distributed optimizer, and every way to write it
+inference.py      a plain inference side in memory, for switches of milliseconds; or vLLM
+interruptions.py  exceptions at any call of a switch, as a signal handler raises them
+runs.py           walks on ranks; `python -m tests.walk.runs --help`
 """

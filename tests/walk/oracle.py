@@ -104,12 +104,6 @@ class Shadow:
             self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = _copied(self._subject.expected())
 
-    def read_own(self) -> None:
-        """Copy this rank's tensors only; `canonical` is then unknown."""
-        self.parameters = _copied(self._subject.parameters())
-        self.optimizer = _copied(self._subject.optimizer_state())
-        self.canonical = None
-
     def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take over parameters written at a time when nothing can be gathered."""
         self.parameters = {**self.parameters, **_copied(parameters)}

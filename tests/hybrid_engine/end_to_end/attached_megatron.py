@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,62 +33,36 @@ WRONG = {
 }
 
 
-@dataclass
-class Attached:
-    """Observations of one rank.
-
-    Attributes:
-        plain: losses after each round of steps of the example, and after one more step.
-        attached, unprepared: the same with switches that compare all weights.
-        loose: losses with parameters that own their memory, moved after the optimizer was built or
-            not.
-        warned, warned_if_prepared: log messages without and with `prepare`.
-        refused: (key, code) of violations by models and configurations that do not match.
-        is_held_back: whether a forward pass in a rollout is refused.
-        keeps: whether stored weights are equal after loading.
-        other_setting, state_after: error and state of a switch while Megatron has a setting that
-            config.json lacks.
-    """
-
-    plain: list[float] = field(default_factory=list)
-    attached: list[float] = field(default_factory=list)
-    unprepared: list[float] = field(default_factory=list)
-    loose: dict[str, list[float]] = field(default_factory=dict)
-    warned: list[str] = field(default_factory=list)
-    warned_if_prepared: list[str] = field(default_factory=list)
-    refused: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    is_held_back: bool = False
-    keeps: bool = False
-    other_setting: str = ""
-    state_after: str = ""
-
-
 @left_out("hybrid_engine.trainer")  # the loop is the user's
 def attach_and_train() -> dict[str, Any]:
-    """Return an `Attached` as a dict. Runs on two ranks, and ends all process groups."""
-    observed = Attached()
+    """Return losses after each round of steps, log messages, and refusals.
+
+    "attached" and "unprepared" have switches that compare all weights, "loose" parameters that own
+    their memory. Runs on two ranks, and ends all process groups.
+    """
+    observed: dict[str, Any] = {"loose": {}, "warned": [], "warned_if_prepared": []}
     hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
     with built() as (model, optimizer):
-        observed.plain = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
-        observed.plain.append(example.train(model, optimizer, 1))
-        observed.refused = refusals(model, optimizer)
+        observed["plain"] = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
+        observed["plain"].append(example.train(model, optimizer, 1))
+        observed["refused"] = refusals(model, optimizer)
     for moved in (False, True):
-        observed.loose[f"{moved=}"] = loose_parameters(moved)
-    with messages(observed.warned_if_prepared), hybrid_engine.prepare(), built() as (model, optimizer):
-        observed.attached = rounds(model, optimizer, observed)
-    with messages(observed.warned), built() as (model, optimizer):
-        observed.unprepared = rounds(model, optimizer, observed)
-    return asdict(observed)
+        observed["loose"][f"{moved=}"] = loose_parameters(moved)
+    with messages(observed["warned_if_prepared"]), hybrid_engine.prepare(), built() as (model, optimizer):
+        observed["attached"] = rounds(model, optimizer, observed)
+    with messages(observed["warned"]), built() as (model, optimizer):
+        observed["unprepared"] = rounds(model, optimizer, observed)
+    return observed
 
 
-def rounds(model: torch.nn.Module, optimizer: Any, observed: Attached) -> list[float]:
+def rounds(model: torch.nn.Module, optimizer: Any, observed: dict[str, Any]) -> list[float]:
     """Return the losses of the rounds, and of a step after the engine was shut down."""
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
     config = model.module.config
     with mock.patch.object(config, "glu_linear_offset", 100.0), pytest.raises(ComputationError) as caught:
         engine.sharding.enter(State.INFER)
-    observed.other_setting = str(caught.value)
-    observed.state_after = engine.sharding.state.value
+    observed["other_setting"] = str(caught.value)
+    observed["state_after"] = engine.sharding.state.value
     losses = []
     for _ in range(NUM_ROUNDS):
         with engine.train_context():
@@ -99,8 +72,8 @@ def rounds(model: torch.nn.Module, optimizer: Any, observed: Attached) -> list[f
             assert [len(samples) for samples in completions] == [1, 1]
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
-            observed.is_held_back = True
-    observed.keeps = stored_and_loaded(engine, model)
+            observed["is_held_back"] = True
+    observed["keeps"] = stored_and_loaded(engine, model)
     engine.shutdown()
     return [*losses, example.train(model, optimizer, 1)]
 

@@ -125,44 +125,17 @@ def with_fsdp(model_path: Path) -> dict[str, Round]:
         ends[1].weight.data.to_local().copy_(ends[1].weight.data.to_local() + 1)
 
     rounds = Rounds(engine, engine.inference, lambda: sharded_models.save(model, path, torch.float32), path)
-    rounds_by_name = _common(rounds, engine, step, write_unseen)
-    rounds_by_name |= {"unfrozen": rounds.run(unfreeze), "loaded": rounds.run(load)}
+    rounds_by_name = {
+        "first": rounds.run(),
+        "step": rounds.run(step),
+        "another": rounds.run(step),
+        "none": rounds.run(),
+        "forgotten": rounds.run(engine.sharding._forget_sent),
+        "written": rounds.run(write_unseen),
+        "unfrozen": rounds.run(unfreeze),
+        "loaded": rounds.run(load),
+    }
     engine.shutdown()
-    return rounds_by_name
-
-
-def with_megatron(model_path: Path, directory: Path) -> dict[str, Round]:
-    """Run Megatron rounds. `frozen_parameters` freezes the embedding, on rank 0; rank 1 has the
-    head.
-    """
-    actor = {"pipeline_model_parallel_size": 2, "frozen_parameters": ("embedding.*",)}
-    worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL})
-    (chunk,) = worker.train.chunks
-    parameters = dict(chunk.named_parameters())
-    embedding = parameters.get("module.embedding.word_embeddings.weight")
-    head = parameters.get("module.output_layer.weight")
-    assert (embedding is None) != (head is None)
-
-    def step() -> None:
-        worker.update(workers.batch(seed=0), workers.cross_entropy)
-
-    def write_unseen() -> None:
-        if head is not None:
-            head.data.add_(1)
-
-    @torch.no_grad()
-    def write() -> None:
-        if embedding is not None:
-            embedding.mul_(2)
-
-    path = directory / "weights"
-    checkpoint = directory / "checkpoint"
-    rounds = Rounds(worker, worker.inference, lambda: worker.save_hf_checkpoint(path), path)
-    rounds_by_name = _common(rounds, worker, step, write_unseen)
-    rounds_by_name["unfrozen"] = rounds.run(write)
-    rounds_by_name["saved"] = rounds.run(lambda: worker.save_checkpoint(checkpoint))
-    rounds_by_name["loaded"] = rounds.run(lambda: worker.load_checkpoint(checkpoint))
-    worker.shutdown()
     return rounds_by_name
 
 
@@ -187,14 +160,3 @@ def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
     rounds_by_name |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_sent)}
     worker.shutdown()
     return rounds_by_name
-
-
-def _common(rounds: Rounds, engine: SwitchContexts, step: Action, write_unseen: Action) -> dict[str, Round]:
-    return {
-        "first": rounds.run(),
-        "step": rounds.run(step),
-        "another": rounds.run(step),
-        "none": rounds.run(),
-        "forgotten": rounds.run(engine.sharding._forget_sent),
-        "written": rounds.run(write_unseen),
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,45 +42,11 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 # -- failures of a running worker ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Failures:
-    """Observations of one rank, in order.
+def fail_and_continue(model: Path) -> dict[str, Any]:
+    """Cause failures of all kinds, on one rank only if possible; return the errors in order.
 
-    Attributes:
-        generating_in_train: error of generation before any switch.
-        nan, inf: error of a switch with such an element in a weight of rank 1.
-        transfer: error of a switch that fails on rank 0 in the second bucket.
-        moved: error of a switch after a parameter got other memory.
-        states: training state before the first failure, and after each but the first.
-        bad_prompt: error of a prompt with an invalid token.
-        reference_in_rollout: error of a reference model made during a rollout.
-        training_in_rollout, training_in_forward: outcomes of `_uses_of_training` there.
-        num_completions: of two prompts, afterwards.
-        version: after two updates.
-        leaving: error at the end of the worker's block, raised on rank 0.
-        seconds_to_leave: until that error.
-        group_is_left: whether a process group remains after the block.
+    "states" has the training state before the first failure, and after each but the first.
     """
-
-    generating_in_train: str
-    nan: str
-    inf: str
-    transfer: str
-    moved: str
-    states: list[dict[str, str]]
-    bad_prompt: str
-    reference_in_rollout: str
-    training_in_rollout: list[str]
-    training_in_forward: list[str]
-    num_completions: int
-    version: int
-    leaving: str
-    seconds_to_leave: float
-    group_is_left: bool
-
-
-def fail_and_continue(model: Path) -> Failures:
-    """Cause failures of all kinds, on one rank only if possible."""
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1})
     generating_in_train = refusal_of(lambda: worker.generate_sequences([[1, 2]], workers.GREEDY))
     with worker.train_context():
@@ -119,20 +84,20 @@ def fail_and_continue(model: Path) -> Failures:
         in_forward = [refusal_of(call) for call in _uses_of_training(worker)]
     version = worker.train.version
     leaving, seconds = _leave(worker)
-    return Failures(
-        generating_in_train,
-        *failures,
-        states=states,
-        bad_prompt=bad_prompt,
-        reference_in_rollout=reference_in_rollout,
-        training_in_rollout=in_rollout,
-        training_in_forward=in_forward,
-        num_completions=num_completions,
-        version=version,
-        leaving=leaving,
-        seconds_to_leave=seconds,
-        group_is_left=dist.is_initialized(),
-    )
+    return {
+        "generating in train": generating_in_train,
+        **dict(zip(("nan", "inf", "transfer", "moved"), failures, strict=True)),
+        "states": states,
+        "bad prompt": bad_prompt,
+        "reference in rollout": reference_in_rollout,
+        "training in rollout": in_rollout,
+        "training in forward": in_forward,
+        "num completions": num_completions,
+        "version": version,
+        "leaving": leaving,
+        "seconds to leave": seconds,
+        "group is left": dist.is_initialized(),
+    }
 
 
 def _leave(worker: Any) -> tuple[str, float]:
@@ -194,92 +159,84 @@ def _failing_in_second_bucket(worker: Any) -> Any:
 
 
 @pytest.fixture
-def failures_by_rank(outcomes: Outcomes) -> list[Failures]:
+def failures_by_rank(outcomes: Outcomes) -> list[dict[str, Any]]:
     return outcomes["failures"]
 
 
 @pytest.mark.parametrize(("field", "what"), [("nan", "1 NaN"), ("inf", "1 Inf")])
-def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[Failures], field: str, what: str) -> None:
-    failures = [getattr(failures, field) for failures in failures_by_rank]
+def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[dict[str, Any]], field: str, what: str) -> None:
+    failures = [failures[field] for failures in failures_by_rank]
     assert kinds(failures) == ["RemoteError", "WeightError"]
     for failure in failures:
         assert "decoder.layers.1.mlp.linear_fc2.weight on rank 1" in failure
         assert f"model.layers.1.mlp.down_proj.weight): {what} of " in failure
 
 
-def test_a_failed_transfer_is_reported_with_its_bucket(failures_by_rank: list[Failures]) -> None:
-    assert kinds(failures.transfer for failures in failures_by_rank) == ["ReshardError", "PeerTransportError"]
+def test_a_failed_transfer_is_reported_with_its_bucket(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert kinds(failures["transfer"] for failures in failures_by_rank) == ["ReshardError", "PeerTransportError"]
     for failures in failures_by_rank:
-        assert "disk on fire" in failures.transfer
-        assert "bucket 1" in failures.transfer
+        assert "disk on fire" in failures["transfer"]
+        assert "bucket 1" in failures["transfer"]
 
 
-def test_a_parameter_with_other_memory_is_reported(failures_by_rank: list[Failures]) -> None:
-    assert all("decoder.layers.1.mlp.linear_fc2.weight" in failures.moved for failures in failures_by_rank)
+def test_a_parameter_with_other_memory_is_reported(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert all("decoder.layers.1.mlp.linear_fc2.weight" in failures["moved"] for failures in failures_by_rank)
 
 
-def test_no_failed_switch_changes_the_training_state(failures_by_rank: list[Failures]) -> None:
+def test_no_failed_switch_changes_the_training_state(failures_by_rank: list[dict[str, Any]]) -> None:
     for failures in failures_by_rank:
-        assert failures.states == [failures.states[0]] * 4
+        assert failures["states"] == [failures["states"][0]] * 4
 
 
-def test_generation_is_refused_before_a_switch(failures_by_rank: list[Failures]) -> None:
-    assert all("state train" in failures.generating_in_train for failures in failures_by_rank)
+def test_generation_is_refused_before_a_switch(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert all("state train" in failures["generating in train"] for failures in failures_by_rank)
 
 
-def test_training_is_refused_in_a_rollout(failures_by_rank: list[Failures]) -> None:
+def test_training_is_refused_in_a_rollout(failures_by_rank: list[dict[str, Any]]) -> None:
     for failures in failures_by_rank:
-        for failure in failures.training_in_rollout:
+        for failure in failures["training in rollout"]:
             assert failure.startswith("StateError: ")
             assert "in state infer (rollout_context); call this in train" in failure
 
 
-def test_a_reference_is_refused_in_a_rollout(failures_by_rank: list[Failures]) -> None:
-    assert kinds(failures.reference_in_rollout for failures in failures_by_rank) == ["StateError"] * 2
+def test_a_reference_is_refused_in_a_rollout(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert kinds(failures["reference in rollout"] for failures in failures_by_rank) == ["StateError"] * 2
 
 
-def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[Failures]) -> None:
+def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[dict[str, Any]]) -> None:
     for failures in failures_by_rank:
-        for failure in failures.training_in_forward[:NUM_UPDATING]:
+        for failure in failures["training in forward"][:NUM_UPDATING]:
             assert failure.startswith("StateError: ")
             assert "in state forward (forward_context); call this in train_context" in failure
-        assert all(outcome.startswith("returned ") for outcome in failures.training_in_forward[NUM_UPDATING:])
+        assert all(outcome.startswith("returned ") for outcome in failures["training in forward"][NUM_UPDATING:])
 
 
-def test_a_refused_step_is_not_counted(failures_by_rank: list[Failures]) -> None:
-    assert [failures.version for failures in failures_by_rank] == [2, 2]
+def test_a_refused_step_is_not_counted(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert [failures["version"] for failures in failures_by_rank] == [2, 2]
 
 
-def test_generation_continues_after_a_bad_prompt(failures_by_rank: list[Failures]) -> None:
+def test_generation_continues_after_a_bad_prompt(failures_by_rank: list[dict[str, Any]]) -> None:
     for failures in failures_by_rank:
-        assert failures.bad_prompt.startswith("ArgumentError: ")
-        assert "prompts[1]" in failures.bad_prompt
-        assert failures.num_completions == 2
+        assert failures["bad prompt"].startswith("ArgumentError: ")
+        assert "prompts[1]" in failures["bad prompt"]
+        assert failures["num completions"] == 2
 
 
-def test_an_error_in_the_workers_block_reaches_all(failures_by_rank: list[Failures]) -> None:
-    assert kinds(failures.leaving for failures in failures_by_rank) == ["ValueError", "LostRankError"]
-    assert "rank 0, leaving: ValueError: no reward for this answer" in failures_by_rank[1].leaving
-    assert all(failures.seconds_to_leave < 60 for failures in failures_by_rank), "the timeout is 120 s"
+def test_an_error_in_the_workers_block_reaches_all(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert kinds(failures["leaving"] for failures in failures_by_rank) == ["ValueError", "LostRankError"]
+    assert "rank 0, leaving: ValueError: no reward for this answer" in failures_by_rank[1]["leaving"]
+    assert all(failures["seconds to leave"] < 60 for failures in failures_by_rank), "the timeout is 120 s"
 
 
-def test_the_workers_group_ends_with_it(failures_by_rank: list[Failures]) -> None:
-    assert not any(failures.group_is_left for failures in failures_by_rank)
+def test_the_workers_group_ends_with_it(failures_by_rank: list[dict[str, Any]]) -> None:
+    assert not any(failures["group is left"] for failures in failures_by_rank)
 
 
 # -- failures while a worker is built --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Errors of a worker with an untested engine: Megatron's on rank 1 only, vLLM's on all
-    ranks."""
-
-    megatron: str
-    vllm: str
-
-
-def refuse_versions(model: Path) -> Refusals:
+def refuse_versions(model: Path) -> tuple[str, str]:
+    """Return the errors of an untested Megatron on rank 1 only, and of an untested vLLM on all ranks."""
     import megatron.core
 
     from hybrid_engine.backends.vllm import version
@@ -292,37 +249,31 @@ def refuse_versions(model: Path) -> Refusals:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(version, "installed", lambda: {"vllm": "0.30.0"})
         of_vllm = refusal_of(lambda: ActorHybridWorker(config))
-    return Refusals(of_megatron, of_vllm)
+    return of_megatron, of_vllm
 
 
 @pytest.fixture
-def refusals(outcomes: Outcomes) -> list[Refusals]:
+def refusals(outcomes: Outcomes) -> list[tuple[str, str]]:
     return outcomes["versions"]
 
 
-def test_an_untested_megatron_on_one_rank_is_refused_on_all(refusals: list[Refusals]) -> None:
-    failures = [refusal.megatron for refusal in refusals]
+def test_an_untested_megatron_on_one_rank_is_refused_on_all(refusals: list[tuple[str, str]]) -> None:
+    failures = [of_megatron for of_megatron, _ in refusals]
     assert kinds(failures) == ["RemoteError", "DependencyError"]
     assert all("0.15.0" in failure and "0.16.1" in failure for failure in failures)
 
 
-def test_an_untested_vllm_is_refused(refusals: list[Refusals]) -> None:
-    failures = [refusal.vllm for refusal in refusals]
+def test_an_untested_vllm_is_refused(refusals: list[tuple[str, str]]) -> None:
+    failures = [of_vllm for _, of_vllm in refusals]
     assert kinds(failures) == ["DependencyError"] * 2
     assert all("0.30.0" in failure and "0.32.0" in failure for failure in failures)
 
 
-@dataclass(frozen=True)
-class HalfBuilt:
-    """Outcome of a worker that could not be built."""
+def fail_while_building(model: Path) -> dict[str, tuple[str, bool]]:
+    """Fail with Megatron's groups built, and in the plan; return the error and whether a group is left.
 
-    failure: str
-    group_is_left: bool
-
-
-def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
-    """Fail with Megatron's groups built, and in the plan. Other workers follow on the same
-    ranks."""
+    Other workers follow on the same ranks.
+    """
     from hybrid_engine.trainer.megatron import build
 
     def fail(*_args: Any, **_kwargs: Any) -> Any:
@@ -333,12 +284,13 @@ def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, fail)
             failure = refusal_of(lambda: workers.build_worker(model, TP2))
-        outcomes[name] = HalfBuilt(failure, dist.is_initialized())
+        outcomes[name] = failure, dist.is_initialized()
     return outcomes
 
 
 @pytest.mark.parametrize("name", ["build_actor", "plan"])
 def test_a_worker_that_cannot_be_built_leaves_no_group(outcomes: Outcomes, name: str) -> None:
     for half_built in outcomes["half built"]:
-        assert "it does not fit" in half_built[name].failure
-        assert not half_built[name].group_is_left
+        failure, group_is_left = half_built[name]
+        assert "it does not fit" in failure
+        assert not group_is_left

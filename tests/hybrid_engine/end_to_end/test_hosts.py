@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,30 +29,11 @@ APART = "aabb"
 ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class Switched:
-    """Observations of two switches with an update between. Figures belong to the second.
+def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> SimpleNamespace:
+    """Switch from two pipeline stages of TP 2 to uncut models, twice with an update between.
 
-    Attributes:
-        digests: of vLLM's parameters, by switch.
-        bytes_across_hosts: received from other hosts.
-        network_lower_bound: minimum that each host must receive.
-        staging_bytes, planned_staging_bytes: of relays.
+    `hosts`: by rank. Figures of the result belong to the second switch.
     """
-
-    digests: list[dict[str, str]]
-    token_ids: tuple[int, ...]
-    bytes_received: int
-    bytes_least: int
-    bytes_across_hosts: int
-    network_lower_bound: dict[str, int]
-    transports: set[str]
-    staging_bytes: int
-    planned_staging_bytes: int
-
-
-def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
-    """Switch from two pipeline stages of TP 2 to uncut models. `hosts`: by rank."""
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
@@ -74,7 +55,7 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
     source, destination = (Layout.merge(side) for side in zip(*layouts, strict=True))
     worker.shutdown()
     job.close()
-    return Switched(
+    return SimpleNamespace(
         digests=digests,
         token_ids=completions[0][0].token_ids,
         bytes_received=report.bytes_received,
@@ -94,7 +75,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return engines.launch_in_turn(4, calls, timeout=400)
 
 
-OneAndTwoHosts = tuple[list[Switched], list[Switched]]
+OneAndTwoHosts = tuple[list[SimpleNamespace], list[SimpleNamespace]]
 """Observations by rank: on one host, and on two."""
 
 

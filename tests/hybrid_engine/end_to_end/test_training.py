@@ -7,7 +7,6 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,37 +44,13 @@ GATHERS = "overlapped gathers"
 ATTACHED = "attached"
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Losses, training state by owner, and version of the weights after NUM_UPDATES updates."""
-
-    losses: list[float]
-    state: dict[str, str]
-    version: int
-
-
-@dataclass(frozen=True)
-class TrainedWithSwitches(Trained):
-    """Further observations of training with switches.
-
-    Attributes:
-        offloaded: share of the training bytes that each switch offloaded.
-        prefetched: bytes that each rollout brought back.
-        vllm_model_outlives_worker: whether vLLM's model exists after vLLM's worker has shut down,
-            when its memory pools end.
-        model_is_left, num_gloo_threads_more: after the worker was shut down and dropped.
-    """
-
-    offloaded: list[float]
-    prefetched: list[int]
-    vllm_model_outlives_worker: bool
-    model_is_left: bool
-    num_gloo_threads_more: int
-
-
 @real_collector()
-def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> TrainedWithSwitches:
-    """Train with a switch and a complete offload after each update."""
+def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> dict[str, Any]:
+    """Train with a switch and a complete offload after each update.
+
+    "offloaded" has the share of the training bytes that each switch offloaded, "prefetched" the
+    bytes that each rollout brought back.
+    """
     num_threads = _num_gloo_threads()
     worker = workers.build_worker(model, actor, {"prefetch": prefetch})
     losses: list[float] = []
@@ -98,9 +73,16 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
     outlives = shut_down(worker)
     del worker
     gc.collect()
-    is_left = chunk() is not None
-    num_more = _num_gloo_threads() - num_threads
-    return TrainedWithSwitches(losses, state, version, offloaded, prefetched, outlives, is_left, num_more)
+    return {
+        "losses": losses,
+        "state": state,
+        "version": version,
+        "offloaded": offloaded,
+        "prefetched": prefetched,
+        "vLLM's model outlives its worker": outlives,
+        "model is left": chunk() is not None,
+        "more gloo threads": _num_gloo_threads() - num_threads,
+    }
 
 
 def shut_down(worker: ActorHybridWorker) -> bool:
@@ -122,22 +104,18 @@ def _num_gloo_threads() -> int:
     return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
 
 
-def train_without(model: Path, actor: dict[str, Any]) -> Trained:
+def train_without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     """Run the same updates by Megatron alone."""
     with running(model, workers.configuration(model, actor).actor_config) as run:
         losses = [
             run.engine.train_step(share_of(run.engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)
         ]
-        return Trained(losses, training_state(run.engine.model), run.engine.model.version)
+        return {"losses": losses, "state": training_state(run.engine.model), "version": run.engine.model.version}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Results by rank of training with and without switches."""
-
-    switched: list[TrainedWithSwitches]
-    without: list[Trained]
+Pair = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""Results by rank of training with and without switches."""
 
 
 @pytest.fixture(scope="module")
@@ -171,65 +149,52 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
 @pytest.fixture(params=ACTORS)
 def pair(request: pytest.FixtureRequest, outcomes: Callable[[int], Outcomes]) -> Pair:
     results = outcomes(ACTORS[request.param][0])
-    return Pair(results[f"{request.param}, switched"], results[f"{request.param}, without"])
+    return results[f"{request.param}, switched"], results[f"{request.param}, without"]
 
 
 def test_losses_and_state_are_bitwise_equal(pair: Pair) -> None:
     """Losses are equal on all ranks, and a switch is not counted as an update."""
-    for switched, without in zip(pair.switched, pair.without, strict=True):
-        assert switched.losses == without.losses == pair.switched[0].losses
-        assert len(without.state) > 1
-        assert switched.state == without.state
-        assert switched.version == without.version == NUM_UPDATES
+    for switched, without in zip(*pair, strict=True):
+        assert switched["losses"] == without["losses"] == pair[0][0]["losses"]
+        assert len(without["state"]) > 1
+        assert switched["state"] == without["state"]
+        assert switched["version"] == without["version"] == NUM_UPDATES
 
 
 def test_every_switch_offloads_all_training_bytes(pair: Pair) -> None:
-    for result in pair.switched:
-        first, *others = result.offloaded
+    for result in pair[0]:
+        first, *others = result["offloaded"]
         assert first >= 1  # includes position embeddings cached by the forward pass of `check_compute`
         assert others == [1.0] * (NUM_UPDATES - 1)
 
 
 def test_parameters_return_during_a_rollout_with_prefetch(request: pytest.FixtureRequest, pair: Pair) -> None:
     prefetches = request.node.callspec.params["pair"] in PREFETCHED
-    assert [[nbytes > 0 for nbytes in result.prefetched] for result in pair.switched] == (
-        [[prefetches] * NUM_UPDATES] * len(pair.switched)
-    )
+    for result in pair[0]:
+        assert [nbytes > 0 for nbytes in result["prefetched"]] == [prefetches] * NUM_UPDATES
 
 
 def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:
-    assert not any(result.model_is_left or result.vllm_model_outlives_worker for result in pair.switched)
+    for result in pair[0]:
+        assert not result["model is left"]
+        assert not result["vLLM's model outlives its worker"]
 
 
 def test_a_dropped_worker_leaves_no_process_group(pair: Pair) -> None:
     """Threads can be fewer than before if an earlier worker was just collected."""
-    assert max(result.num_gloo_threads_more for result in pair.switched) <= 0
+    assert max(result["more gloo threads"] for result in pair[0]) <= 0
 
 
 # -- other readers of the weights ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Readers:
-    """Readers with scores bitwise equal to the live weights' while an overlapped gather is pending.
+def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, bool | int]:
+    """Return which readers have scores equal to the live weights' while an overlapped gather is pending.
 
-    Attributes:
-        reference: a ReferenceModel made then.
-        begun: a second worker with another seed, started from the weights saved then.
-        fresh, loaded: that worker after an update, and after loading the checkpoint made then.
-        refused: the second worker after a checkpoint that rank 1 lacks.
-        version: of the second worker.
+    A second worker with another seed starts from the weights saved then; it is read at its start,
+    after an update, after loading the checkpoint made then, and after a checkpoint that rank 1
+    lacks.
     """
-
-    reference: bool
-    begun: bool
-    fresh: bool
-    loaded: bool
-    refused: bool
-    version: int
-
-
-def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
     batch = workers.batch(seed=7)
     with workers.build_worker(model, OVERLAP) as worker, worker.train_context():
         for number in range(2):
@@ -257,13 +222,13 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
             second.load_checkpoint(directory)
         refused = second.compute_log_probs(batch)
     second.shutdown()
-    is_live = [torch.equal(live, scores) for scores in (reference_scores, begun, fresh, loaded, refused)]
-    return Readers(*is_live, version)
+    readers = {"reference": reference_scores, "begun": begun, "fresh": fresh, "loaded": loaded, "refused": refused}
+    return {**{name: torch.equal(live, scores) for name, scores in readers.items()}, "version": version}
 
 
 def test_all_readers_get_the_latest_weights(outcomes: Callable[[int], Outcomes]) -> None:
     """A reference, a run from them, a checkpoint. An unreadable checkpoint changes nothing."""
-    expected = Readers(reference=True, begun=True, fresh=False, loaded=True, refused=True, version=2)
+    expected = {"reference": True, "begun": True, "fresh": False, "loaded": True, "refused": True, "version": 2}
     assert outcomes(2)[GATHERS] == [expected] * 2
 
 

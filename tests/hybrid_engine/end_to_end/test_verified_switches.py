@@ -1,12 +1,11 @@
 """Faults between training and vLLM are detected in the switch, reported and rolled back.
 
 Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLLM. Each fault is on
-one rank and reported on all. All of it is in the trace.
+one rank and reported on all.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ComputationError, HybridEngineError
 from hybrid_engine.ranks.digests import box_digest
-from hybrid_engine.tracing import path_of_rank
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -65,7 +63,7 @@ def inject(directory: str) -> dict[str, Outcome]:
                 "tp_size": 2,
                 "bucket_mb": 1,
             },
-            **{"verify": "full", "check_compute": "always", "trace": str(Path(directory) / "trace.json")},
+            **{"verify": "full", "check_compute": "always"},
             "release_weights": False,  # old values stay in place
         },
         compress_reshard=True,
@@ -276,88 +274,3 @@ def test_another_layer_is_reported_before_the_first_switch(outcomes: list[dict[s
     for by_fault in outcomes:
         scale = "the scale of attention scores is 0.353553 for the trainer and 0.176777 for vLLM"
         assert f"what the trainer computes: in layer 1, {scale}. Make the model" in by_fault["layers"].error
-
-
-# -- trace -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Slice:
-    """A slice of the trace with the slices in it."""
-
-    name: str
-    start: float
-    stop: float
-    error: str | None
-    parts: list[Slice] = field(default_factory=list)
-
-    def names(self) -> set[str]:
-        return {self.name}.union(*(part.names() for part in self.parts))
-
-    def all(self, name: str) -> list[Slice]:
-        matching = [self] if self.name == name else []
-        for part in self.parts:
-            matching += part.all(name)
-        return matching
-
-
-def _tree(events: list[dict[str, Any]]) -> Slice:
-    """Nest the slices of a rank, each in the shortest that contains it.
-
-    Fails if a slice ends after the slice around it.
-    """
-    root = Slice("", float("-inf"), float("inf"), None)
-    open_slices = [root]
-    for event in events:
-        new = Slice(event["name"], event["ts"], event["ts"] + event["dur"], event["args"].get("error"))
-        while open_slices[-1].stop <= new.start:
-            open_slices.pop()
-        assert new.stop <= open_slices[-1].stop + 0.002, (new.name, open_slices[-1].name)  # microseconds, rounded
-        open_slices[-1].parts.append(new)
-        open_slices.append(new)
-    return root
-
-
-@pytest.fixture(scope="module")
-def trees(outcomes: list[dict[str, Outcome]], directory: Path) -> list[Slice]:
-    """Trees of slices by rank."""
-    roots = []
-    for rank in range(2):
-        path = path_of_rank(directory / "trace.json", rank)
-        events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-        assert {event["pid"] for event in events} == {rank}
-        assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
-        roots.append(_tree(events))
-    return roots
-
-
-def test_the_trace_has_every_switch_and_its_failure(trees: list[Slice]) -> None:
-    forth = ("train->infer", None)
-    back = ("infer->train", None)
-    expected = [("set-up", None), ("start", None), forth]
-    for _ in FAULTS:
-        expected += [back, ("train->infer", "error"), forth]
-    for tree in trees:
-        assert [(part.name, part.error and "error") for part in tree.parts] == expected
-
-
-def test_the_trace_nests_all_phases(trees: list[Slice]) -> None:
-    for tree in trees:
-        switch = tree.parts[2]
-        assert {"offload", "prepare", "check", "fill", "verify", "resume", "wait"} <= {*switch.names()}
-        (fill,) = switch.all("fill")
-        assert [part.name for part in fill.parts].count("bucket") > 1
-        for bucket in fill.all("bucket"):
-            parts = [part.name for part in bucket.parts]
-            assert parts[0] == "allocate"
-            assert parts[-1] == "commit"
-            assert {"local", "verify"} <= set(parts)
-            for transport in bucket.all("local"):
-                assert [part.name for part in transport.parts] == ["read", "transfer"]
-        assert any("shared_memory" in bucket.names() for bucket in fill.all("bucket"))
-
-
-def test_ranks_wait_for_each_other_at_the_same_time(trees: list[Slice]) -> None:
-    first, second = (tree.parts[2].all("wait") for tree in trees)
-    assert len(first) == len(second) > 5
-    assert all(max(a.start, b.start) <= min(a.stop, b.stop) for a, b in zip(first, second, strict=True))

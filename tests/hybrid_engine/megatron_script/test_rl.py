@@ -5,14 +5,12 @@ MEGATRON_LM_PATH names a git checkout of core_v0.19.0, as in test_runs.py.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
 import importlib
 import json
 import os
 import sys
-import threading
 import time
 from collections import UserDict
 from collections.abc import Callable
@@ -26,11 +24,9 @@ import pytest
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import ArgumentError
-from hybrid_engine.megatron_script import rl_settings
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.errors import has_violation
-from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
 from tests.zoo.tokenizers import save_characters
@@ -291,85 +287,9 @@ def test_a_failed_rollout_ends_both_ranks(start: Starts, action: str, message: s
     assert [switch["version"] for switch in lines(directory / "out" / "switches.jsonl")] == [0, 0]
 
 
-# -- contracts -------------------------------------------------------------------------------------
+# -- interface without Megatron --------------------------------------------------------------------
 
 INTERFACE = "hybrid_engine.backends.megatron.rl_interface"
-SOURCE = REPO_ROOT.joinpath(*INTERFACE.split(".")).with_suffix(".py")
-
-
-def parse_file(path: str | Path) -> dict[str, Any]:
-    """Return the classes, functions and methods of a file by name."""
-    nodes: dict[str, Any] = {}
-    for node in ast.parse(Path(path).read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            nodes[node.name] = node
-        if isinstance(node, ast.ClassDef):
-            for member in node.body:
-                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-                    nodes[f"{node.name}.{member.name}"] = member
-    return nodes
-
-
-def fields(node: ast.ClassDef) -> set[str]:
-    return {member.target.id for member in node.body if isinstance(member, ast.AnnAssign)}
-
-
-def methods(nodes: dict[str, Any], name: str) -> dict[str, list[str]]:
-    """Return the public methods of class `name` with their parameters."""
-    return {
-        key.partition(".")[2]: [argument.arg for argument in node.args.args]
-        for key, node in nodes.items()
-        if key.startswith(f"{name}.") and not key.partition(".")[2].startswith("_")
-    }
-
-
-@with_checkout
-def test_the_interface_matches_megatrons() -> None:
-    expected = methods(parse_file(f"{CHECKOUT}/megatron/rl/inference/megatron.py"), "MegatronLocal")
-    ours = methods(parse_file(SOURCE), "ServedRollouts")
-    assert {**expected, "launch": []} == {**ours, "launch": []}
-    assert expected["launch"] == ["cls", "model"]
-    api = parse_file(f"{CHECKOUT}/megatron/rl/inference/api.py")
-    (response,) = [
-        node
-        for node in ast.walk(ast.parse(SOURCE.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "InferenceResponse"
-    ]
-    assert fields(api["InferenceResponse"]) == {keyword.arg for keyword in response.keywords}
-    assert fields(api["InferenceRequest"]) == {"prompt", "tools"}
-    assert fields(api["LLMChatMessage"]) == {"role", "content"}
-    args = parse_file(f"{CHECKOUT}/megatron/rl/__init__.py")["GenericGenerationArgs"]
-    assert {"temperature", "top_k", "top_p", "max_tokens"} <= fields(args)
-    controller = f"{CHECKOUT}/megatron/core/inference/text_generation_controllers/text_generation_controller.py"
-    detokenize = parse_file(controller)["TextGenerationController.detokenize"]
-    assert [ast.unparse(decorator) for decorator in detokenize.decorator_list] == ["staticmethod"]
-
-
-@with_checkout
-def test_megatrons_loop_calls_the_interface_in_this_order() -> None:
-    loop = parse_file(f"{CHECKOUT}/megatron/rl/rl_utils.py")
-    assert "MegatronLocal.launch(model[0]" in ast.unparse(loop["get_inference_interface"])
-    around = ast.unparse(loop["megatron_rl_inference_mode"])
-    called = ("get_inference_interface(", "set_generation_epoch(", ".resume()", "yield ", ".suspend()")
-    places = [around.index(call) for call in called]
-    assert places == sorted(places)
-    assert "_INFERENCE_INTERFACE.kill()" in ast.unparse(loop["rl_inference_interface_shutdown"])
-    # All ranks resume and suspend, agents use rank 0, and only a second model needs a weight swap.
-    rollouts = ast.unparse(loop["get_environment_rollouts"])
-    assert "if has_separate_inference_model:" in rollouts
-    assert rollouts.count("swap_model_weights(") == 1
-    assert "if rank == 0:" in rollouts
-
-
-@with_checkout
-def test_refused_flags_exist_in_megatron() -> None:
-    training = Path(CHECKOUT, "megatron/training")
-    flags = (training / "arguments.py").read_text()
-    assert [name for name in rl_settings._REFUSED if f"'--{name.replace('_', '-')}'" not in flags] == []
-    assert "force_cp1_inference_model = args.context_parallel_size > 1" in (training / "training.py").read_text()
-
-
-# -- interface without Megatron --------------------------------------------------------------------
 
 
 class Message(pydantic.BaseModel):
@@ -434,7 +354,7 @@ ARGS = SimpleNamespace(inference_max_seq_length=16, rl_skip_bos_token=False)
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, with stand-ins for Megatron. The contracts above check those."""
+    """The module, with stand-ins for Megatron."""
     response = pydantic.create_model("InferenceResponse", __config__=pydantic.ConfigDict(extra="allow"))
     mixin = type("Mixin", (pydantic.BaseModel,), {})
     stand_ins = {
@@ -534,68 +454,6 @@ def test_ranks_synchronize_while_the_first_generates(interface: Any, monkeypatch
     assert set(first.calls[2:-3]) == {"meet False"}
     assert first.calls[-3:] == ["meet True", "withdraw", "end"]
     assert other.calls == ["publish", *["meet False"] * 3, "withdraw", "end"]
-
-
-@pytest.mark.slow
-def test_a_failure_of_another_rank_ends_the_rollouts(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeRolloutEngine()
-
-    def meet(*, is_done: bool) -> bool:
-        raise ValueError("of another rank")
-
-    monkeypatch.setattr(engine, "meet", meet)
-
-    async def run() -> None:
-        server = await interface.ServedRollouts.launch(engine)
-        await server.resume()
-        await asyncio.sleep(0.01)
-        with pytest.raises(ValueError, match="of another rank"):
-            await server.base_generate(request_for("ab"))
-        with pytest.raises(ValueError, match="of another rank"):
-            await server.suspend()
-
-    asyncio.run(run())
-    assert engine.calls == ["publish"]
-
-
-@dataclass
-class SlowRolloutEngine(FakeRolloutEngine):
-    """Completions wait for the event `ended`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.threads: list[threading.Thread] = []
-        self.ended = threading.Event()
-
-    def complete(self, prompt: list[int], **wanted: Any) -> Any:
-        self.threads.append(threading.current_thread())
-        assert self.ended.wait(60)
-        return super().complete(prompt, **wanted)
-
-
-@pytest.mark.slow
-def test_a_failing_process_does_not_wait_for_completions(interface: Any) -> None:
-    """Never more than `most_requests` completions run; results of cancelled requests are dropped."""
-    engine = SlowRolloutEngine()
-
-    async def run() -> None:
-        server = await interface.ServedRollouts.launch(engine)
-        tasks = [asyncio.create_task(server.base_generate(request_for("ab"))) for _ in range(3)]
-        while len(engine.threads) < engine.most_requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    try:
-        asyncio.run(run())
-        assert [thread.daemon for thread in engine.threads] == [True, True]
-    finally:
-        engine.ended.set()
-        for thread in engine.threads:
-            thread.join(10)
-    assert len(engine.calls) == 2
 
 
 def test_only_megatrons_end_token_ends_a_completion() -> None:

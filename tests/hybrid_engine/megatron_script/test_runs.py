@@ -373,26 +373,6 @@ def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
     assert [len(tokens) for tokens in first] == [3, 3]
 
 
-def test_samples_are_logged_to_tensorboard_and_wandb(runs: Runs) -> None:
-    """wandb is a stand-in."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    directory = runs("DP", "launcher")
-    samples = [sample for sample in lines(directory / "samples" / "samples.jsonl") if sample["iteration"] == 2]
-    events = EventAccumulator(str(directory / "tensorboard"))
-    events.Reload()
-    text = events.Tensors("resharding/samples/text_summary")[0].tensor_proto.string_val[0].decode()
-    logged = {
-        key: value for line in lines(directory / "wandb.jsonl") if line["step"] == 2 for key, value in line.items()
-    }
-    assert "lm loss" in logged
-    assert "resharding/train->infer seconds" in logged
-    assert [row[1] for row in logged["resharding/samples"][1:]] == [
-        sample.get("text", str(sample["token_ids"])) for sample in samples
-    ]
-    assert all(row[1] in text for row in logged["resharding/samples"][1:])
-
-
 def test_a_signal_ends_the_run_like_a_plain_run(runs: Runs) -> None:
     """Megatron checks for signals after a step, and saves."""
     assert "exiting program after receiving SIGTERM" in (runs("VPP", "launcher") / "output").read_text()

@@ -134,14 +134,6 @@ def test_a_full_disk_drops_lines_without_an_error(tmp_path: Path, caplog: pytest
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, sample]
 
 
-def test_no_samples_are_logged_without_prompts() -> None:
-    wandb = FakeWandb()
-    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
-    Journal(script, None, True).record(2, [report("train->infer")], [])
-    assert "resharding/samples" not in wandb.logged[2]
-    assert "resharding/completion tokens" not in wandb.logged[2]
-
-
 def test_megatrons_interval_timer_resumes_after_a_failed_switch() -> None:
     timers = Timers()
     notes = Journal(SimpleNamespace(timers=timers), None, True)

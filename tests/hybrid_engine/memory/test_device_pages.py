@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -45,22 +42,6 @@ from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 from tests.software_gpu.device import GARBAGE, GRANULE, NOT_SUPPORTED, failing, limit, mapped, virtual_memory
 
 MIB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "chunk", "chunk_if_whole"),
-    [
-        (1, GRANULE, GRANULE),
-        (33 * MIB, 32 * MIB, 32 * MIB),
-        (2048 * MIB, 32 * MIB, 32 * MIB),
-        (4096 * MIB, 32 * MIB, 64 * MIB),
-        (device_pages.MAX_CHUNKS * 64 * MIB, 64 * MIB, device_pages.MAX_CHUNKS * MIB),
-    ],
-)
-def test_buffers_released_as_a_whole_have_fewer_chunks(nbytes: int, chunk: int, chunk_if_whole: int):
-    """Each chunk takes a driver call to release, and one to restore."""
-    assert device_pages.chunk_nbytes_for(nbytes, GRANULE) == chunk
-    assert device_pages.chunk_nbytes_for(nbytes, GRANULE, in_parts=False) == chunk_if_whole
 
 
 def test_a_release_waits_once_for_the_stream(rig: Rig):
@@ -155,19 +136,6 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
                 buffer.tensor[chunk_bytes].fill_(number)
         del buffer
         rig.assert_empty()
-
-
-def test_an_access_to_a_released_range_ends_the_process(rig: Rig):
-    """An access ends the process; on a GPU it ends the CUDA context."""
-    buffer = rig.buffer(3 * CHUNK)
-    buffer.release(CHUNK, 2 * CHUNK)
-    assert bool((buffer.tensor[:CHUNK] == GARBAGE).all() and (buffer.tensor[2 * CHUNK :] == GARBAGE).all())
-    if not (child := os.fork()):
-        faulthandler.disable()  # the crash is expected
-        buffer.tensor[CHUNK:].sum()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
 
 
 def chunk_descriptors() -> list[int]:
@@ -393,56 +361,6 @@ def test_a_descriptor_being_sent_is_closed_by_a_release_and_in_a_forked_child(
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
     peer.join()
-
-
-def read_in_a_process(connection) -> None:
-    """Read the parent's buffer, and own another until the process exits without cleaning up."""
-    with pytest.MonkeyPatch.context() as patch:
-        buffer = Rig(patch).buffer(CHUNK)
-        peer = open_peer(connection.recv())
-        buffer.tensor.fill_(5)
-        connection.send(buffer.export())
-        while connection.recv() == "read":
-            try:
-                with peer.mapped() as flat:
-                    answer = flat.sum().item()
-            except TransportError as error:
-                answer = str(error)
-            connection.send(answer)
-        os._exit(0)
-
-
-@pytest.mark.slow
-def test_processes_read_each_other(rig: Rig):
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    process = context.Process(target=read_in_a_process, args=(child_connection,))
-    process.start()
-    child_connection.close()
-    buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
-    connection.send(buffer.export())
-    peer = open_peer(connection.recv())
-
-    def read() -> object:
-        connection.send("read")
-        return connection.recv()
-
-    for value in (1, 2):
-        buffer.tensor.fill_(value)
-        assert read() == value * CHUNK
-        buffer.release(0, 2 * CHUNK)
-        assert "released chunks [0, 1]" in read()
-        buffer.restore()
-    with peer.mapped() as flat:
-        assert bool((flat == 5).all())
-        connection.send("end")
-        process.join()
-        assert bool((flat == 5).all())  # the mapping keeps the memory
-    with pytest.raises(TransportError, check=has_code("owner-is-gone")), peer.mapped():
-        pass
-    assert process.exitcode == 0
-    connection.close()
-    process.close()
 
 
 def test_a_chunk_is_mapped_once_for_all_buckets_that_read_it(rig: Rig):

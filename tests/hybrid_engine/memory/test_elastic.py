@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import time
 from weakref import WeakSet
@@ -155,31 +154,6 @@ def test_a_peer_maps_a_slice_with_another_dtype():
     assert export_tensor(torch.zeros(3)) is None
     with pytest.raises(ValueError, match=r"\(3, 2\)"):  # not contiguous
         export_tensor(buffer.tensor[:6].view(2, 3).t())
-
-
-def read_in_a_process(connection) -> None:
-    peer = map_pages(connection.recv())
-    connection.send(peer.sum().item())
-    connection.recv()
-    connection.send(peer.sum().item())
-
-
-@pytest.mark.slow
-def test_another_process_sees_writes_and_outlives_the_owner():
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    process = context.Process(target=read_in_a_process, args=(child_connection,))
-    process.start()
-    buffer = ElasticBuffer(1000, torch.float32)
-    buffer.tensor.fill_(1)
-    connection.send(buffer.export())
-    assert connection.recv() == 1000
-    buffer.tensor.fill_(2)
-    buffer.close()
-    connection.send("again")
-    assert connection.recv() == 2000
-    process.join()
-    assert process.exitcode == 0
 
 
 def test_restored_host_pages_are_read_by_the_same_handle():

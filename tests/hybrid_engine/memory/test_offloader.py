@@ -106,15 +106,6 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     assert not model.grad_data.any()
 
 
-def test_dropped_gradients_are_restored_as_zeros():
-    grad = allocate_elastic(5000, torch.float32, "cpu", "grad").fill_(1)
-    offloader = MegatronOffloader(Items(lambda: [OffloadItem("grad", "grad", grad, "drop")]), "cpu")
-    offloader.offload()
-    grad[17] = 5
-    offloader.onload()
-    assert not grad.any()
-
-
 def test_arena_is_reused_and_grows_when_state_appears():
     model = Model(elastic=False)
     offloader = MegatronOffloader(Items(model.inventory), "cpu")

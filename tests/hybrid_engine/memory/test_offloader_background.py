@@ -1,4 +1,4 @@
-"""Copies in the background: offloads that have begun, and onloads up to a limit."""
+"""Copies in the background; switch/test_prefetch.py has limits and what is dropped again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Items, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from tests.harness.errors import has_code
-from tests.hybrid_engine.memory.failing import fail
 
 NUMEL = 4096
 NBYTES = 4 * NUMEL
@@ -68,45 +67,6 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(elastic=request.param)
 
 
-def test_an_onload_stops_at_its_limit(rig: Rig):
-    rig.offloader.offload()
-    assert rig.offloader.onload(["param", "optimizer"], read_only=True, limit=6 * NBYTES + 1).nbytes == {
-        "param": 4 * NBYTES,
-        "optimizer": 2 * NBYTES,
-    }
-    assert rig.on_device("optimizer") == [True, True, False, False]
-    assert rig.offloader.is_offloaded("optimizer")
-    assert rig.offloader.away_nbytes() == {"param": 0, "grad": 0, "optimizer": 2 * NBYTES}
-    assert rig.offloader.onload(["optimizer"], limit=NBYTES - 1).nbytes == {"optimizer": 0}
-    assert rig.offloader.onload(["optimizer"]).nbytes == {"optimizer": 2 * NBYTES}
-    rig.assert_restored()
-
-
-def test_a_partial_onload_is_undone_without_a_copy(rig: Rig):
-    rig.offloader.offload()
-    rig.offloader.onload(["optimizer"], read_only=True, wait=False, limit=3 * NBYTES)
-    moved = rig.offloader.offload()
-    assert moved.nbytes == {"optimizer": 3 * NBYTES}
-    assert moved.copied_nbytes == {"optimizer": 0}
-    assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_onload_restores()
-    rig.write(1)
-    assert rig.offloader.offload().copied_nbytes["optimizer"] == 4 * NBYTES
-    rig.assert_onload_restores()
-
-
-def test_an_onload_that_failed_half_way_can_be_undone(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    rig.offloader.offload()
-    fail(monkeypatch, inventory_module.Storage, "take_back", owner="optimizer 2")
-    with pytest.raises(OffloadError, check=has_code("onload-failed", "optimizer 2", "out of memory")):
-        rig.offloader.onload(["optimizer"], read_only=True, wait=False)
-    assert rig.on_device("optimizer") == [True, True, False, False]
-    monkeypatch.undo()
-    rig.offloader.offload()
-    assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_onload_restores()
-
-
 def test_an_onload_without_wait_returns_before_the_copy(gate: threading.Event):
     rig = Rig(elastic=True)  # restored memory holds zeros until the copy
     rig.offloader.offload()
@@ -126,17 +86,6 @@ def test_an_offload_that_began_frees_nothing_until_offload_is_called(rig: Rig, g
     rig.assert_onload_restores()
 
 
-def test_an_offload_that_began_can_be_cancelled(rig: Rig, gate: threading.Event):
-    rig.offloader.begin_offload()
-    gate.set()
-    rig.offloader.onload()
-    assert not any(map(rig.offloader.is_offloaded, rig.tensors))
-    rig.assert_restored()
-    rig.write(1)  # the arena now holds older values
-    assert rig.offloader.offload().copied_nbytes == {"param": 4 * NBYTES, "grad": 0, "optimizer": 4 * NBYTES}
-    rig.assert_onload_restores()
-
-
 def test_a_failure_to_begin_an_offload_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     def full(*_arguments: Any, **_options: Any) -> None:
         raise MemoryError("no host memory")
@@ -146,14 +95,6 @@ def test_a_failure_to_begin_an_offload_moves_nothing(rig: Rig, monkeypatch: pyte
         rig.offloader.begin_offload()
     monkeypatch.undo()
     rig.assert_still_works()
-
-
-def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arena, "_timed_copy", lambda *_tensors: 10.0)
-    rig.offloader.begin_offload(["optimizer"])
-    rig.offloader.offload()
-    assert rig.offloader.take_hidden_seconds() == pytest.approx(40, abs=1)
-    assert rig.offloader.take_hidden_seconds() == 0
 
 
 def test_without_a_thread_the_copy_is_made_by_the_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch):
@@ -194,37 +135,6 @@ def test_contents_of_a_failed_copy_stay_in_host_memory(rig: Rig, is_lasting: boo
             rig.offloader.wait()
         errors.clear()
     rig.assert_onload_restores()
-    rig.assert_still_works()
-
-
-@pytest.mark.parametrize("copies_first", [False, True])
-def test_an_offload_cancels_an_onload_in_the_background(rig: Rig, gate: threading.Event, copies_first: bool):
-    rig.offloader.offload()
-    rig.offloader.onload(["optimizer"], wait=False)
-    if copies_first:
-        gate.set()
-    threading.Timer(0.05, gate.set).start()  # offload waits for a copy that may be under way
-    assert rig.offloader.offload().copied_nbytes["optimizer"] == 0
-    assert rig.on_device("optimizer") == [False] * 4
-    rig.assert_onload_restores()
-
-
-def test_a_failure_before_an_offload_changes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    rig.offloader.offload()
-    rig.offloader.onload(read_only=True)
-    digest = inventory_module.box_digest
-    calls = []
-
-    def failing(tensor: torch.Tensor) -> int:
-        calls.append(tensor)
-        if len(calls) == 6:  # in the second kind, after the first is listed
-            raise MemoryError("no memory on the device")
-        return digest(tensor)
-
-    monkeypatch.setattr(inventory_module, "box_digest", failing)
-    with pytest.raises(MemoryError):
-        rig.offloader.offload()
-    monkeypatch.undo()
     rig.assert_still_works()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from unittest import mock
 
@@ -15,8 +14,7 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-from hybrid_engine.memory.host_pages import HostMemory
-from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Spans, Storage
+from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
 from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.failing import fail
@@ -299,30 +297,6 @@ def test_invalid_records_are_refused(make, message: str):
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
-@pytest.mark.parametrize("is_released", [False, True])
-def test_a_failure_to_release_pages_loses_no_contents(
-    as_parts: bool, is_released: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Pages are recorded as released first, so saved contents are restored in either case."""
-    flat = filled(4 * PAGE)
-    expected = flat.clone()
-    offloader = offloader_of(flat)
-    release = HostMemory.release
-
-    def failing(self: HostMemory, *span: int) -> None:
-        if is_released:
-            release(self, *span)
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(HostMemory, "release", failing)
-    with pytest.raises(OffloadError, check=has_code("offload-failed", "no memory")):
-        offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) if as_parts else offloader.offload()
-    monkeypatch.undo()
-    offloader.onload()
-    assert torch.equal(flat, expected)
-
-
-@pytest.mark.parametrize("as_parts", [False, True])
 def test_unexpected_writes_are_kept(as_parts: bool):
     flat = filled(4 * PAGE)
     offloader = offloader_of(flat)
@@ -337,35 +311,3 @@ def test_unexpected_writes_are_kept(as_parts: bool):
         offloader.onload({"param"}, read_only=True)
         assert torch.equal(flat, expected)
         offloader.offload({"param"})
-
-
-SIZE = 40
-PAIRS = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE))
-RANGES = PAIRS.map(lambda pair: (min(pair), max(pair)))
-
-
-def numbers(ranges: list[tuple[int, int]]) -> set[int]:
-    return {number for start, stop in ranges for number in range(start, stop)}
-
-
-@given(st.lists(RANGES, max_size=12), PAIRS)
-def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], queried: tuple[int, int]) -> None:
-    """A range that ends before it starts is empty."""
-    spans = Spans()
-    model = set()
-    for start, stop in added:
-        first, last = spans.add(start, stop)
-        model |= numbers([(start, stop)])
-        assert numbers([(start, stop)]) <= numbers([(first, last)]) <= model
-    ranges = list(spans)
-    assert numbers(ranges) == model
-    assert spans.nbytes == len(model)
-    assert all(start < stop for start, stop in ranges)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges)), "adjacent ranges are joined"
-    missing = spans.missing(*queried)
-    assert numbers(missing) == numbers([queried]) - model
-    assert all(start < stop for start, stop in missing)
-    spans.clear()
-    assert list(spans) == []
-    assert spans.nbytes == 0
-    assert spans.missing(0, 3) == [(0, 3)]

@@ -44,21 +44,6 @@ def test_a_handler_runs_at_the_end_of_the_block(set_signal: Callable[[int, Handl
     assert received == [signal.SIGUSR1] * 2
 
 
-def test_every_handler_runs_even_if_another_raises(set_signal: Callable[[int, Handler], None]) -> None:
-    received: list[int] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    set_signal(signal.SIGUSR1, stop)
-    set_signal(signal.SIGUSR2, lambda number, _frame: received.append(number))
-    with pytest.raises(KeyboardInterrupt), signals_held():
-        send(signal.SIGUSR1)
-        send(signal.SIGUSR2)
-    assert received == [signal.SIGUSR2]
-    assert signal.getsignal(signal.SIGUSR1) is stop
-
-
 def test_every_handler_is_restored_and_runs_even_if_another_raises(
     set_signal: Callable[[int, Handler], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,6 @@ def test_the_installed_torch_has_the_name(private: PrivateName) -> None:
     assert exists(private), private.reason
 
 
-@pytest.mark.parametrize("target", ["torch:nothing", "torch.no_module:name", "torch.nn:Linear.nothing"])
-def test_a_missing_name_is_detected(target: str) -> None:
-    assert not exists(PrivateName(target, "a test"))
-
-
 def test_storages_without_memory_are_distinguished() -> None:
     first, second = (torch.zeros(4).untyped_storage() for _ in range(2))
     view = torch.empty(0).set_(first)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError
+from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError
 from hybrid_engine.ranks import uncaught
 from hybrid_engine.tools.launching import run_ranks
 
@@ -139,9 +139,6 @@ def test_a_killed_rank_is_one_line_on_other_ranks() -> None:
     assert len(lines) <= 4, lines  # each rank may also print a line of the failure watch
 
 
-# -- in this process --
-
-
 class Notes:
     """Stand-in for the launcher's store."""
 
@@ -168,18 +165,6 @@ def print_as(rank: str, error: HybridEngineError) -> None:
 def with_cause(error: HybridEngineError, cause: BaseException) -> HybridEngineError:
     error.__cause__ = cause
     return error
-
-
-@pytest.mark.parametrize("printed_cause", ["of rank 0", "another"])
-def test_a_rank_prints_one_line_only_if_rank_0_printed_the_cause(
-    printed_cause: str, notes: type[Notes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_as("0", with_cause(ReshardError("checking"), LookupError(printed_cause)))
-    error = RemoteError("checking failed on 1 rank(s)")
-    error.cause_on_rank_0 = "LookupError: of rank 0"
-    print_as("2", error)
-    is_short = "rank 2 ends by RemoteError; rank 0 prints the cause" in capsys.readouterr().err
-    assert is_short == (printed_cause == "of rank 0")
 
 
 @pytest.mark.parametrize("is_explained", [True, False])

@@ -146,46 +146,36 @@ class _Flaky:
         return getattr(self._store, name)
 
 
-def paused(rank: int, agreement: Agreement, *, is_elsewhere: bool = False) -> None:
+def paused(rank: int, agreement: Agreement) -> None:
     """Rank 1 is stopped until the others notice, then continues after their patience has ended.
 
-    It sends no beats while they check, like a rank on a host too busy to run its thread. Ranks on
-    another host cannot see its process, so there it sends beats again before their patience ends.
-    Every step waits for an event, none for a time.
+    It sends no beats while they check, like a rank on a host too busy to run its thread. Every step
+    waits for an event, none for a time.
     """
     failure_watch._SECONDS_TO_SPARE = FOR_EVER
     watch = agreement._watch
     stalled = _Stalled(agreement._watch._threads_store)
     with agreement.phase("generate"):
         if rank == 1:
-            if not is_elsewhere:
-                watch._threads_store = stalled
-                stalled.is_waiting.wait()
+            watch._threads_store = stalled
+            stalled.is_waiting.wait()
             os.kill(os.getpid(), signal.SIGSTOP)
             _wait_until(lambda: watch.num_at("checked") == 2)
             stalled.may_continue.set()
             return
         _wait_until(lambda: 1 in watch._pids)
         pid = watch._pids[1]
-        if is_elsewhere:
-            watch._space = None
-            watch._pids = {}
         if rank == 0:  # the rank that watches rank 1
             watch.set_silence(SILENCE)
         _wait_until(lambda: [failure for failure in watch._known.failures if failure.rank == 1])
-        (failure,) = watch._known.failures
         watch.num_at("noticed", arriving=True)
         _wait_until(lambda: watch.num_at("noticed") == 2)
         os.kill(pid, signal.SIGCONT)
-        _wait_until(lambda: not state_of(pid) and (_count(watch, 1) != failure.beat if is_elsewhere else True))
+        _wait_until(lambda: not state_of(pid))
         failure_watch._SECONDS_TO_SPARE = 0.5
         first = int(_count(watch, rank))
         _wait_until(lambda: int(_count(watch, rank)) > first + 4)
         watch.num_at("checked", arriving=True)
-
-
-def paused_elsewhere(rank: int, agreement: Agreement) -> None:
-    paused(rank, agreement, is_elsewhere=True)
 
 
 class _Stalled:
@@ -264,7 +254,6 @@ SURVIVED: dict[str, Scenario] = {
     "slow replica": slow_replica,
     "store error": store_error,
     "paused": paused,
-    "paused elsewhere": paused_elsewhere,
     "building": building,
     "after the end": after_the_end,
 }

@@ -34,7 +34,7 @@ class Model:
         self._values = values
         self.parts = list[Mapping[str, torch.Tensor]]()
         self.rates = list[float]()
-        self.engine = mock.Mock(learning_rate=0.5)
+        self.engine = mock.Mock(optimizer=mock.Mock(learning_rate=0.5))
         self.set_learning_rate = self.rates.append
         self.copy_actor = mock.Mock()
 

@@ -1,4 +1,7 @@
-"""Message deltas from real trainers to a real server, which is killed and restarted in between."""
+"""Message deltas from real trainers to a real server, which is killed and restarted in between.
+
+The rest of a publish with failures is in test_off_policy.py, with fakes of both engines.
+"""
 
 from __future__ import annotations
 

@@ -374,36 +374,6 @@ def test_a_server_generates_until_other_trainers_write(ranks: Ranks, tmp_path: P
     assert observations == [state_with(0), state_with(0), state_with(1)]
 
 
-def send_changes(trainers: Trainers) -> list[Any]:
-    trainers.training.frozen = ("first",)
-    observations = []
-    with closing(trainers.publisher(incremental="auto")) as publisher:
-        for fault in (None, None, ("trainer 1", "prepare"), ("server", "commit second"), None):
-            if fault is not None:
-                trainers.arm(*fault)
-                error = trainers.publish(publisher)
-                assert "no memory" in error, error
-            assert trainers.publish(publisher) == ""
-            report = publisher.last_report
-            state = trainers.observe()
-            assert report is not None
-            nbytes = (report.bytes_received, report.bytes_skipped)
-            observations.append((*nbytes, state and state["version"], state and state["weights"]))
-            trainers.step(publisher)
-    return observations
-
-
-def test_only_changes_are_sent(ranks: Ranks, tmp_path: Path) -> None:
-    """A failure within the fill makes the next one complete; a failure before it does not."""
-    observations, *_ = ranks.launch(
-        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_changes, timeout=200
-    )
-    first, second = (4 * rows * columns for rows, columns in SHAPES.values())
-    received = [(first + second, 0), (second, first), (second, first), (first + second, 0), (second, first)]
-    versions = [(str(number), {"first": [0], "second": [number]}) for number in range(5)]
-    assert observations == [(*sent, *state) for sent, state in zip(received, versions, strict=True)]
-
-
 def send_deltas(trainers: Trainers) -> list[Any]:
     """Publish after a step of all elements or a write of a few; another publisher joins at the
     end."""

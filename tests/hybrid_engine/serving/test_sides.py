@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -116,20 +115,6 @@ def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch
         publisher.publish()
         assert publisher.state is State.INFER
         assert server.calls.count("init_weight_transfer_engine") == 2
-
-
-@pytest.mark.parametrize("target", [State.INFER, State.TRAIN])
-def test_a_switch_recovers_from_an_interrupted_one(job: Job, monkeypatch: pytest.MonkeyPatch, target: State) -> None:
-    """Ctrl-C leaves an unfinished update on the servers."""
-    server = NoWorkers()
-    with closing(publisher_of(job, server)) as publisher:
-        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-            interrupted.setattr(publisher, "_end_update", mock.Mock(side_effect=KeyboardInterrupt))
-            publisher.publish()
-        assert publisher.state is State.INTERRUPTED
-        publisher.enter(target)
-        assert publisher.state is target
-        assert server.calls[-1] == ("resume" if target is State.INFER else "finish_weight_update")
 
 
 @pytest.mark.parametrize(

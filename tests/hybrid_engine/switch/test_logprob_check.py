@@ -204,15 +204,6 @@ def test_tokens_reach_beyond_windows_within_limits(windows: list[int], most: int
     assert tokens.shape == (NUM_ROWS, length)
 
 
-def test_a_window_longer_than_the_tokens_is_logged(job: None, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hybrid_engine"):
-        for size in (20, 22):  # a window of 22 masks none of at most 21 tokens
-            layers = {0: Attention(0.5, window=size), 1: Attention(0.5)}
-            ProbedRig(layers=layers, served=layers)
-    (line,) = [record.getMessage() for record in caplog.records if "settings alone" in record.getMessage()]
-    assert "log-probabilities of 20 tokens are compared; for windows of 20 tokens" in line
-
-
 def test_a_difference_at_the_end_of_long_sequences_is_an_error() -> None:
     gap = answers(0.0, torch.float32)
     long = Gap(
@@ -273,14 +264,6 @@ def test_an_impossible_check_is_logged_once(
     assert rig.num_probed() == 0
     (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
     assert reason in line
-
-
-def test_a_trainer_without_a_forward_pass_is_not_compared(job: None, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hybrid_engine"):
-        rig = Rig()
-        rig.manager.enter(INFER)
-    assert "FakeTraining cannot be probed" in caplog.text
-    rig.assert_is(INFER)
 
 
 def answers(gap: float, dtype: torch.dtype, spread: float = 1.0) -> Gap:

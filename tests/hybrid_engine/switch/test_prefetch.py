@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from itertools import pairwise
 
 import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
 from hybrid_engine.memory import arena
-from hybrid_engine.switch import setup
 from hybrid_engine.switch.prefetch import Prefetcher, free_beside_vllm
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
@@ -171,21 +169,6 @@ def test_optimizer_state_is_offloaded_before_its_memory_is_needed(job: None):
 # Failures.
 
 
-@pytest.mark.parametrize("call", ["prepare", "check", "allocate second", "commit second", "reset", "offload param"])
-def test_a_failure_during_offload_restores_training(job: None, call: str, gate: threading.Event):
-    rig = Rig(prefetch="auto")
-    rig.training.step()
-    rig.script.arm(call, OffloadError("stuck") if "offload" in call else OSError("odd"))
-    gate.set()
-    with pytest.raises((ReshardError, OffloadError)):
-        rig.manager.enter(INFER)
-    rig.assert_is(TRAIN)
-    rig.training.step()
-    for before, target in pairwise([TRAIN, INFER, TRAIN]):
-        assert rig.manager.enter(target).direction == f"{before}->{target}"
-        rig.assert_is(target)
-
-
 @pytest.mark.parametrize("error", [OffloadError("no memory"), RuntimeError("CUDA out of memory")])
 def test_a_failed_prefetch_is_logged_and_completed_by_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -218,17 +201,3 @@ def test_a_failed_switch_offloads_prefetched_state(ahead: Rig):
 
 
 # Set-up.
-
-
-def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Layouts, plan and handles are exchanged during set-up."""
-    for name in ("plan", "gather_side", "export_handles", "release_schedule"):
-        monkeypatch.setattr(setup, name, None)
-    gathered: list[object] = []
-    monkeypatch.setattr(type(rig.job.agreement), "gather", lambda *arguments: gathered.append(arguments))
-    monkeypatch.setattr(rig.training, "layout", None)
-    monkeypatch.setattr(rig.inference, "layout", None)
-    report = rig.manager.enter(INFER)
-    rig.assert_is(INFER)
-    assert gathered == []
-    assert {"layout", "plan"} <= report.seconds_by_phase.keys(), "seconds of set-up, in the first report"

@@ -20,9 +20,7 @@ from hybrid_engine.errors import (
     ReshardError,
 )
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch import verifier
 from hybrid_engine.switch.states import State
-from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
@@ -159,20 +157,6 @@ def one_rank_fails() -> dict[str, object]:
         )
         results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective", verify="full")
     return results
-
-
-@scenario
-def sampling_fails_on_rank_0() -> dict[str, object]:
-    """Afterwards both ranks sample the same tensors."""
-    with mock.patch.object(verifier, "NUM_SAMPLED", 1):
-        rig = Rig(verify="sample")
-        rig.training.step()
-        failing = mock.patch.object(Verifier, "begin", side_effect=MemoryError("no sample"))
-        with failing if rig.training.rank == 0 else nullcontext():
-            error = error_of(lambda: rig.manager.enter(INFER))
-        rig.assert_is(TRAIN)
-        assert_switches_succeed(rig)
-    return error
 
 
 @scenario
@@ -390,7 +374,6 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
         ["entering rollout_context (1 numbers) on rank 1"],
         {},
     ),
-    "sampling_fails_on_rank_0": ((ReshardError, REMOTE), ["MemoryError: no sample"], {}),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
     "restore_fails_on_rank_1": (
         (ReshardError, ReshardError),

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,6 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, ReshardError, TransportError
 from hybrid_engine.memory import descriptors, device_pages
 from hybrid_engine.ranks import groups
-from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
@@ -61,21 +59,6 @@ def test_a_job_with_another_timeout_is_refused(job: None) -> None:
     rig = Rig(build=False)
     rig.config = rig.config.model_copy(update={"timeout_seconds": 61.0})
     assert "generate_config.timeout_seconds: 61, but the job was joined with 60" in refusal_of(rig)
-
-
-@pytest.mark.slow
-def test_waiting_for_other_ranks_counts_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    conclude = Agreement.conclude
-
-    def slow(self: Agreement, phase: str, *rest: Any, **named: Any) -> None:
-        # As if another rank came late to these phases.
-        time.sleep(0.2 if phase in ("exchange of layouts", "comparison of plans") else 0)
-        conclude(self, phase, *rest, **named)
-
-    monkeypatch.setattr(Agreement, "conclude", slow)
-    seconds = Rig().manager.enter(INFER).seconds_by_phase
-    assert seconds["layout"] > 0.4  # both sides
-    assert seconds["plan"] > 0.2
 
 
 REASON = "rank 1 cannot read the memory of rank 0: not permitted"

@@ -1,14 +1,15 @@
-"""Fill and release of inference weights, with a fake engine in one process and on two ranks."""
+"""Fill and release of inference weights, with a fake engine in one process.
+
+test_ranks.py fails on one of two ranks.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.memory import elastic
@@ -19,7 +20,6 @@ from hybrid_engine.switch.weight_container import ContainerState, FillReport, We
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.hybrid_engine.transports.in_process import InProcessTransport
@@ -145,6 +145,8 @@ def test_cycles_and_idempotent_release():
         assert container.state is ContainerState.EMPTY
         assert not weights.in_force
     assert weights.script.calls.count("release") == 3
+    with pytest.raises(StateError, check=has_code("group-not-kept", "group2")):
+        container.begin({1})
 
 
 class Follower:
@@ -179,15 +181,6 @@ def test_follower_is_called_before_a_bucket_is_in_force():
     follower = Follower(weights)
     fill(WeightContainer(weights, make_plan(), in_process_router(0)), source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
-
-
-def test_a_failed_release_leaves_the_container_partial():
-    weights = Weights(0, "release")
-    container = WeightContainer(weights, make_plan(), in_process_router(0))
-    fill(container, source_of(0))
-    with pytest.raises(MemoryError):
-        container.release()
-    assert container.state is ContainerState.PARTIAL
 
 
 def test_errors_of_the_engine_are_not_wrapped():
@@ -288,89 +281,3 @@ def test_a_plan_that_does_not_complete_each_group_once_is_refused():
     assert [str(fault).split(" of ")[0] for fault in failure.value.findings] == ["group 'group2'", "group 'group3'"]
     with pytest.raises(PlanError, match="completed by 2 buckets"):
         WeightContainer(Weights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
-
-
-# Two real ranks: if one fails, the other must not wait.
-
-
-FAILURES = ("allocate group0", "commit group3", "prepare", "run")
-
-
-def _out_of_memory(*_: object) -> NoReturn:
-    raise MemoryError("not a byte left")
-
-
-def fill_on_rank() -> list[list[object]]:
-    """Fail on rank 0, in the engine or in entering its transports, once per call of `FAILURES`.
-
-    After each failure both ranks release, and fill again over the same connections.
-    """
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
-    router = TransportSet.connect(TransportContext(rank, buffers, {}, dist.group.WORLD, timeout=60))
-    results = []
-    for call in FAILURES:
-        weights = Weights(rank, call if rank == 0 and "group" in call else "")
-        if rank == 0 and "group" not in call:
-            setattr(router, call, _out_of_memory)  # hides the method on this instance only
-        container = WeightContainer(weights, make_plan(Link.NETWORK), router)
-        start = time.monotonic()
-        try:
-            fill(container, source_of(rank))
-            outcome = "filled"
-        except ReshardError as error:
-            outcome = f"{type(error).__name__}: {error}"
-        seconds = time.monotonic() - start
-        container.release()
-        vars(router).pop(call, None)  # makes the method visible again
-        report = fill(container, source_of(rank))
-        assert_filled(weights)
-        results.append([outcome, seconds, nbytes_by_transport(report)])
-    _skip_on_rank(rank, router)
-    router.close()
-    dist.destroy_process_group()
-    return results
-
-
-def _skip_on_rank(rank: int, router: TransportSet) -> None:
-    """Skip the middle bucket, so that the other two use the same memory in turn."""
-    weights = Weights(rank)
-    container = WeightContainer(weights, make_plan(Link.NETWORK), router)
-    fill(container, source_of(rank))
-    for fails in (False, True, False):
-        container.release(["group2"])
-        assert container.kept() == weights.in_force & {"group2"}
-        skipped = {1} if container.kept() else set()
-        weights.script.take()
-        if fails and rank == 0:
-            weights.fail_in("allocate group3")
-        try:
-            report = fill(container, source_of(rank), skipped=skipped)
-            assert_filled(weights)
-            assert any("group2" in call for call in weights.script.calls) == (not skipped)
-            assert sum(report.nbytes_by_link.values()) + report.skipped_nbytes == NBYTES * (NUM_GROUPS - rank)
-        except ReshardError:
-            assert fails
-            assert container.state is ContainerState.PARTIAL
-        if fails:  # the switch also releases on a rank that finished before the other failed
-            container.release()
-    with pytest.raises(StateError, check=has_code("group-not-kept", "group2")):
-        container.release()
-        container.begin({1})
-
-
-def test_no_rank_waits_for_a_failed_rank(ranks: Ranks):
-    of_rank_0, of_rank_1 = ranks.launch(fill_on_rank, 2, timeout=200)
-    assert all(result[0].startswith("ReshardError: rank 0") for result in of_rank_0)
-    assert all("MemoryError: not a byte left" in result[0] for result in of_rank_0[2:])
-    assert "rank 0, before the first bucket" in of_rank_1[2][0]
-    assert "rank 0, bucket 0, phase transfer" in of_rank_1[3][0]
-    assert "phase allocate" in of_rank_0[0][0]
-    assert "phase commit" in of_rank_0[1][0]
-    assert "PeerTransportError" in of_rank_1[0][0]
-    assert "rank 0, bucket 0, phase allocate" in of_rank_1[0][0]
-    assert of_rank_1[1][0] == "filled"  # the commit of the last bucket is local to rank 0
-    for _, seconds, nbytes in of_rank_1:
-        assert seconds < 30
-        assert nbytes == {"local": 2 * NBYTES, "shared_memory": 0, "collective": NBYTES}

@@ -63,30 +63,9 @@ def test_a_delta_holds_the_changes_if_it_is_shorter(pair: tuple[torch.Tensor, to
             assert len(expected) >= new.numel()
             return
         assert delta.numpy().tobytes() == (expected if count else b"")
+        assert delta.numel() < new.numel() or not count
         apply(delta, old)
     assert torch.equal(old, new)
-
-
-@pytest.mark.parametrize("count", [0, 1, BLOCK, 65 * BLOCK, 66 * BLOCK, 100 * BLOCK])
-def test_the_shorter_form_is_chosen_by_bytes(count: int) -> None:
-    old = message(100 * BLOCK, 0)
-    delta, num_changed = encode(changed(old, range(count)), old)
-    nbytes = 3 * count + 2 * 100 if count else 0  # 3 per changed word, 2 per block
-    assert num_changed == count
-    assert (None if delta is None else delta.numel()) == (nbytes if nbytes < old.numel() else None)
-
-
-def test_bits_are_compared_not_values() -> None:
-    old = torch.zeros(BLOCK, dtype=torch.bfloat16)
-    old[:2] = torch.tensor([float("nan"), 1.0])
-    new = old.clone()
-    new[2] = -0.0
-    new.view(torch.int16)[0] ^= 1  # another NaN
-    delta, num_changed = encode(new.view(torch.uint8), old.view(torch.uint8))
-    assert delta is not None
-    assert num_changed == 2
-    apply(delta, old.view(torch.uint8))
-    assert torch.equal(new.view(torch.int16), old.view(torch.int16))
 
 
 @pytest.mark.parametrize(

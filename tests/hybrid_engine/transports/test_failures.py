@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, get_args
@@ -14,16 +13,14 @@ import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, TransportError
-from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports import deltas
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.pull import SharedMemoryTransport
-from hybrid_engine.transports.router import REGISTRY, TransportSet, choose_transport, export_handles
-from tests.harness.errors import has_code, has_violations
+from hybrid_engine.transports.router import REGISTRY, TransportSet, choose_transport
+from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
@@ -231,31 +228,6 @@ def test_different_plans_are_detected(outcomes):
 
 def test_a_lost_connection_is_an_error(outcomes):
     check_error(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
-
-
-# Shared memory: no rank waits for another, so only mapping can fail.
-
-
-def pull_with(handles: dict) -> None:
-    transport = SharedMemoryTransport(1, handles)
-    transport.run(7, [transfer_between(0, 1, Link.HOST)], {}, {"dst0": torch.zeros(NUMEL)})
-
-
-def export_from_a_process(connection) -> None:
-    connection.send(export_handles(0, {"src": allocate_elastic(NUMEL, torch.float32, "cpu", "param")}))
-
-
-@pytest.mark.slow
-def test_shared_memory_of_an_ended_peer_is_an_error_with_its_location():
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=export_from_a_process, args=(sender,))
-    process.start()
-    handles = receiver.recv()
-    process.join()
-    located = has_code("copy-failed", "bucket 7", "phase read", "peer 0", "tensor tensor")
-    with pytest.raises(TransportError, check=located):
-        pull_with(handles)
 
 
 @pytest.mark.parametrize(
