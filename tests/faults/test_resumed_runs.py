@@ -36,14 +36,14 @@ def test_a_critic_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         assert {key: row.get(key) for key in RESULTS} == {key: other.get(key) for key in RESULTS}
 
 
-CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[1]
+CODE = re.search(r"```python\n(# ppo\.py.*?)```", (REPO_ROOT / "docs" / "worker.md").read_text(), re.DOTALL)[1]
 SETTINGS = 'RUN, NUM_STEPS, LENGTH = Path("runs/ppo"), 8, 11'
 
 
 def run(directory: Path, num_steps: int) -> list[str]:
     lines: list[str] = []
     code = CODE.replace(SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11")
-    exec(compile(code, "docs/checkpoints.md", "exec"), {"print": lines.append})
+    exec(compile(code, "docs/worker.md", "exec"), {"print": lines.append})
     return lines
 
 
