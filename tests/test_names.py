@@ -41,7 +41,7 @@ IN_LIBRARIES = {
 ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
     "TRL, options": "eval_on_start log_completions num_completions_to_print save_total_limit",
-    "environment variables of trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
+    "environment variables of trackers": "MLFLOW_TRACKING_URI",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
     "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",
