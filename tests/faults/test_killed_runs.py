@@ -1,4 +1,4 @@
-"""The job of the quick start, killed repeatedly at random moments, resumes and ends with the rows
+"""The job of examples/one_call.py, killed repeatedly at random moments, resumes and ends with the rows
 of an undisturbed run.
 
 python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line per start, and the findings
@@ -29,7 +29,7 @@ from tests.harness.launch import REPO_ROOT
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-CODE = re.search(r"```python\n(# rl\.py.*?)```", (REPO_ROOT / "docs" / "quick_start.md").read_text(), re.DOTALL)[1]
+CODE = (REPO_ROOT / "examples" / "one_call.py").read_text()
 STEPS = "steps=8,"
 OUT = '"runs/even"'
 NUM_STEPS = 12
@@ -115,7 +115,7 @@ def run_and_kill(
 
 
 class KilledJob:
-    """The job of the quick start in one directory."""
+    """The job of examples/one_call.py in one directory."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory = directory
@@ -207,7 +207,7 @@ NUM_KILLS = 4
 
 def test_every_killed_run_resumes(tmp_path: Path, record: Callable[..., None]) -> None:
     findings = kill_runs(tmp_path, NUM_KILLS, 1, print)
-    fault = f"{findings.kills.total()} kills of the quick start's job"
+    fault = f"{findings.kills.total()} kills of one_call.py"
     record(fault=fault, message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
     assert findings.kills.total() == NUM_KILLS
