@@ -5,6 +5,8 @@
 The reward, the share of even tokens, rises from 0.533 to 1.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
@@ -19,7 +21,7 @@ prompts = [[first, 2, 3, 4] for first in range(8)]
 sampling = Sampling(n=8, max_tokens=8, ignore_eos=True)
 
 
-def loss(batch: dict[str, torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
+def loss(batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
     """Return the mean of log_probs [b, S] of completions, weighted by advantages."""
     return -(batch["advantages"][:, None] * log_probs[:, 3:]).mean()  # the first 3: the prompt's
 
