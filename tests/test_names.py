@@ -43,7 +43,7 @@ ELSEWHERE = {
     "TRL, options": "eval_on_start log_completions num_completions_to_print save_total_limit",
     "environment variables of trackers": "MLFLOW_TRACKING_URI",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
-    "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
+    "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo ref_log_prob",
     "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",
     "verl's trainer": "trainer.test_freq",
     "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",
