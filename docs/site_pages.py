@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the site that lie outside docs/, and links from pages to the files of the repository.
+"""A hook of mkdocs: pages of the site that are not in docs/, and links from pages to the files of the repository.
 
 Every page is written to be read in the repository too, so that its links are relative to its own file. On the site a
 link to another page leads to that page, and one to a source file, which the site does not have, becomes plain text.
@@ -28,8 +28,81 @@ OUTSIDE = {
     "recipe.md": "examples/recipes/README.md",
     "security.md": "SECURITY.md",
 }
+# Heading of the API reference -> names that the site documents by their docstrings.
+REFERENCE = {
+    "Configuration": ["config.loading.load_config", "config.keys.HybridConfig"],
+    "GRPO and PPO: `hybrid_engine.rl`": [
+        "rl.loop.train",
+        "rl.loop.Loop",
+        "rl.conversations.converse",
+        "rl.conversations.Conversation",
+        "rl.config.LoopConfig",
+        "rl.config.GrpoConfig",
+        "rl.config.PpoConfig",
+        "rl.run_files.RunFiles",
+        "rl.losses",
+    ],
+    "The worker": ["trainer.worker.ActorHybridWorker"],
+    "Reference and critic models": [
+        "trainer.reference_and_critic.ReferenceModel",
+        "trainer.reference_and_critic.ValueModel",
+        "trainer.reference_and_critic.generalized_advantages",
+        "trainer.reference_and_critic.value_loss",
+    ],
+    "More of PPO: `hybrid_engine.trainer.reference_and_critic.advantages`": [
+        "trainer.reference_and_critic.advantages.whitened",
+        "trainer.reference_and_critic.advantages.explained_variance",
+    ],
+    "Batches: `hybrid_engine.trainer.batches`": [
+        "trainer.batches.build_batch",
+        "trainer.batches.pack",
+        "trainer.batches.PackedRows",
+        "trainer.batches.mean_weights",
+    ],
+    "The engine": ["hybrid_engine.HybridEngine", "trainer.megatron.train_engine.TrainEngine"],
+    "Your own Megatron": ["attaching.attachment.prepare", "attaching.attachment.attach"],
+    "Generation": [
+        "backends.vllm.Sampling",
+        "backends.vllm.Completion",
+        "backends.vllm.InferenceEngine",
+    ],
+    "Arguments for chats: `hybrid_engine.backends.vllm.prompts`": [
+        "backends.vllm.prompts.ChatArguments",
+    ],
+    "Switches": [
+        "switch.report.ReshardReport",
+        "switch.states.State",
+        "switch.sharding_manager.ShardingManager",
+    ],
+    "A job": ["ranks.job.Job"],
+    "Ports: `hybrid_engine.ports`": ["ports"],
+    "Errors: `hybrid_engine.errors`": ["errors"],
+}
+PATCHES = [
+    "megatron_patches.patch.apply",
+    "megatron_patches.patch.revert",
+    "megatron_patches.patch.Patch",
+]
+REFERENCE_PAGE = "api.md"
+
 _FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def reference() -> str:
+    """Return the page of the API reference, which mkdocstrings fills with docstrings."""
+    names = {
+        heading: [f"hybrid_engine.{name}" for name in documented]
+        for heading, documented in REFERENCE.items()
+    }
+    names["Patches: `megatron_patches`"] = PATCHES
+    lines = [
+        "# API reference",
+        "Import names from `hybrid_engine`, unless the heading gives another module.",
+    ]
+    for heading, documented in names.items():
+        lines += [f"## {heading}", *(f"::: {name}" for name in documented)]
+    return "\n\n".join(lines) + "\n"
 
 
 def source_of(page: str) -> str:
@@ -63,9 +136,10 @@ def with_links_of_the_site(markdown: str, page: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of `OUTSIDE`."""
+    """Add the pages of `OUTSIDE` and the API reference."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, REFERENCE_PAGE, content=reference()))
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files

@@ -6,7 +6,7 @@
     token_outputs.py   entropy and most likely tokens, from logits split over ranks by vocabulary
     loss_results.py    checks of the return value of a loss function
 
-docs/batches.md is the user's page.
+docs/worker.md is the user's page.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def test_the_snippets_of_the_page_on_generation_run(launched: Outcomes) -> None:
 
 def test_one_rank_has_the_environments(launched: Outcomes) -> None:
     first, second = (observed["snippets"]["messages"] for observed in launched["switched"])
-    assert first[:3] == ["system", "user", "assistant"]
+    assert first[:3] == ["user", "assistant"]
     assert second == []
 
 
