@@ -22,7 +22,7 @@ and layouts/, which build the layouts, in config/, which checks their sizes, and
 settings.
 
     attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
-    hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
+    hybrid_engine.py   HybridEngine: around a transformers model, or a trainer of your own
     rl/                GRPO: a loop around a worker, and its losses
     trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, critic, checkpoints
     assembly.py        an inference engine beside a live training model

@@ -44,10 +44,11 @@ from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
-from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import (
     CONFIG_KEY,
+    DELTA_REGISTRY,
+    REGISTRY,
     TransportSet,
     choose_transport,
     export_handles,
@@ -209,10 +210,10 @@ def connect(
                 relays=relays,
                 notify_group=notify_group,
                 buckets=rank_part.plan.buckets,
-                deltas=Deltas() if config.incremental == "delta" else None,
                 timeout=_SHARE_OF_TIMEOUT * job.timeout_seconds,
             )
-            router = TransportSet.connect(context, config.transport)
+            registry = DELTA_REGISTRY if config.incremental == "delta" else REGISTRY
+            router = TransportSet.connect(context, config.transport, registry)
             owner.callback(router.close)
             router.check(rank_part.plan, exported=handles)
             container = WeightContainer(

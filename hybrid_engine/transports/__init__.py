@@ -8,6 +8,7 @@
                          pages, on one host
     collective.py        packed messages over gloo or NCCL
       messages.py          the bytes of each message, derived at both ends
+    delta_transport.py   the same, with messages sent as deltas of the previous ones
       deltas.py            changes since the previous message, sent in place of the message
     copies.py            thousands of small copies in few calls, their errors and their time
 

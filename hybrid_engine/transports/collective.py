@@ -6,15 +6,9 @@
 
 `start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next
 bucket crosses while this one is written and committed. At most NUM_SLOTS buckets are in flight,
-each with separate staging memory, which is reused and grows to the largest bucket.
-
-A fill of deltas (deltas.py) sends nothing ahead. Lengths are known only after the headers have
-arrived, so each bucket takes two batches, both within `run` or `abandon`:
-
-    compare with copies -> headers of all peers --> contents of all valid messages, whole or deltas
-
-Any two ranks post the same sequence for each other, and wait only for messages that the other posts
-in the same bucket.
+each with separate staging memory, which is reused and grows to the largest bucket. Any two ranks
+post the same sequence for each other, and wait only for messages that the other posts in the same
+bucket.
 
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its
 messages. Their headers declare the pieces void and carry the reason. No peer is therefore left
@@ -26,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -49,7 +43,6 @@ from hybrid_engine.transports.copies import (
     copy_straight,
     failure_at,
 )
-from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import (
     ALIGNMENT,
     HEADER_NBYTES,
@@ -95,12 +88,12 @@ class _BucketMessages:
         )
 
 
-_Part = tuple[int, torch.Tensor]
+Part = tuple[int, torch.Tensor]
 """A peer, and the bytes that are sent to it or received from it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Posted:
+class Posted:
     """Posted operations; `works[i]` exchanges messages with `peers[i]`.
 
     Each work is waited for once: a second wait would wait for the next message with gloo.
@@ -112,23 +105,18 @@ class _Posted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _InFlight:
+class InFlight:
     """The messages of a bucket that are being exchanged.
 
     Attributes:
         incoming: messages with the memory that receives them.
-        posted: operations of all messages, or of their headers.
+        posted: operations of the messages.
         failure: reason why the outgoing messages are void, or the incoming ones are lost.
-        contents: parts to send after the headers of the incoming messages have arrived; None if
-            `posted` is complete.
-        deltas: deltas received in place of contents, by peer.
     """
 
     incoming: Sequence[StagedMessage]
-    posted: _Posted
+    posted: Posted
     failure: TransportError | None
-    contents: Sequence[_Part] | None
-    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class CollectiveTransport:
@@ -152,18 +140,15 @@ class CollectiveTransport:
         self._planner = MessagePlanner(
             context.rank, context.source_buffers, context.destination_buffers, self._relays.buffers
         )
-        self._deltas = context.deltas
         self._group = context.group
         self._notify_group = context.notify_group or context.group
         self._device = _staging_device(self._group)
         self._notify_device = _staging_device(self._notify_group)
-        # On the host, messages are received directly into the copies that deltas are applied to.
-        self._receives_copies = self._device.type == "cpu"
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
         # Both by bucket.
         self._shares: dict[int, _BucketMessages] = {}
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._broken: dict[Group, TransportError] = {}
 
     @staticmethod
@@ -186,10 +171,10 @@ class CollectiveTransport:
     ) -> None:
         """Post the messages of a bucket if they are not posted yet; see `ports.Transport`.
 
-        Does nothing in a fill of deltas. A failure to read is raised by `run`. Raises
-        TransportError when the group is unusable or memory is short.
+        A failure to read is raised by `run`. Raises TransportError when the group is unusable or
+        memory is short.
         """
-        if bucket not in self._in_flight and not self._sends_deltas:
+        if bucket not in self._in_flight:
             self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
 
     @torch.no_grad()
@@ -214,8 +199,7 @@ class CollectiveTransport:
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
-            if self._deltas is not None:
-                self._complete(bucket, exchange, self._deltas)
+            self._complete(bucket, exchange.incoming)
             self._unpack(bucket, share, exchange.incoming, destination)
             copy_straight(
                 self.name,
@@ -252,7 +236,9 @@ class CollectiveTransport:
         incoming = self._bare_headers(senders)
         for staged in outgoing:
             staged.write_header(bucket, reason)
-        posted = self._post(bucket, phase, _parts(incoming), _parts(outgoing), self._notify_group)
+        posted = self._post(
+            bucket, phase, parts_of(incoming), parts_of(outgoing), self._notify_group
+        )
         self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
         return self._peer_failure(bucket, phase, incoming)
 
@@ -274,13 +260,11 @@ class CollectiveTransport:
         return nbytes
 
     def close(self) -> None:
-        """Free staging memory and copies; idempotent.
+        """Free staging memory; idempotent.
 
         Process groups stay open: they belong to the caller. No bucket may be in flight.
         """
         self._staging.clear()
-        if self._deltas is not None:
-            self._deltas.close()
         self._shares.clear()
 
     def staging_nbytes(self) -> int:
@@ -318,107 +302,50 @@ class CollectiveTransport:
         transfers: Sequence[Transfer],
         source: FlatBuffers | None,
         reason: str,
-    ) -> _InFlight:
+    ) -> InFlight:
         """Pack and post the messages of a bucket; without a source they are void for `reason`."""
         self._raise_if_broken(bucket, self._group)
         with self._clock.phase("read"):
-            share = self._share_of(bucket, transfers)
-            slot = bucket % NUM_SLOTS
-            sizes = [message.staged_nbytes for message in share.outgoing]
-            # Messages of the previous bucket may still be in flight, in the other slot.
-            memory = self._staged_parts(f"send {slot}", sizes)
-            sent = [
-                message.staged_in(part)
-                for message, part in zip(share.outgoing, memory, strict=True)
-            ]
-            received = self._awaited(bucket, f"receive {slot}", share.incoming)
-            failure = None
-            if source is not None:
-                failure = self._pack(bucket, share, sent, source)
-                if failure is not None:
-                    reason = str(failure)
-            contents, delta_failure = self._write_headers(bucket, sent, reason)
-        headers_first = self._sends_deltas
-        posted = self._post(
-            bucket,
-            "transfer",
-            _parts(received, headers=headers_first),
-            _parts(sent, headers=headers_first),
-            self._group,
-        )
-        remaining = contents if headers_first else None
-        return _InFlight(received, posted, failure or delta_failure, remaining)
+            sent, received, failure = self._packed(bucket, transfers, source)
+            for staged in sent:
+                staged.write_header(bucket, reason if failure is None else str(failure))
+        posted = self._post(bucket, "transfer", parts_of(received), parts_of(sent), self._group)
+        return InFlight(received, posted, failure)
 
-    def _write_headers(
-        self, bucket: int, sent: Sequence[StagedMessage], reason: str
-    ) -> tuple[list[_Part], TransportError | None]:
-        """Write the headers of packed messages, or of messages that are void for `reason`.
+    def _packed(
+        self, bucket: int, transfers: Sequence[Transfer], source: FlatBuffers | None
+    ) -> tuple[list[StagedMessage], list[StagedMessage], TransportError | None]:
+        """Return the messages to send and to receive, and the failure to pack the former.
 
-        Returns the parts that follow the headers in a fill of deltas, and the failure to compute
-        deltas, which makes the messages void.
+        Without a source nothing is packed.
         """
-        deltas: Sequence[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(sent)
-        failure = None
-        if self._deltas is not None and not reason:
-            try:
-                deltas = [
-                    self._deltas.outgoing(bucket, staged.message.peer, staged.contents)
-                    for staged in sent
-                ]
-            except (RuntimeError, MemoryError) as error:
-                # torch and numpy raise these when memory is short.
-                failure = TransportError(
-                    f"{self.name} transport, bucket {bucket}, phase read: {error}",
-                    code="read-failed",
-                )
-                reason = str(failure)
-        contents: list[_Part] = []
-        for staged, (delta, digest) in zip(sent, deltas, strict=True):
-            delta_nbytes = -1 if delta is None else delta.numel()
-            staged.write_header(bucket, reason, delta_nbytes, digest)
-            if not reason:
-                contents.append((staged.message.peer, staged.contents if delta is None else delta))
-        return contents, failure
+        share = self._share_of(bucket, transfers)
+        slot = bucket % NUM_SLOTS
+        sizes = [message.staged_nbytes for message in share.outgoing]
+        # Messages of the previous bucket may still be in flight, in the other slot.
+        memory = self._staged_parts(f"send {slot}", sizes)
+        sent = [
+            message.staged_in(part) for message, part in zip(share.outgoing, memory, strict=True)
+        ]
+        received = self._awaited(bucket, f"receive {slot}", share.incoming)
+        failure = None if source is None else self._pack(bucket, share, sent, source)
+        return sent, received, failure
 
     def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
-        """Return incoming messages with memory to receive them.
-
-        If they may be deltas, each lies in one piece of memory: on the host the copy of the
-        previous message, else staging memory.
-        """
-        if self._deltas is None:
-            bodies = self._staged_parts(side, [message.nbytes for message in messages])
-            awaited = []
-            for message, body in zip(messages, bodies, strict=True):
-                # An image is received in place: it is the beginning of its relay buffer.
-                images = []
-                for image in message.images:
-                    relay = self._relays.tensors[image.buffer.name]
-                    images.append(relay[: image.numel].view(torch.uint8))
-                awaited.append(StagedMessage(message, body, tuple(images)))
-            return awaited
-        # The copies are needed in either case: `_complete` writes them.
-        parts = [
-            self._deltas.received(bucket, message.peer, message.staged_nbytes)
-            for message in messages
-        ]
-        if not self._receives_copies:
-            parts = self._staged_parts(side, [message.staged_nbytes for message in messages])
-        return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
-
-    def _complete(self, bucket: int, exchange: _InFlight, deltas: Deltas) -> None:
-        """Turn received deltas into messages, and copy relay images into their relay buffers."""
-        for staged in exchange.incoming:
-            peer = staged.message.peer
-            delta = exchange.deltas.get(peer)
-            deltas.arrived(bucket, peer, staged.contents, delta, staged.read_header().digest)
-            for image, flat in zip(staged.message.images, staged.images, strict=True):
+        """Return incoming messages with memory to receive them."""
+        bodies = self._staged_parts(side, [message.nbytes for message in messages])
+        awaited = []
+        for message, body in zip(messages, bodies, strict=True):
+            # An image is received in place: it is the beginning of its relay buffer.
+            images = []
+            for image in message.images:
                 relay = self._relays.tensors[image.buffer.name]
-                relay[: image.numel].view(torch.uint8).copy_(flat)
-                if relay.is_cuda:
-                    # Readers are other processes, notified by this host thread and not by the
-                    # stream.
-                    torch.cuda.current_stream(relay.device).synchronize()
+                images.append(relay[: image.numel].view(torch.uint8))
+            awaited.append(StagedMessage(message, body, tuple(images)))
+        return awaited
+
+    def _complete(self, bucket: int, incoming: Sequence[StagedMessage]) -> None:
+        """Complete messages that do not arrive as they were packed; here all do."""
 
     def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return byte tensors of these sizes, cut from the staging memory of `side`."""
@@ -501,68 +428,28 @@ class CollectiveTransport:
 
     # The exchange.
 
-    @property
-    def _sends_deltas(self) -> bool:
-        return self._deltas is not None and not self._deltas.is_whole
-
     def _exchange(
         self,
         bucket: int,
         transfers: Sequence[Transfer],
         source: FlatBuffers | None,
         reason: str = "",
-    ) -> _InFlight:
+    ) -> InFlight:
         """Exchange the messages of a bucket, posting them unless `start` did."""
         exchange = self._in_flight.pop(bucket, None)
         if exchange is None:
             exchange = self._launch(bucket, transfers, source, reason)
-        # Both batches of a fill of deltas share the timeout.
-        deadline = time.monotonic() + self._timeout
-        self._wait(bucket, "transfer", exchange.posted, deadline)
-        if exchange.contents is None:
-            return exchange
-        announced, failure = self._announced(exchange)
-        rest = self._post(bucket, "transfer", announced, exchange.contents, self._group)
-        self._wait(bucket, "transfer", rest, deadline)
-        return replace(exchange, failure=exchange.failure or failure)
-
-    def _announced(self, exchange: _InFlight) -> tuple[list[_Part], TransportError | None]:
-        """Return memory for the contents that the received headers announce, and a failure.
-
-        The failure is a lack of memory. The peers send the contents nevertheless, and they must be
-        received, or the ranks would be out of step from here on. In that case, and if the memory of
-        the message is not the copy, a delta is received into the memory of the message.
-        """
-        failure = None
-        headers = [staged.read_header() for staged in exchange.incoming]
-        # A delta is always shorter than its message.
-        rooms = [staged.contents for staged in exchange.incoming]
-        if self._receives_copies:
-            sizes = [max(header.delta_nbytes, 0) for header in headers]
-            try:
-                rooms = self._staged_parts("deltas", sizes)
-            except TransportError as error:
-                failure = error
-        parts: list[_Part] = []
-        for staged, header, room in zip(exchange.incoming, headers, rooms, strict=True):
-            peer = staged.message.peer
-            memory = staged.contents
-            if header.delta_nbytes >= 0:
-                memory = room[: header.delta_nbytes]
-                exchange.deltas[peer] = memory
-            # The contents of a void message are not sent.
-            if not header.failure:
-                parts.append((peer, memory))
-        return parts, failure
+        self._wait(bucket, "transfer", exchange.posted, time.monotonic() + self._timeout)
+        return exchange
 
     def _post(
         self,
         bucket: int,
         phase: str,
-        received: Iterable[_Part],
-        sent: Iterable[_Part],
+        received: Iterable[Part],
+        sent: Iterable[Part],
         group: Group,
-    ) -> _Posted:
+    ) -> Posted:
         """Post the receives and then the sends of all parts that are not empty."""
         # Both ends skip empty messages: a delta without changes has 0 bytes.
         operations = [(False, peer, memory) for peer, memory in received if memory.numel()]
@@ -576,9 +463,9 @@ class CollectiveTransport:
         if len(works) != len(peers):
             # NCCL returns one work for the whole batch.
             peers = [all_peers] * len(works)
-        return _Posted(group, works, peers)
+        return Posted(group, works, peers)
 
-    def _wait(self, bucket: int, phase: str, posted: _Posted, deadline: float) -> None:
+    def _wait(self, bucket: int, phase: str, posted: Posted, deadline: float) -> None:
         with self._clock.phase("transfer"):
             for work, peer in zip(posted.works, posted.peers, strict=True):
                 try:
@@ -632,9 +519,9 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
     return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
 
 
-def _parts(messages: Iterable[StagedMessage], *, headers: bool = False) -> list[_Part]:
+def parts_of(messages: Iterable[StagedMessage], *, headers: bool = False) -> list[Part]:
     """Return all byte tensors of these messages, or with `headers` only the headers."""
-    parts: list[_Part] = []
+    parts: list[Part] = []
     for staged in messages:
         tensors = (staged.header,) if headers else staged.tensors
         parts += [(staged.message.peer, memory) for memory in tensors]

@@ -20,7 +20,6 @@ from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.records.layout import Buffer, BufferId
-from hybrid_engine.transports.deltas import Deltas
 
 Group = dist.ProcessGroup | RankGroup
 """Groups of torch for NCCL, groups of this package for gloo."""
@@ -45,7 +44,6 @@ class TransportContext:
             Prefer gloo: NCCL would deliver after all messages in flight.
         buckets: buckets of the plan, in order, so that a transport can keep mappings that a later
             bucket needs. Default: mappings are not kept.
-        deltas: state of message deltas; None: every message is sent whole. The same on all ranks.
         timeout: seconds that a bucket may wait for peers in total.
     """
 
@@ -57,7 +55,6 @@ class TransportContext:
     relays: RelayBuffers | None = None
     notify_group: Group | None = None
     buckets: Sequence[Bucket] = ()
-    deltas: Deltas | None = None
     timeout: float = 300.0
 
 

@@ -25,7 +25,8 @@ from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.deltas import DeltaCount, Deltas
+from hybrid_engine.transports.delta_transport import DeltaTransport
+from hybrid_engine.transports.deltas import DeltaCount
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 CONFIG_KEY = "generate_config.transport"
@@ -57,6 +58,9 @@ REGISTRY: tuple[type[RegisteredTransport], ...] = (
     CollectiveTransport,
 )
 """Best first; a bucket's transfers run in this order too. The last carries every transfer."""
+
+DELTA_REGISTRY: tuple[type[RegisteredTransport], ...] = (*REGISTRY[:-1], DeltaTransport)
+"""The same, but messages may be deltas of the previous ones."""
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
@@ -136,7 +140,6 @@ class TransportSet:
         transports: in the order in which they run.
         choose: returns the name of the transport for a transfer.
         relays: the plan's relay buffers; default: none.
-        deltas: state of message deltas; default: every message is sent whole.
     """
 
     def __init__(
@@ -145,13 +148,15 @@ class TransportSet:
         transports: Sequence[Transport],
         choose: Callable[[Transfer], str],
         relays: RelayBuffers | None = None,
-        deltas: Deltas | None = None,
     ) -> None:
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
         self._relays = relays or RelayBuffers(rank, {})
-        self._deltas = deltas
+        self._deltas = next(
+            (transport.deltas for transport in transports if isinstance(transport, DeltaTransport)),
+            None,
+        )
         self._shares: dict[int, _BucketShare] = {}
         # Buckets in which this rank took part, run or abandoned, since it was connected.
         self.num_met = 0
@@ -183,7 +188,6 @@ class TransportSet:
             transports,
             lambda transfer: choose_transport(transfer, exported, preference),
             context.relays,
-            context.deltas,
         )
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:

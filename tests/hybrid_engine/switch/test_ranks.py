@@ -22,6 +22,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.delta_transport import DeltaTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks
@@ -288,7 +289,7 @@ def interrupted_before_deltas() -> dict[str, object]:
 @scenario
 def interrupted_among_deltas() -> dict[str, object]:
     """Rank 0 has received the headers of a bucket and sent only its own header."""
-    return _interrupt(CollectiveTransport, "_announced")
+    return _interrupt(DeltaTransport, "_announced")
 
 
 @scenario

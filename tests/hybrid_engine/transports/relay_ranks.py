@@ -14,7 +14,6 @@ from hybrid_engine.planning.plan import Bucket, ReshardPlan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
-from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.router import REGISTRY, RegisteredTransport, TransportSet, export_handles
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
@@ -85,7 +84,6 @@ class Rank:
         reshard: Reshard,
         timeout: float = 60,
         registry: Sequence[type[RegisteredTransport]] = REGISTRY,
-        deltas: Deltas | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.plan = reshard.plan(rank=self.rank)
@@ -107,7 +105,6 @@ class Rank:
             destination_buffers=reshard.destination.buffers,
             relays=relays,
             notify_group=self.notify_group,
-            deltas=deltas,
             timeout=timeout,
         )
         self.router = TransportSet.connect(context, registry=registry)

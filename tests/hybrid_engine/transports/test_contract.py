@@ -19,10 +19,9 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.transports import collective
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import MessagePlanner
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
-from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
+from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, TransportSet, export_handles
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import Case as PlannedCase
 from tests.hybrid_engine.planning.cases import cases, plan
@@ -102,9 +101,9 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     preference = {"mixed": "auto", **dict.fromkeys(DELTAS, CollectiveTransport.name)}.get(kind, kind)
     if kind == "mixed":  # buffers of odd ranks are not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
-    deltas = Deltas() if kind in DELTAS else None
-    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, deltas=deltas, timeout=60)
-    router = TransportSet.connect(context, preference)
+    registry = DELTA_REGISTRY if kind in DELTAS else REGISTRY
+    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60)
+    router = TransportSet.connect(context, preference, registry)
     if kind == "deltas, staged":
         router._transports[CollectiveTransport.name]._receives_copies = False  # as on a GPU
     wrong = []
@@ -113,7 +112,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
         dist.barrier()
         router.begin(whole=not is_ahead)
         router.prepare()
-        if deltas is not None and is_ahead:  # change some elements; each rank knows all sources
+        if kind in DELTAS and is_ahead:  # change some elements; each rank knows all sources
             for buffer_id, flat in case.sources.items():
                 flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
                 if buffer_id.rank == rank:
@@ -125,7 +124,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
             # One batch per bucket, possibly the next one's; deltas have headers and contents.
             assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
-            if deltas is None or not is_ahead:  # reports count deltas by their own size
+            if kind not in DELTAS or not is_ahead:  # reports count deltas by their own size
                 assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
         if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():

@@ -18,8 +18,13 @@ from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports import deltas
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.router import REGISTRY, TransportSet, choose_transport
+from hybrid_engine.transports.router import (
+    DELTA_REGISTRY,
+    REGISTRY,
+    RegisteredTransport,
+    TransportSet,
+    choose_transport,
+)
 from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
@@ -43,11 +48,11 @@ SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0
 class Peers:
     """A rank of two; each scenario has new connections."""
 
-    def __init__(self, timeout: float = 60, deltas: Deltas | None = None) -> None:
+    def __init__(self, timeout: float = 60, registry: Sequence[type[RegisteredTransport]] = REGISTRY) -> None:
         self.rank = dist.get_rank()
         self.group = dist.new_group([0, 1])
-        context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, deltas=deltas, timeout=timeout)
-        self.router = TransportSet.connect(context)
+        context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout)
+        self.router = TransportSet.connect(context, registry=registry)
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
         self.destination = {f"dst{rank}": torch.zeros(NUMEL) for rank in (0, 1)}
 
@@ -112,7 +117,7 @@ WITHOUT_MEMORY = {
 
 def run_without_memory(name: str) -> list[object]:
     """Lack memory on rank 0 for one bucket of deltas; the next bucket has deltas too."""
-    peers = Peers(deltas=Deltas())
+    peers = Peers(registry=DELTA_REGISTRY)
     for flat in peers.source.values():
         flat[::100] += 1  # undone before the second fill
     peers.router.begin(whole=True)

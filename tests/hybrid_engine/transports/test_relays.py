@@ -16,8 +16,8 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch import setup
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
-from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.router import REGISTRY, export_handles
+from hybrid_engine.transports.delta_transport import DeltaTransport
+from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, export_handles
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
@@ -58,7 +58,7 @@ def run_with_deltas(make: Callable[[], Reshard]) -> dict[str, object]:
 
     On odd ranks messages do not arrive in the copies of the last messages, as on a GPU.
     """
-    rank = Rank(make(), deltas=Deltas())
+    rank = Rank(make(), registry=DELTA_REGISTRY)
     bytes_across = []
     counts = []
     rank.router._transports[CollectiveTransport.name]._receives_copies = rank.rank % 2 == 0
@@ -152,10 +152,11 @@ def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
     return [*outcomes, *map(rank.run_ahead, range(3)), rank.wrong()]
 
 
-class Silent(CollectiveTransport):
-    """A transport that sends no notifications on rank 3."""
+class Silent:
+    """Mixin of a transport that sends no notifications on rank 3."""
 
     last: Silent
+    rank: int
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -163,7 +164,7 @@ class Silent(CollectiveTransport):
 
     def notify(self, *args: Any) -> str:
         if self.rank != 3:
-            return super().notify(*args)
+            return super().notify(*args)  # type: ignore[misc]  # of the transport
         return ""
 
 
@@ -184,8 +185,8 @@ SCENARIOS = [
 
 
 FAULTY = {relay_rank_falls_silent: (Silent, 1)}
-"""Scenario -> collective transport to use, and its timeout in seconds."""
-DELTAS: dict[str, Callable[[], Deltas | None]] = {"": lambda: None, " with deltas": Deltas}
+"""Scenario -> mixin of its collective transport, and the timeout in seconds."""
+DELTAS = {"": CollectiveTransport, " with deltas": DeltaTransport}
 
 
 def begin_deltas(rank: Rank, *, is_faulty: bool) -> None:
@@ -204,9 +205,11 @@ def run_all() -> dict[str, object]:
     results["manager"] = switch_with_manager()
     results["changes"] = {name: run_with_deltas(make) for name, make in RESHARDS.items()}
     for scenario in SCENARIOS:
-        faulty, timeout = FAULTY.get(scenario, (CollectiveTransport, 60))
-        for kind, deltas in DELTAS.items():
-            rank = Rank(RESHARDS["halves to every rank"](), timeout, (*REGISTRY[:-1], faulty), deltas())
+        mixin, timeout = FAULTY.get(scenario, (object, 60))
+        for kind, transport in DELTAS.items():
+            bases = (transport,) if mixin is object else (mixin, transport)
+            registry = (*REGISTRY[:-1], type("OfScenario", bases, {}))
+            rank = Rank(RESHARDS["halves to every rank"](), timeout, registry)
             if kind:
                 begin_deltas(rank, is_faulty=scenario in FAULTY)
             results[f"{scenario.__name__}{kind}"] = scenario(rank)

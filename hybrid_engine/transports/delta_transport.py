@@ -1,0 +1,199 @@
+"""Messages as deltas of the previous ones, over a process group.
+
+A fill of deltas (deltas.py) sends nothing ahead. Lengths are known only after the headers have
+arrived, so each bucket takes two batches, both within `run` or `abandon`:
+
+    compare with copies -> headers of all peers --> contents of all valid messages, whole or deltas
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hybrid_engine.errors import TransportError
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.transports.collective import CollectiveTransport, InFlight, Part, parts_of
+from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.copies import FlatBuffers
+from hybrid_engine.transports.deltas import Deltas
+from hybrid_engine.transports.messages import Message, StagedMessage
+
+
+class DeltaTransport(CollectiveTransport):
+    """`CollectiveTransport` that sends messages as deltas where these are smaller.
+
+    All ranks of a job use it, or none.
+
+    Args:
+        context: see `CollectiveTransport`.
+
+    Attributes:
+        deltas: copies of the previous messages, and counts.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self.deltas = Deltas()
+        # On the host, messages are received directly into the copies that deltas are applied to.
+        self._receives_copies = self._device.type == "cpu"
+        # By bucket: the parts that follow the headers.
+        self._contents: dict[int, list[Part]] = {}
+        # By peer: deltas received in place of contents, in the current bucket.
+        self._received: dict[int, torch.Tensor] = {}
+
+    def start(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str = "",
+    ) -> None:
+        """Post the messages of a bucket, but nothing in a fill of deltas; see the base class."""
+        if self.deltas.is_whole:
+            super().start(bucket, transfers, source, reason)
+
+    def close(self) -> None:
+        """Free staging memory and copies; idempotent."""
+        super().close()
+        self.deltas.close()
+
+    def _launch(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str,
+    ) -> InFlight:
+        self._raise_if_broken(bucket, self._group)
+        with self._clock.phase("read"):
+            sent, received, failure = self._packed(bucket, transfers, source)
+            if failure is not None:
+                reason = str(failure)
+            contents, delta_failure = self._write_headers(bucket, sent, reason)
+        headers_first = not self.deltas.is_whole
+        if headers_first:
+            self._contents[bucket] = contents
+        posted = self._post(
+            bucket,
+            "transfer",
+            parts_of(received, headers=headers_first),
+            parts_of(sent, headers=headers_first),
+            self._group,
+        )
+        return InFlight(received, posted, failure or delta_failure)
+
+    def _write_headers(
+        self, bucket: int, sent: Sequence[StagedMessage], reason: str
+    ) -> tuple[list[Part], TransportError | None]:
+        """Write the headers of packed messages, or of messages that are void for `reason`.
+
+        Returns the parts that follow the headers in a fill of deltas, and the failure to compute
+        deltas, which makes the messages void.
+        """
+        deltas: Sequence[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(sent)
+        failure = None
+        if not reason:
+            try:
+                deltas = [
+                    self.deltas.outgoing(bucket, staged.message.peer, staged.contents)
+                    for staged in sent
+                ]
+            except (RuntimeError, MemoryError) as error:
+                # torch and numpy raise these when memory is short.
+                failure = TransportError(
+                    f"{self.name} transport, bucket {bucket}, phase read: {error}",
+                    code="read-failed",
+                )
+                reason = str(failure)
+        contents: list[Part] = []
+        for staged, (delta, digest) in zip(sent, deltas, strict=True):
+            delta_nbytes = -1 if delta is None else delta.numel()
+            staged.write_header(bucket, reason, delta_nbytes, digest)
+            if not reason:
+                contents.append((staged.message.peer, staged.contents if delta is None else delta))
+        return contents, failure
+
+    def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+        """Return incoming messages, each in one piece of memory.
+
+        On the host it is the copy of the previous message, else staging memory.
+        """
+        # The copies are needed in either case: `_complete` writes them.
+        parts = [
+            self.deltas.received(bucket, message.peer, message.staged_nbytes)
+            for message in messages
+        ]
+        if not self._receives_copies:
+            parts = self._staged_parts(side, [message.staged_nbytes for message in messages])
+        return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
+
+    def _exchange(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str = "",
+    ) -> InFlight:
+        """Exchange the headers of a bucket, then the contents that they announce."""
+        # Both batches share the timeout.
+        deadline = time.monotonic() + self._timeout
+        self._received = {}
+        exchange = super()._exchange(bucket, transfers, source, reason)
+        contents = self._contents.pop(bucket, None)
+        if contents is None:
+            # a whole fill
+            return exchange
+        announced, failure = self._announced(exchange.incoming)
+        rest = self._post(bucket, "transfer", announced, contents, self._group)
+        self._wait(bucket, "transfer", rest, deadline)
+        return replace(exchange, failure=exchange.failure or failure)
+
+    def _announced(
+        self, incoming: Sequence[StagedMessage]
+    ) -> tuple[list[Part], TransportError | None]:
+        """Return memory for the contents that the received headers announce, and a failure.
+
+        The failure is a lack of memory. The peers send the contents nevertheless, and they must be
+        received, or the ranks would be out of step from here on. In that case, and if the memory of
+        the message is not the copy, a delta is received into the memory of the message.
+        """
+        failure = None
+        headers = [staged.read_header() for staged in incoming]
+        # A delta is always shorter than its message.
+        rooms = [staged.contents for staged in incoming]
+        if self._receives_copies:
+            sizes = [max(header.delta_nbytes, 0) for header in headers]
+            try:
+                rooms = self._staged_parts("deltas", sizes)
+            except TransportError as error:
+                failure = error
+        parts: list[Part] = []
+        for staged, header, room in zip(incoming, headers, rooms, strict=True):
+            peer = staged.message.peer
+            memory = staged.contents
+            if header.delta_nbytes >= 0:
+                memory = room[: header.delta_nbytes]
+                self._received[peer] = memory
+            # The contents of a void message are not sent.
+            if not header.failure:
+                parts.append((peer, memory))
+        return parts, failure
+
+    def _complete(self, bucket: int, incoming: Sequence[StagedMessage]) -> None:
+        """Turn received deltas into messages, and copy relay images into their relay buffers."""
+        for staged in incoming:
+            peer = staged.message.peer
+            delta = self._received.get(peer)
+            digest = staged.read_header().digest
+            self.deltas.arrived(bucket, peer, staged.contents, delta, digest)
+            for image, flat in zip(staged.message.images, staged.images, strict=True):
+                relay = self._relays.tensors[image.buffer.name]
+                relay[: image.numel].view(torch.uint8).copy_(flat)
+                if relay.is_cuda:
+                    # Readers are other processes, notified by this host thread and not by the
+                    # stream.
+                    torch.cuda.current_stream(relay.device).synchronize()
