@@ -6,18 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-from hybrid_engine import ActorHybridWorker, Sampling
+from hybrid_engine import ActorHybridWorker
 from hybrid_engine.switch.states import State
-from tests.hybrid_engine.serving.test_servers import PROMPTS, config_of, train_step
+from tests.faults.publishing import config_of, draw
+from tests.hybrid_engine.serving.test_servers import train_step
 
 
 def main(model: str, url: str, rows: str, num_steps: str) -> None:
     """Train and publish; rank 0 appends the version and completions of each step to `rows`."""
-    with ActorHybridWorker(config_of(model, [url], {"tensor_model_parallel_size": 2})) as worker:
+    with ActorHybridWorker(config_of(model, url)) as worker:
         for step in range(int(num_steps)):
             train_step(worker, step)
             worker.sharding.enter(State.INFER)
-            answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=8, temperature=0.0))
+            answers = draw(worker)
             worker.sharding.enter(State.TRAIN)
             if worker.rank == 0:
                 row = {"version": worker.train.version, "tokens": [list(answer[0].token_ids) for answer in answers]}

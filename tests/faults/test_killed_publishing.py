@@ -1,61 +1,49 @@
-"""Trainers that publish to a vLLM server, killed at random moments; the server accepts new ones."""
+"""A job that publishes to a server and is killed at random moments can be started again.
+
+python -m tests.faults.test_killed_publishing 60 7    # kills, seed; prints a line per start, and the findings
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import time
+import sys
+import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
-from tests.faults.running import Outcome, Running
-from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.zoo.tiny_models import save_model
-from tests.zoo.tokenizers import save_numbers
+from tests.faults.running import Outcome
+from tests.faults.test_killed_runs import NEVER, TORCHRUN, Findings, Kill, run_and_kill
+from tests.faults.test_servers import Servers, save_served_model
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-LOOP = "tests.faults.publish_loop"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 NUM_STEPS = 6
 NUM_KILLS = 4
-SECONDS_TO_END = 120
+LOOP = "tests.faults.publish_loop"
 
 
 class PublishingJob:
-    """The job, which does not resume; each start has a file of rows."""
+    """The job, which does not resume, and the server that all of its starts publish to."""
 
-    def __init__(self, directory: Path, model: str, url: str) -> None:
-        self._directory = directory
-        self._arguments = [*TORCHRUN, "-m", LOOP, model, url]
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._model = str(save_served_model(directory / "model"))
+        self.servers = Servers(self._model, directory)
         self._number = 0
 
-    def run(self, victims: str = "", after_row: int = 0, seconds: float = 0.0) -> Outcome:
-        """Start the job and kill "one" rank or "all" processes, `seconds` after a row; "": none."""
+    def run(self, kill: Kill) -> tuple[Outcome, bool]:
+        """Start the job and kill it; return the outcome and whether it was still running."""
         self._number += 1
-        command = [*self._arguments, str(self._file), str(NUM_STEPS)]
-        with Running(command, self._directory, {"OMP_NUM_THREADS": "1"}) as running:
-            while victims and len(self.rows()) < after_row and running.launcher.poll() is None:
-                time.sleep(0.05)
-            time.sleep(seconds)
-            alive = running.processes() if victims else {}
-            ranks = [pid for pid, line in alive.items() if LOOP in line and TORCHRUN[1] not in line]
-            for pid in [random.choice(ranks)] if victims == "one" and ranks else list(alive):
-                with suppress(ProcessLookupError):  # It ended together with another.
-                    os.kill(pid, signal.SIGKILL)
-            running.wait(SECONDS_TO_END)
-        return running.outcome()
+        command = [*TORCHRUN, "-m", LOOP, self._model, self.servers.now.url, str(self._file), str(NUM_STEPS)]
+        return run_and_kill(command, self.directory, LOOP, lambda: len(self.rows()), kill)
 
     @property
     def _file(self) -> Path:
-        return self._directory / f"rows{self._number}"
+        return self.directory / f"rows{self._number}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the complete rows of the last start."""
@@ -63,26 +51,64 @@ class PublishingJob:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def test_every_killed_job_publishes_again(tmp_path: Path, record: Callable[..., None]) -> None:
-    """No start leaves a process or shared memory, and completions equal those of a whole run."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128, "eos_token_id": 9}
-    model = save_model(tmp_path / "model", "qwen2", **sizes)
-    save_numbers(model)
-    chance = random.Random(1)
-    with serving(str(model), tmp_path / "server", *FILLED, *PLAIN) as server:
-        job = PublishingJob(tmp_path, str(model), server.url)
-        outcome = job.run()
-        assert outcome.status == 0, outcome.terminal
+def kill_publishing(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+    """Kill the job `num_kills` times; it finishes now and then, and in the end."""
+    findings = Findings()
+    chance = random.Random(seed)
+    random.seed(seed)
+    job = PublishingJob(directory)
+    try:
+        outcome, _ = job.run(NEVER)
         whole = job.rows()
-        assert len(whole) == NUM_STEPS
-        for number in range(NUM_KILLS):
-            kill = (("one", "all")[number % 2], chance.randint(0, NUM_STEPS - 1), chance.uniform(0, 1))
-            outcome = job.run(*kill)
-            record(fault=f"killed {kill[0]}, {kill[2]:.1f} s after row {kill[1]}", **outcome.row())
-            assert job.rows() == whole[: len(job.rows())]
-            assert outcome.leftovers == []
-            assert requests.get(f"{server.url}/health", timeout=5).ok
-        outcome = job.run()
-        assert outcome.status == 0, outcome.terminal
-        assert job.rows() == whole
-        assert outcome.leftovers == []
+        longest = outcome.total_seconds
+        assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
+        log(f"a run without kills: {longest:.0f} s")
+        is_killed = True
+        while is_killed or findings.kills.total() < num_kills:
+            is_last = findings.kills.total() >= num_kills
+            kill = NEVER if is_last else Kill.at_random(chance, longest, 1, NUM_STEPS, 1)
+            outcome, is_killed = job.run(kill)
+            findings.whole += not is_killed
+            wrong = _faults(job, outcome, whole, is_killed=is_killed)
+            ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
+            log(f"{ended}; {len(job.rows())} rows; {wrong or 'well'}")
+            if wrong and not is_killed:
+                break
+    finally:
+        job.servers.close()
+    return findings
+
+
+def _faults(job: PublishingJob, outcome: Outcome, whole: list[dict[str, Any]], *, is_killed: bool) -> list[str]:
+    """Return descriptions of wrong behaviour after a start."""
+    wrong = []
+    rows = job.rows()
+    if not is_killed and outcome.status != 0:
+        wrong.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
+    if rows != whole[: len(rows)] or (not is_killed and len(rows) < len(whole)):
+        wrong.append(f"has other rows than a run that was not killed: {rows}")
+    if outcome.leftovers:
+        wrong.append(f"left {outcome.leftovers}")
+    if not job.servers.is_up():
+        wrong.append("the server is not up")
+    return wrong
+
+
+def test_every_killed_job_publishes_again(tmp_path: Path, record: Callable[..., None]) -> None:
+    findings = kill_publishing(tmp_path, NUM_KILLS, 1, print)
+    record(
+        fault=f"{findings.kills.total()} kills of a job that publishes",
+        message=str(findings),
+        resumed=not findings.wrong,
+    )
+    assert findings.wrong == []
+    assert findings.kills.total() == NUM_KILLS
+
+
+def main(num_kills: str = "60", seed: str = "1") -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        print(kill_publishing(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

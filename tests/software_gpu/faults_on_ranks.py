@@ -40,6 +40,7 @@ SECONDS = 90.0
 """Maximum time of a launch; a longer one counts as a hang."""
 TIMEOUT_SECONDS = 8.0
 """`generate_config.timeout_seconds` of the jobs."""
+LATE_SECONDS = 2.0
 _SECONDS_TO_END = 10.0
 _FILES_OF_TORCH = ("/memfd:software_gpu.device", "socket:", "pipe:", "anon_inode:")
 _INTERNAL_ERROR, _REMOTE_ERROR = 3, 6  # ncclInternalError, ncclRemoteError
@@ -105,6 +106,19 @@ def aborting_its_communicator() -> Iterator[None]:
 
 
 @contextmanager
+def late_in_a_bucket() -> Iterator[None]:
+    """Begin to wait for messages when the other rank has failed, and waits for this one."""
+    launch = CollectiveTransport._launch
+
+    def launch_late(self: CollectiveTransport, *arguments: Any) -> Any:
+        time.sleep(LATE_SECONDS)
+        return launch(self, *arguments)
+
+    with mock.patch.object(CollectiveTransport, "_launch", launch_late):
+        yield
+
+
+@contextmanager
 def failing_while_gpus_connect(name: str) -> Iterator[None]:
     new_group = Job.new_nccl_group
 
@@ -158,8 +172,11 @@ def importing_from_the_dead() -> Iterator[None]:
 
 
 FAULTS: Mapping[str, Fault] = {
+    "none": Fault(nullcontext),
     "a send fails": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR)),
+    "a send fails, the other rank is late": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR)),
     "a later receive fails": Fault(partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR)),
+    "messages fail as they begin": Fault(partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR)),
     "messages fail on their way": Fault(partial(failing, "ncclSend on its way", first=2, error=_REMOTE_ERROR)),
     "a communicator is aborted": Fault(aborting_its_communicator),
     "the first collective fails": Fault(partial(failing_while_gpus_connect, "ncclAllReduce"), at_start=True),
@@ -168,6 +185,7 @@ FAULTS: Mapping[str, Fault] = {
 }
 SECOND_RANK: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "a rank dies before an import": importing_from_the_dead,
+    "a send fails, the other rank is late": late_in_a_bucket,
 }
 """Contexts of the second rank at the same time."""
 

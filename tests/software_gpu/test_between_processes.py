@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from contextlib import AbstractContextManager, closing
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.errors import TransportError
+from hybrid_engine.memory.cuda_driver import driver_of
 from hybrid_engine.memory.elastic import ElasticBuffer, reading
 from tests.software_gpu.device import Reports
 
@@ -54,6 +59,35 @@ def fill_late(buffer: ElasticBuffer, stream: torch.cuda.Stream) -> torch.Tensor:
     return ones
 
 
+def hold(handle: Any, connection: Connection) -> None:
+    """Map the buffer until the next message, in another process."""
+    with suppress(TransportError), reading(handle, "cuda:0"):  # The owner releases it meanwhile.
+        connection.send("mapped")
+        connection.recv()
+    connection.send("unmapped")
+    connection.recv()
+
+
+def test_memory_is_taken_while_any_process_maps_it() -> None:
+    context = multiprocessing.get_context("spawn")
+    parent, child = context.Pipe()
+    with new_buffer() as buffer:
+        process = context.Process(target=hold, args=(buffer.export(), child), daemon=True)
+        process.start()
+        assert parent.recv() == "mapped"
+        free_before = torch.cuda.mem_get_info()[0]
+        nbytes = buffer.resident_nbytes()
+        buffer.release()
+        assert torch.cuda.mem_get_info()[0] == free_before
+        parent.send("unmap")
+        assert parent.recv() == "unmapped"
+        assert torch.cuda.mem_get_info()[0] == free_before + nbytes
+    parent.send("end")
+    process.join()
+    parent.close()
+    child.close()
+
+
 def test_a_peer_reads_after_the_owner_has_waited() -> None:
     stream = torch.cuda.Stream()
     with new_buffer() as buffer:
@@ -72,3 +106,35 @@ def test_a_peer_that_reads_too_early_is_reported(is_exported_before: bool, repor
         assert sum_of_peer(buffer) != NUMEL
         assert "has not waited for a copy to, which writes" in reports.new()
         stream.synchronize()
+
+
+def test_memory_is_taken_while_a_descriptor_is_open() -> None:
+    """Even if it was released, and in whichever process; it can still be imported."""
+    driver = driver_of(0)
+    assert driver is not None
+    nbytes = driver.granularity()
+
+    def free_nbytes() -> int:
+        return torch.cuda.mem_get_info(0)[0]
+
+    free_before = free_nbytes()
+    handle = driver.create(nbytes)
+    descriptor = driver.export_descriptor(handle)
+    driver.release(handle)
+    assert free_nbytes() == free_before - nbytes
+    driver.release(driver.import_descriptor(descriptor))
+    assert free_nbytes() == free_before - nbytes
+    with descriptor_in_a_child(descriptor):
+        os.close(descriptor)
+        assert free_nbytes() == free_before - nbytes, "the descriptor of the child does not count"
+    assert free_nbytes() == free_before
+
+
+@contextmanager
+def descriptor_in_a_child(descriptor: int) -> Iterator[None]:
+    """Keep the descriptor open in a process that does not use the device."""
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[descriptor])
+    try:
+        yield
+    finally:
+        child.communicate()

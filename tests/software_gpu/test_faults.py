@@ -45,7 +45,9 @@ def run(tmp_path: Path, reports: Reports) -> Run:
     ("name", "error"),
     [
         ("a send fails", "ncclSend fails as a test asked"),
+        ("a send fails, the other rank is late", "ncclSend fails as a test asked"),
         ("a later receive fails", "ncclRecv fails as a test asked"),
+        ("messages fail as they begin", "ncclGroupEnd fails as a test asked"),
         ("messages fail on their way", "ncclRemoteError"),
         ("a communicator is aborted", "communicator was aborted"),
     ],

@@ -50,6 +50,13 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
     assert in_new_thread(load) == 0
 
 
+def test_without_the_function_a_digest_leaves_memory_in_the_pool(
+    in_new_thread: Callable[[Callable[[], int]], int],
+) -> None:
+    """This shows that the software GPU has the behaviour that the test above depends on."""
+    assert in_new_thread(digest_in_a_pool) > 0
+
+
 @pytest.mark.slow  # Imports vLLM.
 def test_an_engine_that_never_sleeps_leaves_no_tensor_of_a_module(
     monkeypatch: pytest.MonkeyPatch,

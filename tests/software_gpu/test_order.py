@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,6 +37,19 @@ def test_a_copy_is_late_without_a_wait(stream: torch.cuda.Stream, reports: Repor
     torch.cuda.synchronize()
 
 
+def test_a_stream_waits_for_another(stream: torch.cuda.Stream) -> None:
+    on_device, _kept = queued_copy(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert on_device.sum().item() == NUMEL
+
+
+def test_an_event_orders_earlier_work(stream: torch.cuda.Stream) -> None:
+    on_device, _kept = queued_copy(stream)
+    event = stream.record_event()
+    torch.cuda.current_stream().wait_event(event)
+    assert on_device.sum().item() == NUMEL
+
+
 def test_an_event_does_not_order_later_work(stream: torch.cuda.Stream, reports: Reports) -> None:
     event = stream.record_event()
     on_device, _kept = queued_copy(stream)
@@ -57,6 +73,24 @@ def test_the_host_waits(how: str, stream: torch.cuda.Stream) -> None:
             pass
     del on_host
     assert on_device.sum().item() == NUMEL
+
+
+def test_order_is_transitive_over_a_third_stream(stream: torch.cuda.Stream) -> None:
+    on_device, _kept = queued_copy(stream)
+    third = torch.cuda.Stream()
+    third.wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(third)
+    assert on_device.sum().item() == NUMEL
+
+
+def test_two_streams_may_read_the_same_memory(stream: torch.cuda.Stream) -> None:
+    values = torch.ones(NUMEL, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first = values + 1
+    second = values + 2
+    torch.cuda.synchronize()
+    assert first.sum().item() + 1 * NUMEL == second.sum().item()
 
 
 def test_memory_reused_too_early_is_reported(stream: torch.cuda.Stream, reports: Reports) -> None:
@@ -83,3 +117,34 @@ def test_memory_of_a_recorded_stream_is_not_reused(stream: torch.cuda.Stream) ->
     torch.full((NUMEL,), 7.0, device="cuda")
     torch.cuda.synchronize()
     assert on_host.sum().item() == NUMEL
+
+
+def test_a_graph_replays_captured_work() -> None:
+    values = torch.ones(8, device="cuda")
+    result = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result.copy_(values * 3 + 1)
+    assert result.sum().item() == 0, "the capture has run the work"
+    for factor in (1, 2, 5):
+        values.fill_(factor)
+        graph.replay()
+        assert result.tolist() == [3 * factor + 1] * 8
+
+
+def test_a_graph_with_released_memory_is_an_error(reports: Reports) -> None:
+    """Addresses in a graph must be mapped when it runs."""
+    code = (
+        "import torch\n"
+        "from hybrid_engine.memory.elastic import ElasticBuffer\n"
+        "buffer = ElasticBuffer(1024, torch.float32, device=torch.device('cuda', 0))\n"
+        "graph = torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph):\n"
+        "    buffer.tensor.add_(1)\n"
+        "buffer.release()\n"
+        "graph.replay()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "illegal memory access" in result.stderr
+    assert "ILLEGAL ADDRESS" in reports.new()

@@ -191,7 +191,7 @@ def test_order_of_a_switch_and_back(rig: Rig):
     assert sorted(calls[1:]) == ["onload grad", "onload optimizer", "onload param"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_waits.py has it with real streams")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams")
 def test_weights_are_read_after_the_device_is_synchronised(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Another process does not wait for kernels queued here, so the device is synchronised."""
     device = torch.device("cuda", 1)

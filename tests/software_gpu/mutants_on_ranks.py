@@ -1,6 +1,6 @@
-"""Scenarios that involve two processes; they run in turn on the same two ranks.
+"""Mutants of code that involves two processes; they run in turn on the same two ranks.
 
-python -m tests.software_gpu.waits_on_ranks DIRECTORY     on each rank: writes reports and errors by name
+python -m tests.software_gpu.mutants_on_ranks DIRECTORY NAME...     on each rank: writes reports and errors by name
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,16 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.ranks import groups
+from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.switch import setup
+from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.tools.launching import run_ranks
+from hybrid_engine.transports import collective
 from hybrid_engine.transports.pull import LocalTransport
 from tests.software_gpu import small_switch
 from tests.software_gpu.device import Reports
+from tests.software_gpu.mutants import Mutant
 
 SECONDS = 120.0
 _SECONDS_LATE = 0.3
@@ -92,30 +98,41 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
     "parameters stay": switching(offload_train_param=False),
     "a group ends": group_that_ends_early,
 }
+MUTANTS: Mapping[str, Mutant] = {
+    "what prepare has queued is read": Mutant(
+        "reading sums with LoRA, one rank late", torch.cuda.Stream, "synchronize", ShardingManager._prepare
+    ),
+    "a probe is read before it is written": Mutant("reading", torch.cuda, "synchronize", setup._probe),
+    "messages are unpacked before they have come": Mutant("messages", collective, "_finish"),
+    "memory goes before others have read it": Mutant(
+        "reading, one rank late", RankGroup, "end_maximum", ReleaseFence._wait, noticed="owner (has )?released"
+    ),
+}
 
 
-def reports_and_errors(directory: Path) -> dict[str, str]:
-    """Return the reports and errors of the scenarios, by name."""
+def noticed_on_ranks(directory: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the reports and errors of these mutants and scenarios, by name."""
     environment = {"SMALL_MODEL": str(small_switch.write_model(directory / "model")), "PYTHONWARNINGS": "ignore"}
-    arguments = ["-m", "tests.software_gpu.waits_on_ranks", str(directory)]
+    arguments = ["-m", "tests.software_gpu.mutants_on_ranks", str(directory), *names]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)
-    texts = {name: path.read_text() for name in SCENARIOS if (path := _path(directory, name)).is_file()}
-    return {name: texts.get(name, f"no result: {ended.output}") for name in SCENARIOS}
+    texts = {name: path.read_text() for name in names if (path := _path(directory, name)).is_file()}
+    return {name: texts.get(name, f"no result: {ended.output}") for name in names}
 
 
 def _path(directory: Path, name: str) -> Path:
     return directory / re.sub(r"\W", "_", name)
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, names: Collection[str]) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     reports = Reports()
     gloo = dist.new_group(backend="gloo")
-    for name, scenario in SCENARIOS.items():
+    for name in names:
         error = ""
         try:
-            scenario()
+            with MUTANTS[name].applied() if name in MUTANTS else nullcontext():
+                SCENARIOS[MUTANTS[name].scenario if name in MUTANTS else name]()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         torch.cuda.synchronize()
@@ -127,4 +144,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

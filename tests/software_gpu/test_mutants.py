@@ -1,10 +1,11 @@
-"""Scenarios that need each wait of the product: without it the checker reports, or contents are wrong."""
+"""Every wait of the product is needed: without it the checker reports, or the product fails."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -18,16 +19,26 @@ import torch
 from hybrid_engine.backends.vllm import requests
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
 from hybrid_engine.errors import DeviceMemoryError, OffloadError
-from hybrid_engine.memory.arena import Copier
+from hybrid_engine.memory import arena
+from hybrid_engine.memory.arena import BackgroundCopy, Copier
+from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.device_pages import DeviceMemory, DevicePeer, _Chunks
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
 from hybrid_engine.memory.offload_items import Storage
 from hybrid_engine.memory.offloader import Offloader
-from tests.software_gpu import waits_on_ranks as on_ranks
+from tests.software_gpu import mutants_on_ranks as on_ranks
+from tests.software_gpu.device import Reports
+from tests.software_gpu.mutants import Mutant
 from tests.software_gpu.training_state import TrainingState, leave_and_come_back
 
 DEVICE = torch.device("cuda", 0)
 CHUNK_NBYTES = 2 * 2**20
 NUMEL = 500_000
+
+
+@pytest.fixture(autouse=True)
+def _require_no_leftovers() -> None:
+    """Override the check: a job that is broken on purpose may leave something."""
 
 
 # -- offload and onload of training state
@@ -215,6 +226,15 @@ def idle_llm() -> SimpleNamespace:
 # ---------------------------------------------------------------------------------------------------
 
 
+def _queue_copy_at_once(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        destination.copy_(source, non_blocking=True)
+
+
+def _no_seconds(*_: object) -> float:
+    return 0.0
+
+
 SCENARIOS: Mapping[str, Callable[[], None]] = {
     "leaves whole": partial(moved, "whole"),
     "leaves in parts": partial(moved, "in parts"),
@@ -234,11 +254,64 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
     "a failed step": written_after_a_failed_step,
     "a stream of vLLM": computed_on_a_stream_of_vllm,
 }
+MUTANTS: Mapping[str, Mutant] = {
+    "copies do not wait for what is computed": Mutant(
+        "leaves in parts", arena, "_queue_copy", replacement=_queue_copy_at_once
+    ),
+    "an offload does not wait for other streams": Mutant("leaves whole", Offloader, "_synchronize", Offloader.offload),
+    "an offload in the background does not": Mutant(
+        "leaves in the background", Offloader, "_synchronize", Offloader.begin_offload
+    ),
+    "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
+    "pages go before they are saved": Mutant("leaves in parts", Storage, "wait_saved", Offloader._release_saved),
+    "pages go before they are read": Mutant(
+        "is read while it is saved", CudaDriver, "finish_stream", DeviceMemory.release
+    ),
+    "copies in the background take no time": Mutant(
+        "comes in the background", arena, "_seconds_between", replacement=_no_seconds
+    ),
+    "copies in the background are not completed": Mutant(
+        "comes in the background", BackgroundCopy, "wait", Storage.complete, _no_seconds
+    ),
+    "copies in the background are called off at once": Mutant(
+        "is called off", BackgroundCopy, "cancel", Storage.call_off
+    ),
+    "contents are used before they are back": Mutant("leaves whole", Copier, "finish", Offloader._complete),
+    "what stays is trained before it is saved": Mutant("is saved and stays", Copier, "finish", Offloader.onload),
+    "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
+    "what comes goes before it is there": Mutant("interrupted", Copier, "finish", Offloader._call_off),
+    "what came goes before it is there": Mutant("given up", Copier, "finish", Offloader._onload_kind),
+    "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", _Chunks.end),
+    "a peer's memory goes before it is read": Mutant("read", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "so it does where it was kept": Mutant("read and kept", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "so it does after a failure": Mutant("read until a failure", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "weights are written before a failed step reads them": Mutant(
+        "a failed step", torch.cuda, "synchronize", requests.abandon
+    ),
+    "vLLM's stream does not wait, nor is it waited for": Mutant(
+        "a stream of vLLM", torch.cuda.Stream, "wait_stream", ProcessSettings.enter
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_wait_is_detected(name: str, reports: Reports) -> None:
+    mutant = MUTANTS[name]
+    error = ""
+    gc.collect()  # Host memory of an earlier scenario waits for its copies when it is freed.
+    torch.cuda.synchronize()
+    with mutant.applied():
+        try:
+            SCENARIOS[mutant.scenario]()
+        except (AssertionError, RuntimeError) as failure:
+            error = str(failure)
+        torch.cuda.synchronize()
+    text = f"{reports.new()}\n{error}"
+    assert re.search(mutant.noticed, text, re.MULTILINE), f"without {mutant.name}: {text}"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_is_reported(name: str) -> None:
-    """The fixture of every test fails it if the checker reports."""
+def test_with_all_waits_nothing_is_reported(name: str) -> None:
     SCENARIOS[name]()
 
 
@@ -247,14 +320,23 @@ def test_nothing_is_reported(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the reports and errors on ranks, by name of the scenario."""
-    return on_ranks.reports_and_errors(tmp_path_factory.mktemp("ranks"))
+def noticed(tmp_path_factory: pytest.TempPathFactory, reports: Reports) -> dict[str, str]:
+    """Return the reports and errors on ranks, by name of the scenario or the mutant."""
+    names = [*on_ranks.SCENARIOS, *on_ranks.MUTANTS]
+    texts = on_ranks.noticed_on_ranks(tmp_path_factory.mktemp("ranks"), names)
+    reports.new()
+    return texts
 
 
 @pytest.mark.engines
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("name", on_ranks.SCENARIOS)
-def test_nothing_is_reported_on_ranks(name: str, reported: dict[str, str]) -> None:
-    assert reported[name] == ""
+class TestOnRanks:
+    @pytest.mark.parametrize("name", on_ranks.MUTANTS)
+    def test_a_missing_wait_is_detected(self, name: str, noticed: dict[str, str]) -> None:
+        mutant = on_ranks.MUTANTS[name]
+        assert re.search(mutant.noticed, noticed[name], re.MULTILINE), f"without {mutant.name}: {noticed[name]}"
+
+    @pytest.mark.parametrize("name", on_ranks.SCENARIOS)
+    def test_with_all_waits_nothing_is_reported(self, name: str, noticed: dict[str, str]) -> None:
+        assert noticed[name] == ""

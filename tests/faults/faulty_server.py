@@ -1,0 +1,63 @@
+"""A plug-in of a test's vLLM server: a worker fails once in `commit` if a file requests it.
+
+with serving(model, directory, *FILLED, *PLAIN, environment=faulty(directory)) as server:
+    fail_in_commit(directory, "raise")          # or "kill", "stop"
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+_VARIABLE = "FAULTY_SERVER_COMMIT"
+
+
+def faulty(directory: Path) -> dict[str, str]:
+    """Install the plug-in in `directory`; return the environment of a server that loads it."""
+    metadata = directory / "plugins" / "faulty_server-0.1.dist-info"
+    if not metadata.exists():
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-server\nVersion: 0.1\n")
+        (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\nfaulty_server = {__name__}:register\n")
+    repository = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([str(metadata.parent), repository, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, _VARIABLE: str(directory / "commit-fails")}
+
+
+def fail_in_commit(directory: Path, how: str) -> None:
+    """Make the next commit fail: "raise", "kill" or "stop"."""
+    request = directory / "commit-fails"
+    request.with_suffix(".new").write_text(how)
+    request.with_suffix(".new").rename(request)
+
+
+def _take(request: Path) -> str | None:
+    """Return the contents of the file `request` to the first process that calls; None to others."""
+    claimed = request.with_suffix(f".{os.getpid()}")
+    try:
+        request.rename(claimed)
+    except FileNotFoundError:
+        return None
+    return claimed.read_text()
+
+
+def register() -> None:
+    """Wrap `VllmAdaptor.commit`; vLLM calls this in each of its processes."""
+    from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+
+    request = Path(os.environ[_VARIABLE])
+    original = VllmAdaptor.commit
+    if hasattr(original, "is_faulty"):
+        return
+
+    def commit(self: VllmAdaptor, groups: Sequence[str]) -> None:
+        if (how := _take(request)) is not None:
+            if how == "raise":
+                raise MemoryError("no memory for 3 GB in commit")
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        original(self, groups)
+
+    commit.is_faulty = True  # type: ignore[attr-defined]
+    VllmAdaptor.commit = commit  # type: ignore[method-assign]
