@@ -56,6 +56,7 @@ REFERENCE = {
     "Batches: `hybrid_engine.trainer.batches`": [
         "trainer.batches.build_batch",
         "trainer.batches.pack",
+        "trainer.batches.pack_rows",
         "trainer.batches.PackedRows",
         "trainer.batches.mean_weights",
     ],

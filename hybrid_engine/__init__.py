@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from hybrid_engine.switch.report import ReshardReport
     from hybrid_engine.switch.sharding_manager import ShardingManager
     from hybrid_engine.switch.states import State
-    from hybrid_engine.trainer.batches import build_batch, pack
+    from hybrid_engine.trainer.batches import build_batch, pack, pack_rows
     from hybrid_engine.trainer.megatron.train_engine import TrainEngine
     from hybrid_engine.trainer.reference_and_critic import (
         ReferenceModel,
@@ -100,6 +100,7 @@ _LAZY = {
     "generalized_advantages": "hybrid_engine.trainer.reference_and_critic",
     "load_config": "hybrid_engine.config",
     "pack": "hybrid_engine.trainer.batches",
+    "pack_rows": "hybrid_engine.trainer.batches",
     "value_loss": "hybrid_engine.trainer.reference_and_critic",
     "attach": "hybrid_engine.attaching",
     "prepare": "hybrid_engine.attaching",
@@ -127,6 +128,7 @@ __all__ = [
     "generalized_advantages",
     "load_config",
     "pack",
+    "pack_rows",
     "prepare",
     "value_loss",
 ]

@@ -13,6 +13,7 @@
       group_advantages  GRPO                                                    losses.py
       train_context     critic      PPO: values, advantages, value_loss         critic.py
       train_context     trainer     minibatches, policy_loss                    losses.py
+                                    several completions in a row          packed_calls.py
     Loop.finish
       rollout_context   vLLM        evaluation
     out/                            metrics, and the checkpoint from which the

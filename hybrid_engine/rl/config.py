@@ -101,6 +101,8 @@ class LoopConfig(Section):
     importance_cap: Positive | None = None
     """Truncated importance sampling: weight each token by its probability in the trainer over its
     probability in vLLM, but at most by this. None: no weights."""
+    pack: bool = False
+    """Compute several completions in a row of seq_length tokens, which has less padding."""
     mask_truncated: bool = False
     """Learn nothing from completions that ended at max_tokens."""
     entropy_coefficient: NonNegative = 0.0

@@ -8,6 +8,7 @@ import torch
 
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
+from hybrid_engine.rl.packed_calls import PackedCalls
 from hybrid_engine.trainer.reference_and_critic import (
     ValueModel,
     explained_variance,
@@ -45,6 +46,7 @@ class Critic:
         # Fails now, not in the first step, if the critic has its own schedule.
         self.model.set_learning_rate(self._learning_rate)
         self._loss = value_loss(config.value_clip)
+        self._calls = PackedCalls(self.model.engine.limits, config.pack)
         # Only the head is new: the body is the policy's.
         if not has_own_model:
             with worker.forward_context():
@@ -64,7 +66,7 @@ class Critic:
         config = self.config
         mask = batch["mask"]
         with self.model.train_context():
-            values = self.model.values(batch)
+            values = self._calls.score(self.model.values, batch)
             batch["old_values"] = values
             estimate = generalized_advantages(
                 at_last_tokens(rewards, mask), values, batch, config.gamma, config.lam
@@ -76,7 +78,8 @@ class Critic:
             reports = []
             for _ in range(config.critic_epochs):
                 parts = losses.minibatches(batch, config.minibatches, generator)
-                reports += [self.model.update(part, self._loss) for part in parts]
+                update = self.model.update
+                reports += [self._calls.update(update, part, self._loss) for part in parts]
         means = losses.mean_of(reports)
         return {
             "value_loss": means["value_loss"],

@@ -51,6 +51,7 @@ from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Environment, converse, prompt_of
 from hybrid_engine.rl.critic import Critic
+from hybrid_engine.rl.packed_calls import PackedCalls
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
 from hybrid_engine.rl.run_checks import (
     RunArguments,
@@ -266,6 +267,7 @@ class Loop:
             raise ConfigError(violations)
         config = self.config
         self._rewards = RewardFunctions(reward, config)
+        self._calls = PackedCalls(worker.actor.engine.limits, config.pack)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
         # Fails now, not in the first step, if the trainer has its own schedule.
         worker.set_learning_rate(self._learning_rate)
@@ -379,7 +381,8 @@ class Loop:
         batch = self._batch(groups, rewards)
         if self.reference is not None:
             with self.reference.forward_context(), meter.phase("score"):
-                batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
+                compute = self.reference.compute_log_probs
+                batch["ref_log_probs"] = self._calls.score(compute, batch)
         learning_rate = self._learning_rate * config.learning_rate_factor(number)
         worker.set_learning_rate(learning_rate)
         report: dict[str, float] = {}
@@ -395,7 +398,7 @@ class Loop:
         self.samples = samples_of(prompts, groups, scores, batch, version)
         with worker.train_context():
             with meter.phase("score"):
-                outputs = worker.compute_log_probs(batch, entropy=True)
+                outputs = self._calls.score(worker.compute_log_probs, batch, entropy=True)
                 batch["old_log_probs"] = outputs["log_probs"]
             with meter.phase("update"):
                 # At first the critic's values are arbitrary, and so are the advantages.
@@ -624,7 +627,8 @@ class Loop:
             parts = losses.minibatches(
                 batch, config.minibatches, generator, config.aggregation, config.max_tokens
             )
-            reports += [self.worker.update(part, self._loss, **outputs) for part in parts]
+            update = self.worker.update
+            reports += [self._calls.update(update, part, self._loss, **outputs) for part in parts]
         means = losses.mean_of(reports)
         # The completions were drawn by the policy before the first optimizer step, so this mean
         # does not estimate a KL. `completion_figures` has the KL.

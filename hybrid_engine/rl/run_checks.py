@@ -101,6 +101,7 @@ class RunLimits:
         tokenizer: tokenizer of texts and chats.
         check_prompts: (token ids of prompts, max_tokens) -> None; raises ArgumentError for prompts
             that vLLM cannot complete.
+        no_packing: reason why the model computes one sequence a row only; "" if it is not known.
     """
 
     micro_batch_sizes: Mapping[str, int]
@@ -109,6 +110,7 @@ class RunLimits:
     has_critic: bool
     tokenizer: ModelTokenizer
     check_prompts: Callable[[Sequence[Sequence[int]], int], None]
+    no_packing: str = ""
 
     @classmethod
     def of_worker(cls, worker: ActorHybridWorker) -> RunLimits:
@@ -121,6 +123,7 @@ class RunLimits:
             worker.config.critic_config is not None,
             worker.inference.tokenizer,
             worker.inference.check_prompts,
+            limits.no_packing,
         )
 
     @classmethod
@@ -235,6 +238,10 @@ def limit_violations(
     violations: list[Violation] = []
     violations += _critic_violations(config, limits)
     violations += _size_violations(config, limits)
+    if config.pack and limits.no_packing:
+        key = f"{config.name}.pack"
+        remedy = "Leave it out"
+        violations.append(Violation(key, limits.no_packing, remedy, code="packing-unsupported"))
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts
@@ -316,6 +323,10 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
         problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
         remedy = "Pass an environment, or set max_tokens"
         yield Violation(key, problem, remedy, code="needs-environment")
+    if config.pack and config.ratio == "sequence":
+        key = f"{config.name}.pack"
+        problem = "is true, but a ratio for a sequence needs one sequence a row"
+        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
     if config.overlong_tokens > config.max_tokens:
         key = f"{config.name}.overlong_tokens"
         problem = f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}"

@@ -28,6 +28,7 @@ _NOT_PRINTED = {
     "reward_std",
     "logprob_diff",
     "logprob_diff_mean",
+    "logprob_equal",
     "clip_fraction",
     "policy_loss",
     "importance",

@@ -71,6 +71,7 @@ def completion_figures(
         figures["turns"] = fmean(num_turns)
     figures["logprob_diff"] = log_prob_error.max().item()
     figures["logprob_diff_mean"] = log_prob_error.mean().item()
+    figures["logprob_equal"] = (log_prob_error == 0).float().mean().item()
     # Of the policy that drew the tokens: the estimator holds for no other.
     if "ref_log_probs" in batch:
         kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])

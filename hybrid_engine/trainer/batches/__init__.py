@@ -1,6 +1,7 @@
 """Batches of token sequences: contents, computed rows, inputs and results of losses. Pure torch.
 
-    batch_building.py  rows from prompts and completions, one sequence a row or several
+    batch_building.py  rows from prompts and completions, one sequence a row
+    row_packing.py     several sequences in a row
     batch_checks.py    checks before any collective, and comparison of the ranks' arguments
     arrangement.py     sequences of a row; micro batches, and the rows that a model computes
     token_outputs.py   entropy and most likely tokens, from logits split over ranks by vocabulary
@@ -12,11 +13,16 @@ docs/worker.md is the user's page.
 from __future__ import annotations
 
 from hybrid_engine.ports import Batch, LossFunction, Report
-from hybrid_engine.trainer.batches.batch_building import (
-    PackedRows,
-    build_batch,
-    mean_weights,
-    pack,
-)
+from hybrid_engine.trainer.batches.batch_building import build_batch, mean_weights
+from hybrid_engine.trainer.batches.row_packing import PackedRows, pack, pack_rows
 
-__all__ = ["Batch", "LossFunction", "PackedRows", "Report", "build_batch", "mean_weights", "pack"]
+__all__ = [
+    "Batch",
+    "LossFunction",
+    "PackedRows",
+    "Report",
+    "build_batch",
+    "mean_weights",
+    "pack",
+    "pack_rows",
+]

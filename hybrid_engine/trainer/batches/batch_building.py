@@ -1,13 +1,4 @@
-"""Batches made of prompts and completions: one sequence a row (`build_batch`), or several (`pack`).
-
-Packed rows contain less padding:
-
-    num_parts = dp_size * micro_batch_size
-    packed = pack(prompts, completions, seq_length, multiple_of=num_parts)
-    packed.batch["advantages"] = packed.spread(advantages)      # one value a sequence -> [R, S]
-    packed.batch["old_log_probs"] = worker.compute_log_probs(packed.batch)
-    packed.unpack(packed.batch["old_log_probs"])                # [R, S] -> one tensor a sequence
-"""
+"""Batches made of prompts and completions, one sequence a row."""
 
 from __future__ import annotations
 
@@ -127,7 +118,7 @@ class Sample:
         return torch.tensor(is_label_drawn).float()
 
 
-def _samples_of(
+def samples_of(
     prompts: Sequence[TokenIds],
     completions: Sequence[TokenIds | Drawn],
     seq_length: int,
@@ -266,7 +257,14 @@ def build_batch(
     Raises BatchError, a ValueError, which names every value that is not token ids and every
     sequence that does not fit.
     """
-    samples = _samples_of(prompts, completions, seq_length, pad_token_id)
+    samples = samples_of(prompts, completions, seq_length, pad_token_id)
+    return batch_of(samples, seq_length, pad_token_id)
+
+
+def batch_of(
+    samples: Sequence[Sample], seq_length: int, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Return rows of one sample each; see `build_batch`."""
     # one column more than the batch: tokens and labels are the same row, shifted
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(samples), seq_length, dtype=torch.float32)
@@ -312,133 +310,3 @@ def mean_weights(
     num_rows = mask.shape[0] if rows is None else rows
     # mean over rows of sum(mask * x * rows / total) = sum(mask * x) / total
     return mask * (num_rows / total)
-
-
-# -- several sequences a row -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """Columns `start` to `start + length` of a row, which hold one sequence."""
-
-    row: int
-    start: int
-    length: int
-
-    @property
-    def columns(self) -> slice:
-        """Slice of the row's columns."""
-        return slice(self.start, self.start + self.length)
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """A batch of R rows of several sequences.
-
-    Attributes:
-        batch: `tokens`, `labels`, `sequence_ids` (number of the sequence from 1, 0 for padding),
-            `mask`, `weights` and, unless it is 1 everywhere, `temperature`; all [R, S] and as in
-            `build_batch`.
-        places: location of each sequence, in the order of `pack`'s arguments.
-    """
-
-    batch: dict[str, torch.Tensor]
-    places: tuple[RowSlice, ...]
-
-    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values [length, ...] of each sequence, from values [R, S, ...] of the rows.
-
-        Raises BatchError for another shape.
-        """
-        tokens = self.batch["tokens"]
-        if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
-            problem = f"{described(values)}, but the rows have {list(tokens.shape)}"
-            remedy = "Pass a value for each token of the packed rows"
-            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
-        return [values[place.row, place.columns] for place in self.places]
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the value of each token's sequence [R, S], from one value a sequence [N].
-
-        Padding gets 0. Raises BatchError for another shape.
-        """
-        if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
-            problem = f"{described(values)}, but there are {len(self.places)} sequences"
-            remedy = "Pass a tensor with one value for each sequence"
-            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
-        # sequence ids are indices: 0 is padding, sequences count from 1
-        with_padding = torch.cat([values.new_zeros(1), values])
-        return with_padding[self.batch["sequence_ids"].to(values.device)]
-
-
-def pack(
-    prompts: Sequence[TokenIds],
-    completions: Sequence[TokenIds | Drawn],
-    seq_length: int,
-    *,
-    multiple_of: int = 1,
-    pad_token_id: int = 0,
-) -> PackedRows:
-    """Pack prompts with their completions into rows of `seq_length` tokens.
-
-    Long sequences are placed first, each into the first row in which it fits.
-
-    Args:
-        prompts: token ids of N prompts.
-        completions: N completions; both as in `build_batch`.
-        seq_length: S; a sequence takes a column for each token but its last, which is only
-            predicted.
-        multiple_of: the number of rows is a multiple of this. `update` requires data parallel
-            ranks times micro batch size. Added rows are padding, with weights of 0.
-        pad_token_id: token id of padding.
-
-    Raises BatchError as `build_batch`, and if no token was sampled.
-    """
-    remedy = "Pass a number of rows, at least 1"
-    violations = list(required_whole(multiple_of, "multiple_of", remedy, least=1))
-    if violations:
-        raise BatchError(violations)
-    samples = _samples_of(prompts, completions, seq_length, pad_token_id)
-    places = _first_fit([sample.length for sample in samples], seq_length)
-    num_used_rows = max((place.row + 1 for place in places), default=0)
-    # at least one row, so that `mean_weights` reports an empty batch
-    num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
-
-    tokens = torch.full((num_rows, seq_length), pad_token_id, dtype=torch.int64)
-    labels = tokens.clone()
-    sequence_ids = torch.zeros_like(tokens)
-    mask = torch.zeros(num_rows, seq_length, dtype=torch.float32)
-    temperature = torch.ones_like(mask)
-    for number, (sample, place) in enumerate(zip(samples, places, strict=True), start=1):
-        token_ids = torch.tensor(sample.token_ids)
-        tokens[place.row, place.columns] = token_ids[:-1]
-        labels[place.row, place.columns] = token_ids[1:]
-        sequence_ids[place.row, place.columns] = number
-        mask[place.row, place.columns] = sample.mask
-        temperature[place.row, place.columns] = sample.temperature
-    batch = {
-        "tokens": tokens,
-        "labels": labels,
-        "sequence_ids": sequence_ids,
-        "mask": mask,
-        "weights": mean_weights(mask),
-    }
-    if not bool((temperature == 1).all()):
-        batch["temperature"] = temperature
-    return PackedRows(batch, tuple(places))
-
-
-def _first_fit(lengths: Sequence[int], size: int) -> list[RowSlice]:
-    """Return a place for each length: the longest first, into the first row with room for it."""
-    used: list[int] = []
-    places: dict[int, RowSlice] = {}
-    # the sort is stable, so sequences of one length keep their order
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        length = lengths[index]
-        fitting = (row for row, num_used in enumerate(used) if num_used + length <= size)
-        row = next(fitting, len(used))
-        if row == len(used):
-            used.append(0)
-        places[index] = RowSlice(row, used[row], length)
-        used[row] += length
-    return [places[index] for index in range(len(lengths))]

@@ -240,6 +240,7 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(
     for row in whole:
         assert 0 < row["bytes_received"] == row["bytes_least"]
         assert row["logprob_diff_mean"] <= row["logprob_diff"] < 1e-4
+        assert 0 <= row["logprob_equal"] < 1
     for row in trained:
         assert row["grad_norm"] > 0
         assert row["importance"] == pytest.approx(1, abs=1e-3)

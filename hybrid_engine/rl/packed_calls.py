@@ -1,0 +1,55 @@
+"""Calls of trainers with several completions in a row (`pack` of the settings)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_engine.ports import Batch
+from hybrid_engine.trainer.batches.batch_checks import BatchLimits
+from hybrid_engine.trainer.batches.row_packing import pack_rows
+
+
+@dataclass(frozen=True)
+class PackedCalls:
+    """Passes batches [B, S] of one sequence a row to a model, packed if the settings ask for it.
+
+    Attributes:
+        limits: of the model's batches.
+        packs: pack the rows; otherwise they are passed unchanged.
+    """
+
+    limits: BatchLimits
+    packs: bool
+
+    def score(self, call: Callable[..., Any], batch: Batch, **settings: Any) -> Any:
+        """Return the results of `call(batch, **settings)`: [B, S, ...], or such by name.
+
+        Padding has 0.
+        """
+        if not self.packs:
+            return call(batch, **settings)
+        packed = pack_rows(batch, multiple_of=self._multiple)
+        results = call(packed.batch, **settings)
+        if isinstance(results, torch.Tensor):
+            return packed.restore(results)
+        return {name: packed.restore(values) for name, values in results.items()}
+
+    def update(
+        self,
+        call: Callable[..., dict[str, float]],
+        batch: Batch,
+        loss_function: Callable[..., Any],
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Return the report of `call(batch, loss_function, **settings)`."""
+        if self.packs:
+            batch = pack_rows(batch, multiple_of=self._multiple).batch
+        return call(batch, loss_function, **settings)
+
+    @property
+    def _multiple(self) -> int:
+        return self.limits.dp_size * self.limits.micro_batch_size

@@ -1,0 +1,241 @@
+"""Several sequences in a row, which contains less padding than one.
+
+Of prompts and completions:
+
+    num_parts = dp_size * micro_batch_size
+    packed = pack(prompts, completions, seq_length, multiple_of=num_parts)
+    packed.batch["advantages"] = packed.spread(advantages)      # one value a sequence -> [R, S]
+    packed.batch["old_log_probs"] = worker.compute_log_probs(packed.batch)
+    packed.unpack(packed.batch["old_log_probs"])                # [R, S] -> one tensor a sequence
+
+Of a batch with one sequence a row, for one call; results return to its rows:
+
+    packed = pack_rows(batch, multiple_of=num_parts)
+    batch["old_log_probs"] = packed.restore(worker.compute_log_probs(packed.batch))     # [B, S]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.ports import Batch
+from hybrid_engine.trainer.batches.arrangement import (
+    KEYS,
+    require_one_sequence_a_row,
+    sequence_ids_of,
+)
+from hybrid_engine.trainer.batches.batch_building import (
+    Drawn,
+    TokenIds,
+    batch_of,
+    described,
+    mean_weights,
+    required_whole,
+    samples_of,
+)
+
+_MEANS_OVER_ROWS = ("weights", "token_weights")
+"""Keys of weights whose weighted sums are averaged over rows (`mean_weights`)."""
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Columns `start` to `start + length` of a row, which hold one sequence."""
+
+    row: int
+    start: int
+    length: int
+
+    @property
+    def columns(self) -> slice:
+        """Slice of the row's columns."""
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A batch of R rows of several sequences.
+
+    Attributes:
+        batch: `tokens`, `labels` and `sequence_ids` (number of the sequence from 1, 0 for padding),
+            all [R, S], with the other tensors of the rows that were packed; values of a row are
+            repeated at each of its tokens.
+        places: location of each sequence, in the order of the rows that were packed.
+        sources: location of each sequence in these rows.
+        width: number of columns of these rows.
+    """
+
+    batch: dict[str, torch.Tensor]
+    places: tuple[RowSlice, ...]
+    sources: tuple[RowSlice, ...]
+    width: int
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the values [length, ...] of each sequence, from values [R, S, ...] of the rows.
+
+        Raises BatchError for another shape.
+        """
+        self._require_tokens(values)
+        return [values[place.row, place.columns] for place in self.places]
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values [B, width, ...] in the rows that were packed, 0 for padding.
+
+        `values`: [R, S, ...], of the packed rows. Raises BatchError for another shape.
+        """
+        self._require_tokens(values)
+        restored = values.new_zeros(len(self.sources), self.width, *values.shape[2:])
+        restored[_positions(self.sources)] = values[_positions(self.places)]
+        return restored
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each token's sequence [R, S], from one value a sequence [N].
+
+        Padding gets 0. Raises BatchError for another shape.
+        """
+        if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
+            problem = f"{described(values)}, but there are {len(self.places)} sequences"
+            remedy = "Pass a tensor with one value for each sequence"
+            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+        # sequence ids are indices: 0 is padding, sequences count from 1
+        with_padding = torch.cat([values.new_zeros(1), values])
+        return with_padding[self.batch["sequence_ids"].to(values.device)]
+
+    def _require_tokens(self, values: torch.Tensor) -> None:
+        tokens = self.batch["tokens"]
+        if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
+            problem = f"{described(values)}, but the rows have {list(tokens.shape)}"
+            remedy = "Pass a value for each token of the packed rows"
+            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+
+
+def pack(
+    prompts: Sequence[TokenIds],
+    completions: Sequence[TokenIds | Drawn],
+    seq_length: int,
+    *,
+    multiple_of: int = 1,
+    pad_token_id: int = 0,
+) -> PackedRows:
+    """Pack prompts with their completions into rows of `seq_length` tokens.
+
+    The batch has `tokens`, `labels`, `sequence_ids`, `mask`, `weights` and, unless it is 1
+    everywhere, `temperature`; all [R, S] and as in `build_batch`.
+
+    Args:
+        prompts: token ids of N prompts.
+        completions: N completions; both as in `build_batch`.
+        seq_length: S; a sequence takes a column for each token but its last, which is only
+            predicted.
+        multiple_of: see `pack_rows`.
+        pad_token_id: token id of padding.
+
+    Raises BatchError as `build_batch`, and if no token was sampled.
+    """
+    _require_count(multiple_of)
+    samples = samples_of(prompts, completions, seq_length, pad_token_id)
+    batch = batch_of(samples, seq_length, pad_token_id)
+    lengths = torch.tensor([sample.length for sample in samples])
+    batch["attention_mask"] = (torch.arange(seq_length) < lengths[:, None]).long()
+    packed = pack_rows(batch, multiple_of=multiple_of, pad_token_id=pad_token_id)
+    packed.batch["weights"] = mean_weights(packed.batch["mask"])
+    return packed
+
+
+def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> PackedRows:
+    """Pack rows [B, S] of one sequence each into fewer rows of S tokens.
+
+    Long sequences are placed first, each into the first row in which it fits. An update of the
+    packed rows is that of the rows, up to rounding: `weights` and `token_weights`, whose sums are
+    averaged over rows, are scaled to the number of packed rows.
+
+    Args:
+        batch: `tokens` [B, S], keys that define the sequences, and tensors [B], one value a row, or
+            [B, S, ...], one value a token.
+        multiple_of: the number of rows is a multiple of this. `update` requires data parallel
+            ranks times micro batch size. Added rows are padding, with weights of 0.
+        pad_token_id: token id of padding.
+
+    Raises BatchError for rows of several sequences, and for tensors of another shape.
+    """
+    _require_count(multiple_of)
+    require_one_sequence_a_row(batch, "pack_rows")
+    tokens = batch["tokens"]
+    num_sequences, width = tokens.shape
+    sequence_ids = sequence_ids_of(batch)
+    is_real = torch.ones_like(tokens) if sequence_ids is None else (sequence_ids > 0).long()
+    columns = {name: tensor for name, tensor in batch.items() if name not in KEYS}
+    _require_columns(columns, num_sequences, width)
+    lengths = is_real.sum(1).tolist()
+    starts = is_real.argmax(1).tolist()
+    sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
+    places = tuple(_first_fit(lengths, width))
+    num_used_rows = max((place.row + 1 for place in places), default=0)
+    num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
+
+    taken = _positions(sources)
+    placed = _positions(places)
+    numbers = torch.arange(1, num_sequences + 1, device=tokens.device)
+    packed_ids = torch.zeros(num_rows, width, dtype=torch.int64, device=tokens.device)
+    packed_ids[placed] = numbers[taken[0]]
+    packed = {"sequence_ids": packed_ids}
+    for name, tensor in columns.items():
+        padding = {"tokens": pad_token_id, "labels": pad_token_id, "temperature": 1}.get(name, 0)
+        column = tensor.new_full((num_rows, width, *tensor.shape[2:]), padding)
+        column[placed] = tensor[taken[0]] if tensor.dim() == 1 else tensor[taken]
+        packed[name] = column
+    for name in _MEANS_OVER_ROWS:
+        if name in packed:
+            packed[name] *= num_rows / max(num_sequences, 1)
+    return PackedRows(packed, places, sources, width)
+
+
+def _require_count(multiple_of: int) -> None:
+    remedy = "Pass a number of rows, at least 1"
+    violations = list(required_whole(multiple_of, "multiple_of", remedy, least=1))
+    if violations:
+        raise BatchError(violations)
+
+
+def _require_columns(columns: Mapping[str, torch.Tensor], num_rows: int, width: int) -> None:
+    """Raise BatchError unless each tensor has a value for each row, or for each token."""
+    violations = []
+    for name, tensor in columns.items():
+        if tensor.shape != (num_rows,) and tensor.shape[:2] != (num_rows, width):
+            problem = f"{described(tensor)}, but the rows are [{num_rows}, {width}]"
+            remedy = f"Pass [{num_rows}], or [{num_rows}, {width}, ...]"
+            violations.append(Violation(name, problem, remedy, code="wrong-shape"))
+    if violations:
+        raise BatchError(violations)
+
+
+def _positions(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows and columns [tokens] of all tokens of some slices, slice by slice."""
+    lengths = torch.tensor([place.length for place in slices], dtype=torch.int64)
+    rows = torch.tensor([place.row for place in slices], dtype=torch.int64)
+    starts = torch.tensor([place.start for place in slices], dtype=torch.int64)
+    # number of a token in its slice
+    offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
+        lengths
+    )
+    return rows.repeat_interleave(lengths), starts.repeat_interleave(lengths) + offsets
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[RowSlice]:
+    """Return a place for each length: the longest first, into the first row with room for it."""
+    used: list[int] = []
+    places: dict[int, RowSlice] = {}
+    # the sort is stable, so sequences of one length keep their order
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        fitting = (row for row, num_used in enumerate(used) if num_used + length <= size)
+        row = next(fitting, len(used))
+        if row == len(used):
+            used.append(0)
+        places[index] = RowSlice(row, used[row], length)
+        used[row] += length
+    return [places[index] for index in range(len(lengths))]
