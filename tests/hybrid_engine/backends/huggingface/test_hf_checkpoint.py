@@ -80,14 +80,6 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], dict[str, Any] | None]] = {
     "no files": ("ConfigError no-weights", ("model.safetensors.index.json", "model.safetensors"), None),
 }
 
-
-# name -> (error, part of its message, damage to the last file of a saved checkpoint)
-DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
-    "cut": ("FileError", "file not fully covered", lambda contents: contents.__delitem__(slice(-9, None))),
-    "flipped": ("FileError", "checksum ", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
-    "header": ("FileError", "header too large", lambda contents: contents.__setitem__(6, 255)),
-}
-
 # Saves that fail and change nothing: name -> (errors of the ranks, part of every message)
 REFUSED = {
     "below a file": ({"FileError", "RemoteError"}, "config.json/below.*: not a directory"),
@@ -184,7 +176,6 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         "broken": (load_broken, (model, broken)),
         "two heads": (load_broken, (paths["qwen2 tied pp2"], {"tied": tied})),
         "headless": (load_without_a_head, (model, headless)),
-        "damaged": (load_damaged, (model, directory / "damaged")),
         "fetched": (fetch_from_the_hub, (directory,)),
         "refused": (refuse_saves, (model, broken["other sizes"])),
     }
@@ -331,43 +322,6 @@ def test_one_rank_of_each_host_downloads(launched: Any) -> None:
     assert results[0]["failed"] == "FileError: disk full"
     assert results[1]["failed"].startswith("RemoteError: downloading the model's weights failed on 1 rank(s)")
     assert all(f"org/name@{'0' * 40}, org/name@{'1' * 40}" in result["differing"] for result in results)
-
-
-def load_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
-    """Return (kind of error, message, whether weights are unchanged) per kind of damage."""
-    results = {}
-    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        job = Job.join(60)
-        save_hf_checkpoint(directory, run.engine.weights, run.table, job, model, file_nbytes=SMALL_FILES)
-        path = sorted(directory.glob("*.safetensors"))[-1]
-        whole = path.read_bytes()
-        for tensor in run.engine.weights.buffers().values():
-            tensor.fill_(7)
-        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
-        for name, (_, _, damage) in DAMAGED.items():
-            job.agreement.conclude("all ranks have read")  # before rank 0 writes the file again
-            contents = bytearray(whole)
-            damage(contents)
-            if dist.get_rank() == 0:
-                path.write_bytes(contents)
-            job.agreement.conclude("all ranks have read")
-            with pytest.raises(HybridEngineError) as caught:
-                load_hf_checkpoint(directory, run.engine.weights, run.table, job)
-            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
-            results[name] = (kind_of(caught.value), str(caught.value), kept)
-    return results
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused_and_weights_stay(launched: Any, name: str) -> None:
-    error, message, _ = DAMAGED[name]
-    results = [results[name] for results in launched[2]["damaged"]]
-    # Ranks that do not read the damaged part raise RemoteError.
-    assert error in {kind for kind, _, _ in results} <= {error, "RemoteError"}
-    for _, text, is_kept in results:
-        assert message in text
-        assert re.search(r"damaged/model-.*\.safetensors", text)
-        assert is_kept
 
 
 def refuse_saves(model: Path, other: Path) -> dict[str, tuple[str, str]]:
