@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import critical_path, planning, prefetch
-from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
+from benchmarks import critical_path, planning
+from benchmarks.resharding.cases import CASES, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case
 from hybrid_engine.models import table_for
 from tests.harness.launch import REPO_ROOT
 
@@ -31,15 +30,6 @@ def test_every_case_is_possible_and_large_enough(tmp_path: Path) -> None:
         assert case.ranks % (generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size) == 0
     assert len({case.name for case in CASES}) == len(CASES)
     assert sum(".experts." in name for name in table_for(MODELS[EXPERTS]).shapes) >= 2000
-
-
-def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    quick = chosen("", quick=True)
-    assert {case.model for case in quick} == {DENSE, EXPERTS}
-    assert {case.ranks for case in quick} == {2, 4}
-    assert [case.ranks for case in quick] == sorted(case.ranks for case in quick)
-    assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
@@ -110,15 +100,6 @@ def test_with_fsdp2_both_contenders_write_the_same_bits(tmp_path: Path) -> None:
     assert row["floor_ratio"] == row["ours_seconds"] / row["floor_seconds"]
 
 
-@pytest.mark.slow
-def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.fsdp import main
-
-    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--only", "nothing"])
-    with pytest.raises(SystemExit, match="no case's name contains 'nothing'"):
-        main()
-
-
 MODULES = sorted(
     ".".join(path.relative_to(REPO_ROOT).with_suffix("").parts) for path in (REPO_ROOT / "benchmarks").rglob("*.py")
 )
@@ -128,24 +109,3 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_can_be_imported(name: str) -> None:
     importlib.import_module(name)
-
-
-def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
-    times = {"iteration_seconds": seconds, "reshard_seconds": seconds / 10, "generate_seconds": seconds / 2}
-    return [
-        {"iteration": number, "reward": reward, "reshard_share": seconds, "peak_bytes": 7, "rss_bytes": 9, **times}
-        for number in range(4)
-    ]
-
-
-def test_only_seconds_and_memory_of_two_runs_may_differ() -> None:
-    prefetch.require_same([rows(1.0), rows(2.0)])
-    with pytest.raises(SystemExit, match="iteration 0: reward differ"):
-        prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
-
-
-def test_the_summary_skips_the_first_iteration() -> None:
-    slow = rows(1.0)
-    slow[1]["iteration_seconds"] = 100.0
-    figures = prefetch.summary([slow, rows(3.0)])
-    assert (figures["iteration_seconds"], figures["peak_bytes"]) == (2.0, 7)
