@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +42,6 @@ def test_rows_are_written_shown_and_summarized(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("eval/accuracy")] == pytest.approx([0.3, 0.4, 0.6])
     assert {"train/kl", "time/generate", "reshard/seconds"} <= set(events.Tags()["scalars"])
-
-
-def test_the_summary_of_a_long_run_fits(tmp_path: Path) -> None:
-    directory = run_files(tmp_path)
-    screen = io.StringIO()
-    long = {"reshard_seconds": 1e5, "iteration_seconds": 1e6, "bytes_received": 10**15, "bytes_least": 10**15}
-    directory.metrics.append(row(0, **long))
-    report.Report(Console(file=screen, width=80), directory).finish()
-    lines = [line for line in screen.getvalue().splitlines() if str(tmp_path) not in line]
-    assert "resharding 100000.00 s of 1000000 s" in lines
-    assert "1,000,000,000,000,000 bytes received, 1,000,000,000,000,000 the least possible" in lines
-    assert max(map(len, lines)) <= 80
-
-
-def test_the_progress_bar_does_not_redirect_the_streams(tmp_path: Path) -> None:
-    """The streams go to the log; on a terminal rich would redirect them."""
-    stdout, stderr = sys.stdout, sys.stderr
-    with report.Report(Console(file=io.StringIO(), force_terminal=True, width=80), run_files(tmp_path)):
-        assert (sys.stdout, sys.stderr) == (stdout, stderr)
 
 
 @pytest.mark.parametrize("rows", [[], [row(2, accuracy=None), row(3)], [{"iteration": 4}]])

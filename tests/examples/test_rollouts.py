@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt_rl import rollouts, task
-from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
+from examples.gpt_rl import task
+from examples.gpt_rl.rollouts import Batch, Rollouts, RolloutSettings
 from hybrid_engine import Completion, Sampling
 from hybrid_engine.errors import ConfigError
 
@@ -110,20 +110,6 @@ def test_the_reference_scores_after_the_switch_to_training() -> None:
     in_training(["chunk"])
     assert scored == [((12, 10), ["chunk"])]
     assert bool((drawn[5]["ref_log_probs"] == -3).all())
-
-
-def test_demonstrations_depend_on_seed_and_index_alone() -> None:
-    first, same, other = (Demonstrations(DATA, 50, 10, seed) for seed in (1, 1, 2))
-    assert len(first) == 50
-    assert set(first[3]) == {"tokens", "labels", "mask"}
-    assert all(torch.equal(first[index]["tokens"], same[index]["tokens"]) for index in range(50))
-    assert any(not torch.equal(first[index]["tokens"], other[index]["tokens"]) for index in range(50))
-
-
-def test_collecting_without_the_script_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "_rollouts", None)
-    with pytest.raises(RuntimeError, match="no rollouts are installed"):
-        rollouts.collect(ScriptedInference())
 
 
 @pytest.mark.engines

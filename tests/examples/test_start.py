@@ -105,10 +105,3 @@ def test_ctrl_c_while_the_launcher_imports_leaves_no_traceback(module: str) -> N
     program = INTERRUPTED_IN + "import examples.gpt_rl.torchrun as launcher; launcher.main()"
     result = subprocess.run([sys.executable, "-c", program, module], cwd=REPO_ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
-
-
-def test_make_passes_the_shutdown_timeout() -> None:
-    command = ["make", "-n", "rl", "PYTHON_ENV=/none", "STOP_SECONDS=1234", "ARGS=rl_config.iterations=5"]
-    output = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--out runs/gpt_rl rl_config.iterations=5" in output
-    assert "--shutdown-timeout 1234 -m examples.gpt_rl.train" in output.replace("\\\n", "").replace("    ", "")

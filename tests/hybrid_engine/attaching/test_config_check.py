@@ -300,13 +300,6 @@ def test_differences_of_live_objects_are_reported_under_their_fields() -> None:
     }
 
 
-def test_an_epsilon_is_reported_with_its_key_and_file() -> None:
-    table = table_for({**LLAMA, "rms_norm_eps": 1e-3})
-    (violation,) = model_mismatches(table, Namespace(**ARGS), transformer_config(), LIVE, "/models/llama/config.json")
-    assert violation.key == "TransformerConfig.layernorm_epsilon"
-    assert "rms_norm_eps in /models/llama/config.json asks for 0.001" in violation.problem
-
-
 def test_settings_of_megatron_alone_are_compared() -> None:
     flags = set(mismatches({}, {"qk_layernorm": True, "activation_func": gelu, "gated_linear_unit": False}))
     assert flags == {"--qk-layernorm", "--swiglu", next(flag for flag in flags if "--squared-relu" in flag)}
@@ -319,14 +312,6 @@ def test_settings_of_megatron_alone_are_compared() -> None:
 def test_megatrons_rope_scaling_matches_llama3() -> None:
     assert mismatches({"rope_scaling": LLAMA3}, args={"use_rope_scaling": True}) == {}
     assert "factor=32.0" in mismatches({"rope_scaling": {**LLAMA3, "factor": 32.0}})["--use-rope-scaling"]
-
-
-def test_interpolation_matches_linear_scaling() -> None:
-    interpolated = {"rotary_seq_len_interpolation_factor": 8}
-    assert mismatches({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, args=interpolated) == {}
-    assert set(mismatches({}, args=interpolated)) == {"--rotary-seq-len-interpolation-factor"}
-    combined = mismatches({"rope_scaling": LLAMA3}, args={**interpolated, "use_rope_scaling": True})
-    assert set(combined) == {"--rotary-seq-len-interpolation-factor"}
 
 
 def test_fused_bias_and_gelu_matches_gelu_tanh() -> None:

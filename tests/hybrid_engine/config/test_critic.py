@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,3 @@ def test_a_budget_needs_planned_memory(dense: Path, actor: dict[str, Any]) -> No
     assert [violation.key for violation in find_violations(config, 2)] == ["device_budget_gib"]
     with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "not-planned"))):
         memory_plan(config, 2)
-
-
-def test_a_job_has_no_critic_by_default(dense: Path) -> None:
-    assert json.loads(HybridConfig(model=dense).model_dump_json())["critic_config"] is None

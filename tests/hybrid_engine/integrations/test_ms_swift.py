@@ -8,7 +8,6 @@ sortedcontainers, tiktoken, xxhash, and peft 0.21.2, which is newer than ms-swif
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -172,27 +171,6 @@ def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: P
         assert observed["trained"] == observed["parameters"]
         assert observed["ended"]
         assert not observed["megatron"], "install depends on this"
-
-
-# -- contracts -------------------------------------------------------------------------------------
-
-
-@with_ms_swift
-def test_ms_swift_has_the_replaced_names() -> None:
-    from swift.infer_engine.vllm_engine import VllmEngine
-    from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
-
-    def parameters_of(method: Any) -> list[str]:
-        return [*inspect.signature(method).parameters]
-
-    assert parameters_of(RolloutTrainerMixin._prepare_vllm) == parameters_of(VllmEngine._prepare_engine) == ["self"]
-    assert parameters_of(RolloutTrainerMixin._fast_infer) == ["self", "samples"]
-    assert parameters_of(RolloutTrainerMixin._move_model_to_vllm) == ["self", "skip_async_check"]
-    engine = inspect.getsource(VllmEngine.infer) + inspect.getsource(VllmEngine._add_request)
-    mixin = inspect.getsource(RolloutTrainerMixin._prepare_vllm).replace("self.engine.engine", "self.engine")
-    for name in vars(ours._RequestQueue):
-        assert name.startswith("_") or f"self.engine.{name}(" in engine + mixin
-    assert "self.engine.add_request(request_id, llm_inputs, generation_config, **kwargs)" in engine
 
 
 # -- without ms-swift ------------------------------------------------------------------------------

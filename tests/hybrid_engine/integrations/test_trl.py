@@ -7,7 +7,6 @@ process that samples and scores.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -301,32 +300,6 @@ def refusal_of(model: str, out: str, url: str) -> list[tuple[str, str]]:
     except ConfigError as error:
         return violations_of(error)
     return []
-
-
-# -- contracts -------------------------------------------------------------------------------------
-
-
-@with_trl
-def test_trl_has_the_replaced_names() -> None:
-    from trl.experimental.async_grpo import async_grpo_trainer as theirs
-    from trl.generation.vllm_generation import VLLMGeneration
-    from trl.trainer.utils import ensure_master_addr_port
-
-    assert [*inspect.signature(VLLMGeneration._init_vllm).parameters] == ["self"]
-    assert [*inspect.signature(VLLMGeneration.sync_weights).parameters] == ["self"]
-    read = {"mode", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "model"}
-    read |= {"accelerator", "enable_sleep_mode", "model_impl", "trust_remote_code", "logprobs"}
-    assert read <= inspect.signature(VLLMGeneration.__init__).parameters.keys()
-    assert "self.llm.generate(vllm_prompts, sampling_params=sampling_params, use_tqdm=False)" in inspect.getsource(
-        VLLMGeneration.generate
-    )
-    assert all(not parameter.default for parameter in inspect.signature(ensure_master_addr_port).parameters.values())
-    assert {"weight_transfer"} <= inspect.signature(theirs.AsyncGRPOTrainer.__init__).parameters.keys()
-    assert "self._streaming_iter()" in inspect.getsource(theirs.AsyncGRPOTrainer._sync_weight_merged)
-    for name, method in vars(theirs.WeightTransferProtocol).items():
-        if not name.startswith("_"):
-            parameters = inspect.signature(method).parameters.keys()
-            assert inspect.signature(getattr(ours.WeightTransfer, name)).parameters.keys() == parameters
 
 
 # -- without TRL -----------------------------------------------------------------------------------

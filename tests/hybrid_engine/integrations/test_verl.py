@@ -178,30 +178,6 @@ def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
     assert "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
 
 
-@with_verl
-def test_verls_megatron_engine_has_the_used_names() -> None:
-    """The source is read, since importing it needs Megatron."""
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
-
-    root = Path(str(import_module("verl").__file__)).parent / "workers/engine"
-    engine = (root / "megatron/transformer_impl.py").read_text()
-    used = (
-        '@EngineRegistry.register(model_type="language_model", backend="megatron")\nclass MegatronEngineWithLMHead(',
-        *("self.module = self._build_megatron_module()", "self.optimizer = self._build_optimizer()"),
-        *("def initialize(self):", "def get_per_tensor_param(self, base_sync_done=False, **kwargs):"),
-        *("def is_param_offload_enabled(self)", "def is_optimizer_offload_enabled(self)"),
-    )
-    assert [text for text in used if text not in engine] == []
-    assert "MegatronEngineWithLMHead = None" in (root / "__init__.py").read_text(), "without Megatron"
-    fields = {
-        McoreEngineConfig: {"strategy", "dtype", "forward_only", "use_megatron_fsdp", "qat"},
-        McoreOptimizerConfig: {"use_precision_aware_optimizer"},
-        HFModelConfig: {"local_path", "lora"},
-    }
-    for config, names in fields.items():
-        assert names <= config.__dataclass_fields__.keys(), config
-
-
 # -- without its workers ---------------------------------------------------------------------------
 
 

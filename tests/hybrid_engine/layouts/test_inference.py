@@ -94,18 +94,6 @@ def test_every_layout_is_valid_and_complete(case: LayoutCase) -> None:
             ], "an instance must have every tensor completely"
 
 
-@JOBS
-@given(layout_cases())
-def test_ranks_at_the_same_place_hold_the_same(case: LayoutCase) -> None:
-    by_place: dict[object, object] = {}
-    side = case.destination
-    for rank in range(len(case.hosts)):
-        place = case.infer.place_of(rank)
-        held = regions_by_tensor(side.layout_of(rank))
-        replica = place.dp_rank % case.infer.replicas_per_instance
-        assert by_place.setdefault((place.tp_rank, place.pp_rank, replica), held) == held
-
-
 def test_invalid_sizes_are_refused() -> None:
     table = table_for(EXPERTS)
     with pytest.raises(ConfigError) as caught:

@@ -17,18 +17,12 @@ from hybrid_engine.layouts.parallelism import (
     named,
     sizes_of,
 )
-from hybrid_engine.layouts.size_rules import INFER_RULES, TRAIN_RULES, violations
+from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.megatron_script.script_settings import actor_values
 from hybrid_engine.models import table_for
 from tests.hybrid_engine.layouts.cases import DENSE
 
 SIDES = [TrainParallelism, InferenceParallelism]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_names_of_sizes_are_unique(side: type[Parallelism]) -> None:
-    sizes = sizes_of(side)
-    assert len({size.key for size in sizes}) == len(sizes)
 
 
 KEY_TYPES: dict[Any, Any] = {
@@ -49,11 +43,6 @@ def test_every_size_is_a_key_with_equal_type_and_default(side: type[Parallelism]
         assert hints[size.key] == KEY_TYPES[fields[size.name]], size.key
         assert key.default == size.default, size.key
         assert (key.description or "").endswith("."), size.key
-
-
-def test_rules_refer_to_existing_sizes() -> None:
-    assert {rule.size for rule in TRAIN_RULES} <= {size.name for size in sizes_of(TrainParallelism)}
-    assert {rule.size for rule in INFER_RULES} <= {size.name for size in sizes_of(InferenceParallelism)}
 
 
 def test_configurations_and_sizes_convert_into_each_other() -> None:

@@ -73,13 +73,6 @@ def test_no_rank_holds_more_than_the_larger_layout_and_two_layers(train_stages: 
     assert len(outlines) == 32
 
 
-def test_model_order_would_make_late_stages_hold_both() -> None:
-    needs = layers(pipeline(32, 1, 4, 4000), pipeline(32, 4, 4, 4000))
-    in_order = [Outline((name,), need.groups, 0) for name, need in needs.items()]
-    peak, larger = peak_and_larger(needs, in_order, 4)
-    assert peak.max() > 1.7 * larger.max()
-
-
 needs_of_any_kind = st.lists(
     st.tuples(
         st.sets(st.integers(0, 4)),

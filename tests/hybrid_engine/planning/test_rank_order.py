@@ -20,7 +20,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import wire_dtype
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import summarize
-from hybrid_engine.records.holdings import Holdings, placed_holdings
+from hybrid_engine.records.holdings import Holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import subtract_all, union
 from tests.harness.errors import has_code
@@ -78,14 +78,6 @@ def test_the_order_on_one_host_is_the_best(case: LayoutCase) -> None:
     sides = (case.source.holdings, case.positions.holdings)
     all_orders = itertools.permutations(range(len(case.hosts)))
     assert held_nbytes(*sides, order_of(case)) == max(held_nbytes(*sides, order) for order in all_orders)
-
-
-@JOBS
-@given(layout_cases())
-def test_live_layouts_give_the_same_order(case: LayoutCase) -> None:
-    num_ranks = len(case.hosts)
-    source, positions = (placed_holdings(side.layout(), num_ranks).holdings for side in (case.source, case.positions))
-    assert rank_order("auto", source, positions, case.hosts, case.infer.tensor) == order_of(case)
 
 
 def layers_of(holdings: Holdings) -> Holdings:

@@ -15,7 +15,6 @@ from hybrid_engine.records.regions import (
     Region,
     StridedView,
     boxes_of_copy,
-    contiguous_strides,
     subtract_all,
     union,
 )
@@ -222,8 +221,3 @@ def test_common_copies_are_single_boxes() -> None:
     for name, view in views.items():
         destination = torch.empty(view.shape, dtype=view.dtype)
         assert len(boxes_of_copy((48, 32), view_of(view), view_of(destination))) == 1, name
-
-
-@given(st.lists(st.integers(1, 5), max_size=4))
-def test_contiguous_strides_equal_torch(shape: list[int]) -> None:
-    assert contiguous_strides(tuple(shape)) == torch.empty(shape).stride()

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -378,9 +377,3 @@ def test_unbounded_sampling_and_wrong_arguments_are_refused(tokenizer: ModelToke
     failed = has_violation("environment", "not-callable", "prompt 0, completion 0", "None")
     with pytest.raises(ArgumentError, check=failed):
         converse(engine, CHATS, Sampling(), lambda _: None)  # type: ignore[arg-type,return-value]
-
-
-def test_a_conversation_of_one_turn_batches_like_a_completion() -> None:
-    turn = Completion((4, 5), (-1.0, -2.0), "stop", prompt_token_ids=(1, 2))
-    batches = [build_batch([(1, 2)], [completion], 8) for completion in (turn, Conversation((turn,)))]
-    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])

@@ -18,7 +18,6 @@ from hybrid_engine.config.loading import ALIASES, paths_of
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
 from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse, train
 from hybrid_engine.rl.step_metrics import StepMeter, combine_ranks
-from hybrid_engine.switch.states import SwitchHooks
 from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.harness.launch import REPO_ROOT, Ranks
 from tests.hybrid_engine.rl.stand_ins import stand_in
@@ -428,21 +427,6 @@ def test_evaluation_figures_do_not_overwrite_columns() -> None:
     ):
         with pytest.raises(ArgumentError, check=refused):
             loop.finish({}, lambda _, figures=figures: figures)  # type: ignore[misc]
-
-
-def test_a_closed_loop_records_no_more_switches() -> None:
-    worker = stand_in(sharding=SwitchHooks())
-    hooks = []
-    prompts = ["a"]
-    worker.on_reshard_end = worker.sharding.on_reshard_end
-    worker.sharding.on_reshard_end(hooks.append)
-    first, second = (Loop(worker, prompts, mock.Mock(), GrpoConfig()) for _ in range(2))
-    for _ in range(2):
-        first.close()
-    worker.sharding._call_end_hooks("a report")
-    assert (hooks, first._meter.switches, second._meter.switches) == (["a report"], [], ["a report"])
-    del worker.sharding
-    second.close()
 
 
 def test_figures_of_ranks_and_phases_are_combined() -> None:

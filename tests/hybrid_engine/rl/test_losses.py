@@ -181,22 +181,6 @@ def test_gradients_equal_the_formulas_of_the_papers(seed: int, name: str) -> Non
     torch.testing.assert_close(gradient, gradient_by_formula(name, whole, new.detach()))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_nothing_is_clipped_at_a_ratio_of_one(name: str) -> None:
-    batch, log_probs = random_batch(3)
-    batch["old_log_probs"] = log_probs  # makes every ratio 1
-    (whole,) = losses.minibatches(batch, 1, torch.Generator())
-    new = whole["old_log_probs"].clone().requires_grad_()
-    loss, report = losses.policy_loss(0.2, 0.0, **VARIANTS[name])(whole, new)
-    assert report["clip_fraction"] == 0
-    (gradient,) = torch.autograd.grad(loss, new)
-    # The plain policy gradient: the weighted advantage of each token.
-    expected = -whole["advantages"][:, None] * whole["weights"] / len(new)
-    if name == "gspo":
-        expected = expected.sum(dim=1, keepdim=True) * whole["mask"] / whole["mask"].sum(dim=1, keepdim=True)
-    torch.testing.assert_close(gradient, expected)
-
-
 @given(st.integers(0, 10**6), st.integers(2, 6))
 def test_the_baseline_may_exclude_the_completion(seed: int, size: int) -> None:
     rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -230,20 +214,6 @@ def test_truncated_completions_have_no_weight_in_the_loss() -> None:
     (gradient,) = torch.autograd.grad(loss, new)
     assert loss.item() == 0
     assert not gradient.any()
-
-
-@given(st.integers(0, 10**6), st.integers(2, 6))
-def test_advantages_may_keep_the_scale_of_rewards(seed: int, size: int) -> None:
-    rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    centred = [[value - statistics.fmean(group) for value in group] for group in rewards.tolist()]
-    torch.testing.assert_close(losses.group_advantages(rewards, scale="none"), torch.tensor(centred).double())
-    expected = [
-        [value / statistics.pstdev(before) for value in group]
-        for group, before in zip(centred, rewards.tolist(), strict=True)
-    ]
-    torch.testing.assert_close(
-        losses.group_advantages(rewards, epsilon=0.0), torch.tensor(expected, dtype=torch.float64)
-    )
 
 
 def test_importance_weights_have_no_gradient() -> None:
@@ -296,16 +266,3 @@ def test_minibatches_are_a_partition() -> None:
     assert [int(token) for part in parts for token in part["tokens"][:, 0]] != rows
     for part in parts:
         torch.testing.assert_close(part["weights"].sum(), torch.tensor(4.0))
-
-
-def test_an_advantage_per_completion_equals_one_per_token() -> None:
-    """GRPO's loss equals PPO's if all tokens of a completion have the same advantage."""
-    generator = torch.Generator().manual_seed(1)
-    log_probs, old, ref = torch.randn(3, 4, 5, generator=generator)
-    mask = torch.ones(4, 5)
-    batch = {"weights": mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
-    advantages = torch.randn(4, generator=generator)
-    loss = losses.policy_loss(0.2, 0.01)
-    by_completion = loss({**batch, "advantages": advantages}, log_probs)[0]
-    by_token = loss({**batch, "advantages": advantages[:, None].expand(4, 5)}, log_probs)[0]
-    assert torch.equal(by_completion, by_token)

@@ -18,11 +18,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import trackers
-from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
+from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
 from hybrid_engine.rl.trackers import opened, tracker_violations
 
@@ -72,15 +71,6 @@ def test_files_of_steps_that_are_repeated_go(tmp_path: Path) -> None:
         "step-000001.jsonl",
         "step-000010.jsonl",
     ]
-
-
-def test_texts_are_printed_as_they_are() -> None:
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    chat = [{"role": "user", "content": "2 + 2 = ?"}]
-    print_samples([sample(), sample(prompt=chat, completion=WithoutTokenizer())], console)
-    text = console.export_text()
-    for part in ("[red] 4", "2 + 2 = ?", "[5, 6]", "stop", "length"):
-        assert part in text
 
 
 def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path) -> None:

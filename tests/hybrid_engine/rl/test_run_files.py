@@ -135,15 +135,6 @@ def test_a_newly_enabled_section_is_a_difference(tmp_path: Path) -> None:
         run.check(settings, defaults=settings)
 
 
-def test_every_option_has_a_default_for_older_runs(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "run")
-    config = PpoConfig(value_clip=0.3, stop=("a",))
-    run.lock().close()
-    run.begin({"PpoConfig": {"value_clip": 0.3, "stop": ["a"]}})
-    complete(run, 1)
-    run.check(config.shared(), defaults=config.defaults())
-
-
 def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None:
     """An older run recorded optional sections in full; their defaults are just "off"."""
 
@@ -282,13 +273,6 @@ def test_a_forked_process_does_not_keep_the_lock(run: RunFiles) -> None:
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
-
-
-def test_a_copy_of_the_directory_does_not_end_the_lock(run: RunFiles, tmp_path: Path) -> None:
-    with run.lock():
-        shutil.copytree(run.out, tmp_path / "copy")
-        with pytest.raises(ConfigError, check=has_violation("out", "run-is-locked")):
-            run.lock()
 
 
 def test_a_symlinked_lock_is_not_followed(run: RunFiles, tmp_path: Path) -> None:

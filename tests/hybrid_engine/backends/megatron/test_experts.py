@@ -29,7 +29,6 @@ from tests.zoo.megatron_models import (
     DENSE_FLOAT32,
     load_canonical,
     negative_log_likelihood,
-    reference_of,
     running,
     whole_weights,
 )
@@ -171,7 +170,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, where: str, atol:
     torch.testing.assert_close(actual, expected, atol=atol, rtol=0, msg=lambda message: f"{where}: {message}")
 
 
-# fp32 sums are only reordered; logits reach about 4, losses 5.
+# fp32 sums are only reordered; losses reach about 5.
 ATOL = 2e-5
 NUM_STEPS = 2
 
@@ -181,12 +180,11 @@ class Trained:
     """Results of one rank.
 
     Attributes:
-        logits, log_probs: of the whole batch, before and after training.
         reports: one per step.
+        log_probs: of the whole batch after training.
         weights: trained weights of all ranks by checkpoint name; on rank 0 only.
     """
 
-    logits: torch.Tensor
     reports: list[dict[str, float]]
     log_probs: torch.Tensor
     weights: dict[str, torch.Tensor]
@@ -201,14 +199,13 @@ def train(case: Case, path: Path) -> Trained:
         settings = run.actor.transformer_config
         # transformers has no moving router bias and no loss for MTP.
         settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
-        logits = engine.data_parallel.gather(engine.logits(batch["tokens"]))
         reports = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
         log_probs = engine.data_parallel.gather(engine.log_probs(batch))
         engine.model.weights.prepare()
         weights = whole_weights(engine.model.weights)
         buffers = engine.model.weights.layout().buffers.values()
         assert all(buffer.exported for buffer in buffers), "peers cannot read all buffers"
-        return Trained(logits, reports, log_probs, weights if torch.distributed.get_rank() == 0 else {})
+        return Trained(reports, log_probs, weights if torch.distributed.get_rank() == 0 else {})
 
 
 # Cases on two ranks that also read batches padded on either side, and packed batches.
@@ -231,7 +228,6 @@ class Reference:
         initial: tensors of the checkpoint.
     """
 
-    logits: torch.Tensor
     losses: list[float]
     norms: list[float]
     log_probs: torch.Tensor
@@ -281,11 +277,9 @@ def references(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     def computed(name: str) -> Reference:
         model = reference_model(name)
         batch = make_batch()
-        with torch.no_grad():
-            logits = model(batch["tokens"]).logits
         losses, norms, log_probs = train_hf_model(model, batch, NUM_STEPS, weight_decay=WEIGHT_DECAY, eps=ADAM_EPS)
         model.save_pretrained(trained := tmp_path_factory.mktemp("trained"))
-        return Reference(logits, losses, norms, log_probs, read_canonical(trained), read_canonical(paths[name]))
+        return Reference(losses, norms, log_probs, read_canonical(trained), read_canonical(paths[name]))
 
     return functools.cache(computed)
 
@@ -299,12 +293,6 @@ def compared(
     num_ranks, name = request.param
     case = CASES[num_ranks][name]
     return Compared(case, launched(num_ranks)[name], references(case.model))
-
-
-def test_logits_equal_transformers(compared: Compared) -> None:
-    assert compared.expected.logits.abs().max() > 1, "logits this small show little"
-    for rank, result in enumerate(compared.ranks):
-        assert_close(result.logits, compared.expected.logits, f"rank {rank}", ATOL)
 
 
 def test_training_equals_transformers(compared: Compared) -> None:
@@ -437,17 +425,14 @@ class Biases:
     Attributes:
         stay: whether a step leaves them at the same address.
         moved_by: largest change in one step, one per bias.
-        reference_is_same: whether a model with copied weights scores like the actor.
     """
 
     dtypes: set[torch.dtype]
     stay: bool
     moved_by: list[float]
-    reference_is_same: bool
 
 
 def step_in_bfloat16(path: Path) -> Biases:
-    from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, "params_dtype": "bfloat16", **EP2})) as run:
         load_canonical(run, path)
@@ -457,17 +442,13 @@ def step_in_bfloat16(path: Path) -> Biases:
         before = {name: bias.clone() for name, bias in biases.items()}
         # Peers read the biases at these addresses.
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
-        reference = reference_of(run, path)
-        copy_weights(run.engine.model, reference.model)
         batch = share_of(run.engine, make_batch())
-        is_same = torch.equal(reference.log_probs(batch), run.engine.log_probs(batch))
         run.engine.train_step(batch, negative_log_likelihood)
         run.engine.model.weights.prepare()
         return Biases(
             dtypes={bias.dtype for bias in biases.values()},
             stay={name: bias.data_ptr() for name, bias in biases.items()} == addresses,
             moved_by=[float((bias - before[name]).abs().max()) for name, bias in biases.items()],
-            reference_is_same=is_same,
         )
 
 
@@ -556,16 +537,8 @@ def test_mtp_does_not_learn_padding_or_across_sequences(
     assert all("2 MTP layers" in losses.no_packing for losses in launched(2)["two mtp layers"])
 
 
-def test_a_model_without_mtp_logs_no_mtp_loss(launched: Callable[[int], Outcomes]) -> None:
-    assert [result.losses for result in launched(2)["deepseek_v3 tp2, biased"]] == [[], []]
-
-
 def test_router_bias_stays_float32_at_its_address_in_bfloat16_training(launched: Callable[[int], Outcomes]) -> None:
     for biases in launched(2)["bfloat16"]:
         assert biases.dtypes == {torch.float32}
         assert biases.stay
         assert biases.moved_by == pytest.approx([UPDATE_RATE] * len(biases.moved_by), abs=1e-6)
-
-
-def test_a_reference_scores_like_a_bfloat16_actor(launched: Callable[[int], Outcomes]) -> None:
-    assert all(biases.reference_is_same for biases in launched(2)["bfloat16"])

@@ -21,7 +21,6 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, WeightError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName
-from megatron_patches.patch import CORE_VERSIONS
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_violations
 from tests.harness.launch import Outcomes, Ranks
@@ -196,13 +195,6 @@ def test_private_names_exist_in_the_installed_megatron(private: PrivateName) -> 
     # Older supported versions work without the name.
     is_expected = not private.since or Version(private.since) <= INSTALLED
     assert exists(private) == is_expected, private.reason
-
-
-def test_private_names_are_newer_than_the_oldest_supported_version() -> None:
-    oldest = Version(CORE_VERSIONS[0])
-    newest = Version(CORE_VERSIONS[-1])
-    # Otherwise no supported version would test the backend without the name.
-    assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)
 
 
 class _Output(torch.nn.Module):

@@ -16,7 +16,6 @@ from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ParameterMismatchError, StateError
 from tests.harness.errors import has_code
-from tests.hybrid_engine.backends.vllm import support
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -278,13 +277,6 @@ def test_memory_after_a_failed_wake_up_is_freed_again(adaptor: VllmAdaptor, monk
     assert freed == [{"norm.weight"}]
 
 
-def test_misread_layers_reads_the_weights_of_a_kernel(adaptor: VllmAdaptor) -> None:
-    fill(adaptor, weights_of(0))
-    # Relied on by test_layouts.py.
-    assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(0)["linear"]}) == []
-    assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(1)["linear"]}) == ["linear"]
-
-
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
     view = adaptor.model.norm.weight.data[:5]  # a kernel may hold such a view
@@ -383,13 +375,6 @@ def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: Group
     assert states.among(state) == ["b", "c"]
     with pytest.raises(StateError, check=has_code("unknown-group", "x, y")):
         states.advance(event, ["a", "x", "y"])
-
-
-def test_only_groups_being_filled_can_be_committed_or_fail() -> None:
-    # Event -> states it may start from.
-    sources = {event: {state for state, other in TRANSITIONS if other is event} for event in GroupEvent}
-    assert sources[GroupEvent.COMMIT] == sources[GroupEvent.FAIL] == {GroupState.FILLING}
-    assert sources[GroupEvent.ALLOCATE] == sources[GroupEvent.RELEASE] == sources[GroupEvent.VOID] == set(GroupState)
 
 
 @pytest.mark.parametrize("groups", [(), ("a",)])

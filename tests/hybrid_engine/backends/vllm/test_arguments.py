@@ -47,17 +47,6 @@ def test_vllm_arguments_are_passed_through(model: str) -> None:
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
 
 
-def test_keys_with_the_name_of_a_vllm_argument_are_passed_and_none_is_left_out(model: str) -> None:
-    from vllm import EngineArgs
-
-    assert {field.name for field in dataclasses.fields(EngineArgs)} >= GenerateConfig().of_vllm().keys()
-    arguments = llm_arguments(settings_of(model, max_num_seqs=3, max_model_len=9), "cpu")
-    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (3, 9)
-    plain = llm_arguments(InferenceSettings(model), "cpu")
-    assert "max_model_len" not in plain
-    assert plain["enable_prefix_caching"] is True
-
-
 def test_latent_attention_uses_the_same_kernels_on_every_cpu(model: str) -> None:
     # vLLM prefers AMX kernels where available, which crash in float32.
     for extra, backend in (
@@ -253,13 +242,6 @@ def test_limits_that_vllm_only_asserts_are_refused_at_once(
     (finding,) = caught.value.findings
     assert (finding.key, finding.code) == ("model", code)
     assert value in finding.problem
-
-
-@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "qwen2", "qwen3"])
-def test_models_within_the_limits_of_vllm_are_accepted(tmp_path: Path, variant: str) -> None:
-    whole = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in variant else {}
-    directory = str(write_config(tmp_path, served_config(variant, **whole)))
-    check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
 
 
 def test_a_context_longer_than_the_model_is_refused_by_vllm(model: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -228,22 +227,6 @@ def test_an_in_process_engine_raises_refusals(core_of: Callable[[str], Any]) -> 
     del core.output_queue
     with pytest.raises(StateError, check=has_code("request-refused", "none")):
         add_request_for(core, "of a", job="a")
-
-
-def test_a_refused_request_is_a_single_log_line(
-    core_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    core = core_of(OURS)
-    with caplog.at_level("WARNING"):
-        for error in (StateError("no\nweights"), ValueError("a mistake")):
-            try:
-                raise error
-            except Exception:
-                logging.getLogger(type(core).__module__).exception("Invocation of %s method failed", "resume")
-    refusal, mistake = caplog.records
-    assert caplog.handler.format(refusal).splitlines()[1:] == []
-    assert refusal.getMessage() == "Invocation of resume method failed: refused: no weights"
-    assert mistake.exc_info is not None
 
 
 def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(core_of: Callable[[str], Any]) -> None:

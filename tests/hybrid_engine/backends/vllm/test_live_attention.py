@@ -194,11 +194,6 @@ def test_a_changed_layer_is_found(attention: dict[str, Sides], trainer: str) -> 
     assert text.startswith("in layer 0, rotary frequency 15 is ")
 
 
-def test_transformers_expert_models_have_windows(attention: dict[str, Sides]) -> None:
-    by_side = attention["qwen3_moe with windows"]
-    assert [layer.window for layer in by_side["transformers"].values()] == [100, 100]
-
-
 @pytest.mark.slow  # imports vLLM's and transformers' models
 def test_rotary_tables_shorter_than_a_sequence_are_named() -> None:
     model = torch.nn.Module()

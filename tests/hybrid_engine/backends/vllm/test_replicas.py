@@ -1,26 +1,22 @@
-"""Independent replicas, failures of one replica, and orders of ranks. The ranks assert."""
+"""Independent replicas, and failures of one replica. The ranks assert."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
-    GREEDY,
     PROMPTS,
-    Answers,
-    Drawn,
     Refusal,
-    answers_of,
     build,
     error_of,
     failing,
@@ -51,23 +47,6 @@ class Replica:
     seeded: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Ordered:
-    """Place of a rank in an order, with greedy answers.
-
-    Attributes:
-        answers: of all prompts, by this rank's replica.
-        local: of this rank's prompts, over all replicas.
-        over_replicas: of all prompts, over all replicas.
-    """
-
-    dp_rank: int
-    tp_rank: int
-    answers: Answers
-    local: Drawn
-    over_replicas: Drawn
-
-
 def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
     first, second = engines.launch(run, 2, str(tmp_path), timeout=600)
     assert second.refusal.kind in ("ModelError", "ParameterMismatchError")
@@ -75,19 +54,6 @@ def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
     assert "rank 1" in first.refusal.message
     assert first.drawn != second.drawn
     assert first.seeded == second.seeded
-
-
-def test_answers_do_not_depend_on_the_order_of_ranks(engines: Ranks, tmp_path: Path) -> None:
-    # The middle ranks are exchanged.
-    by_rank: list[list[Ordered]] = engines.launch(orders, 4, str(tmp_path), [None, (0, 2, 1, 3)], timeout=600)
-    places = [[(rank.dp_rank, rank.tp_rank) for rank in ranks] for ranks in zip(*by_rank, strict=True)]
-    assert places == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 0), (0, 1), (1, 1)]]
-    assert all(result.answers == by_rank[0][0].answers for results in by_rank for result in results)
-    for rank, results in enumerate(by_rank):  # rank r has r prompts
-        for result in results:
-            whole = [[completion.token_ids] for completion in result.answers.completions]
-            assert result.local == whole[:rank]
-            assert result.over_replicas == whole
 
 
 def run(directory: str) -> Replica:
@@ -114,27 +80,6 @@ def run(directory: str) -> Replica:
     _fill_without_generating(base, support.LLAMA, pipeline=2)
     _fill_without_generating(base, support.QWEN3_MOE, expert=2)
     return Replica(refusal, first, seeded)
-
-
-def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[Ordered]:
-    """Run two replicas of two ranks in several orders."""
-    job()
-    config = support.LLAMA
-    results = []
-    path = support.write_config(Path(directory) / "llama", config)
-    for order in chosen:
-        engine = build(path, config, sizes=sizes(tensor=2, rank_order=order))
-        support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
-        local = engine.generate_over_replicas(PROMPTS[: job().rank], GREEDY, data="local")
-        whole = engine.generate_over_replicas(PROMPTS, GREEDY)
-        answers = answers_of(engine)
-        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers, _token_ids(local), _token_ids(whole)))
-        engine.shutdown()
-    return results
-
-
-def _token_ids(groups: list[list[Completion]]) -> Drawn:
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def _refuse_builds(path: str, base: Path) -> Refusal:

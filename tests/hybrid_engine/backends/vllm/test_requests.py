@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,61 +263,29 @@ def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_id
 
 
 @pytest.mark.parametrize(
-    ("prompts", "chat", "expected", "names"),
+    ("prompts", "chat", "expected"),
     [
+        ([[1]], {"stream": True}, [("stream", "no-streaming")]),
+        ([[1]], {"temperature": 1}, [("temperature", "unknown-argument")]),
+        ([[1]], {"sampling_params": 1}, [("sampling_params", "unknown-argument")]),
+        (torch.tensor([[1]]), {"chat_template_kwargs": {}, "tools": []}, []),
+        (torch.tensor([[1]]), {"chat_template_kwargs": {"x": 1}}, [("chat_template_kwargs", "argument-of-chats")]),
         (
             ["1"],
             {"tools": [weather], "continue_final_message": True},
             [("tools", "argument-of-chats"), ("continue_final_message", "argument-of-chats")],
-            [],
-        ),
-        (
-            torch.tensor([[1]]),
-            {"chat_template_kwargs": {"x": 1}},
-            [("chat_template_kwargs", "argument-of-chats")],
-            [],
-        ),
-        ([[1]], {"stream": True}, [("stream", "no-streaming")], ["generate_config.servers"]),
-        (
-            [[1]],
-            {"temperature": 1, "max_new_tokens": 5},
-            [("temperature", "unknown-argument"), ("max_new_tokens", "unknown-argument")],
-            ["Sampling(temperature=…)", "Sampling(max_tokens=…)"],
-        ),
-        ([[1]], {"tols": []}, [("tols", "unknown-argument")], ["tools"]),
-        (
-            [[1]],
-            {"sampling_params": 1, "prompt_logprobs": 0},
-            [("sampling_params", "unknown-argument"), ("prompt_logprobs", "unknown-argument")],
-            ["SamplingParams(prompt_logprobs=0)"],
         ),
         (
             [CHAT],
-            {
-                "chat_template_kwargs": {
-                    "add_generation_promt": False,
-                    "x": 1,
-                    "chat_template": "{{ thinking }}",
-                }
-            },
-            [
-                ("chat_template_kwargs.add_generation_promt", "unknown-variable"),
-                ("chat_template_kwargs.x", "unknown-variable"),
-            ],
-            [],
+            {"chat_template_kwargs": {"x": 1, "chat_template": "{{ thinking }}"}},
+            [("chat_template_kwargs.x", "unknown-variable")],
         ),
-        (
-            [CHAT],
-            {"chat_template_kwargs": {"mesages": 1}},
-            [("chat_template_kwargs.mesages", "unknown-variable")],
-            ["messages"],
-        ),
-        ([CHAT], {"tools": weather}, [("tools", "not-a-list")], ["<function"]),
+        ([CHAT], {"tools": weather}, [("tools", "not-a-list")]),
         (
             [CHAT],
             {
                 "tools": [weather, without_hints, 5],
-                "chat_template_kwargs": {"tokenize": False, "tools": []},
+                "chat_template_kwargs": {"tokenize": False},
                 "continue_final_message": True,
                 "add_generation_prompt": True,
             },
@@ -324,70 +293,48 @@ def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_id
                 ("tools[1]", "no-schema"),
                 ("tools[2]", "no-schema"),
                 ("chat_template_kwargs.tokenize", "reserved-name"),
-                ("chat_template_kwargs.tools", "reserved-name"),
                 ("add_generation_prompt", "conflicting-arguments"),
             ],
-            ["got 5", "Pass it as an argument"],
         ),
     ],
     ids=without_addresses,
 )
 def test_all_wrong_arguments_of_templates_are_reported_at_once(
-    tokenizer: ModelTokenizer,
-    prompts: Any,
-    chat: Any,
-    expected: list[tuple[str, str]],
-    names: list[str],
+    tokenizer: ModelTokenizer, prompts: Any, chat: Any, expected: list[tuple[str, str]]
 ) -> None:
-    with pytest.raises(ArgumentError, check=has_violations(*expected)) as caught:
+    refused = pytest.raises(ArgumentError, check=has_violations(*expected))
+    with refused if expected else nullcontext():
         token_ids_of(prompts, tokenizer, None, chat)
-    assert [name for name in names if name not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("prompts", "key", "code", "value"),
+    ("prompts", "key", "code"),
     [
-        ("1 2", "prompts", "not-a-list", "'1 2'"),
-        ({"input_ids": [[1]]}, "prompts", "not-a-list", "attention_mask=attention_mask"),
-        (None, "prompts", "not-a-list", "None"),
-        ([{"prompt": "1"}], "prompts[0]", "invalid-prompt", "dict"),
-        (CHAT, "prompts[1]", "invalid-prompt", "message"),
-        ([1, 2], "prompts[0]", "invalid-prompt", "1"),
-        ([["1", 2]], "prompts[0]", "invalid-prompt", "'1'"),
-        ([[True]], "prompts[0]", "invalid-prompt", "True"),
-        ([b"ab"], "prompts[0]", "invalid-prompt", "b'ab'"),
-        ([[1.5]], "prompts[0]", "invalid-prompt", "1.5"),
-        ([CHAT, "1"], "prompts[1]", "mixed-prompts", "a chat"),
-        ([np.array([1.0])], "prompts[0]", "invalid-prompt", "float64 of shape (1,)"),
-        (
-            [torch.zeros(2, 2, dtype=torch.int64)],
-            "prompts[0]",
-            "invalid-prompt",
-            "torch.int64 of shape (2, 2)",
-        ),
-        ([[{"content": "1"}]], "prompts[0]", "invalid-prompt", "role"),
-        (
-            [CHAT, [{"role": "tool", "content": "1"}]],
-            "prompts[1]",
-            "refused-by-template",
-            "no tools here",
-        ),
-        (
-            torch.ones(2, 2, dtype=torch.bool),
-            "prompts",
-            "wrong-shape",
-            "torch.bool of shape (2, 2)",
-        ),
-        (torch.ones(2, dtype=torch.int64), "prompts", "wrong-shape", "torch.int64 of shape (2,)"),
+        ("1 2", "prompts", "not-a-list"),
+        ({"input_ids": [[1]]}, "prompts", "not-a-list"),
+        (None, "prompts", "not-a-list"),
+        ([{"prompt": "1"}], "prompts[0]", "invalid-prompt"),
+        (CHAT, "prompts[1]", "invalid-prompt"),
+        ([1, 2], "prompts[0]", "invalid-prompt"),
+        ([["1", 2]], "prompts[0]", "invalid-prompt"),
+        ([[True]], "prompts[0]", "invalid-prompt"),
+        ([b"ab"], "prompts[0]", "invalid-prompt"),
+        ([[1.5]], "prompts[0]", "invalid-prompt"),
+        ([CHAT, "1"], "prompts[1]", "mixed-prompts"),
+        ([np.array([1.0])], "prompts[0]", "invalid-prompt"),
+        ([torch.zeros(2, 2, dtype=torch.int64)], "prompts[0]", "invalid-prompt"),
+        ([[{"content": "1"}]], "prompts[0]", "invalid-prompt"),
+        ([CHAT, [{"role": "tool", "content": "1"}]], "prompts[1]", "refused-by-template"),
+        (torch.ones(2, 2, dtype=torch.bool), "prompts", "wrong-shape"),
+        (torch.ones(2, dtype=torch.int64), "prompts", "wrong-shape"),
     ],
     ids=str,
 )
 def test_invalid_prompts_are_named_with_their_index(
-    tokenizer: ModelTokenizer, prompts: Any, key: str, code: str, value: str
+    tokenizer: ModelTokenizer, prompts: Any, key: str, code: str
 ) -> None:
-    with pytest.raises(ArgumentError, check=has_violations((key, code), exactly=False)) as caught:
+    with pytest.raises(ArgumentError, check=has_violations((key, code), exactly=False)):
         token_ids_of(prompts, tokenizer)
-    assert value in str(caught.value)
 
 
 def test_all_token_lists_that_cannot_be_completed_are_named() -> None:

@@ -140,14 +140,6 @@ def test_an_unplannable_key_is_refused(words: list[str], message: str, tmp_path:
     assert message in refused.stderr
 
 
-def test_misspelt_keys_of_a_file_are_refused_at_once(tmp_path: Path) -> None:
-    file = write_verl_config(tmp_path, "megatron", megatron={"tensor_model_parralel_size": 2, "optimzer_offload": True})
-    refused = run(file, "--from", "verl")
-    assert refused.exit_code == 2, refused.output
-    for meant in ("tensor_model_parallel_size", "optimizer_offload"):
-        assert f"Did you mean {ACTOR}.megatron.{meant}?" in refused.stderr
-
-
 def test_unneeded_keys_are_ignored(tmp_path: Path) -> None:
     """Names of verl 0.9.1 close to names that are read, sections of recipes, and deeper
     sections."""
@@ -180,11 +172,6 @@ def test_the_printed_configuration_has_lengths_batch_and_optimizer(tmp_path: Pat
     assert config["generate_config"]["max_model_len"] == 4096
     assert "micro batches of 4 sequences of 4096 tokens" in result.stdout.replace("\n", " ")
     assert "optim.lr_warmup_steps 10: not read" in result.stdout
-
-
-def test_ranks_are_required_without_a_file(tmp_path: Path) -> None:
-    refused = run(f"model={write_config(tmp_path, LLAMA_3_8B)}")
-    assert (refused.exit_code, "--ranks: is missing" in refused.stderr) == (2, True)
 
 
 def test_settings_without_counterpart_are_remarked_on(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner, Result
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models.table import ModelDims
 from hybrid_engine.tools.cli import app
-from hybrid_engine.tools.cli.output import progress
 from hybrid_engine.tools.plan.cluster_plan import token_nbytes
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
@@ -232,27 +231,6 @@ def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
     assert plan_as_json(*arguments)["verdict"]["least_gpu_memory_utilization"] > 1, "full length"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("offload_train_param=false", "offload_train_optimizer=false"), ("offload_train_optimizer: true",)),
-        ((), ("use more ranks, a larger tensor_model_parallel_size",)),
-    ],
-)
-def test_remedies_concern_the_side_that_does_not_fit(
-    tmp_path: Path, words: tuple[str, ...], expected: tuple[str, ...]
-) -> None:
-    """8.03 G parameters of 2 + 4 + 12 bytes on 79.1 GiB, of which vLLM's weights take 15 GiB."""
-    arguments = job(write_config(tmp_path, LLAMA_3_8B), 1)
-    result = run(*arguments, "--device", "h100", *(f"generate_config.{word}" for word in words), f"{LENGTH}4096")
-    sentence = result.stdout.replace("\n", " ").partition("Left out:")[0]
-    assert sentence.startswith("Does not fit: the peak of 1"), sentence
-    assert "while training, is" in sentence
-    for text in expected:
-        assert text in sentence
-    assert "infer_tensor_parallel_size" not in sentence
-
-
 def test_resident_state_counts_on_the_device(tmp_path: Path) -> None:
     """`offload_train_optimizer: false` moves 12 bytes per element from the host to the device."""
     arguments = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=1)
@@ -317,30 +295,6 @@ def test_a_search_fits_80_columns_and_its_keys_are_valid(tmp_path: Path) -> None
     assert {name: numbers["max"] for name, numbers in terms.items()} == {name: first[name] for name in terms}
     assert (verdict["cache_tokens"], verdict["fits"]) == (first["cache_tokens"], True)
     assert (row["seconds"]["max"], row["bytes"]["received"]["mean"]) == (first["seconds"], first["received"])
-
-
-def test_a_search_reports_missing_memory(tmp_path: Path) -> None:
-    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 2), LENGTH + "1024", "--device", "a100-40", "--search"
-    result = run(*arguments)
-    assert result.exit_code == 3
-    assert "Does not fit. The nearest pair:" in result.stdout
-    assert "GiB for training on a device; a device has 39.3 GiB" in result.stdout
-    assert "--ranks 4" in result.stdout
-    nearest = json.loads(run(*arguments, "--json").stdout)["nearest"]
-    assert nearest["lacks"].keys() == {"training"}
-    assert nearest["mended_by"] == ["--ranks 4"]
-    refused = run(*arguments, "--rank", "1", "--frozen", "lm_head.*")
-    assert refused.exit_code == 2
-    refused_options = {line[4:].partition(":")[0] for line in refused.stderr.splitlines()}
-    assert {"--rank", "--frozen"} <= refused_options
-
-
-def test_tables_contain_the_figures(tmp_path: Path) -> None:
-    sizes = {"tp": 2, "ep": 2, "etp": 1, "infer_tp": 3, "infer_ep": 6}
-    result = run(*job(write_config(tmp_path, EXPERTS), 6, **sizes), "--rank", "1")
-    assert result.exit_code == 0, result.output
-    for text in ("What a switch moves, MiB by rank", "Memory, MiB by rank", "self 2000, host 400", "Rank 1"):
-        assert text in result.output, text
 
 
 def test_arguments_override_keys_of_a_file(tmp_path: Path) -> None:
@@ -438,18 +392,6 @@ def test_a_closed_output_pipe_is_no_failure(options: list[str], tmp_path: Path) 
     with os.fdopen(writer, "wb") as pipe:
         result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_shown_on_terminals_only(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
-    with progress() as doing:
-        doing("counting bytes")
-    captured = capsys.readouterr()
-    assert ("counting bytes" in captured.err) == is_terminal
-    assert captured.out == ""
 
 
 RUN_VERIFY = """

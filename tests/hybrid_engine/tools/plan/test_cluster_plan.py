@@ -19,7 +19,6 @@ from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
     MemoryPeaks,
-    MemoryPlan,
     Stays,
     TrainingMemory,
     largest_shard,
@@ -297,20 +296,3 @@ def test_the_largest_rank_decides_over_the_budget() -> None:
     assert over(None) == over(6000) == []
     assert over(5999) == ["train"]
     assert over(599) == ["train", "forward", "switch", "reference", "critic train"]
-
-
-def test_critic_phases_require_a_critic() -> None:
-    assert list(plan_memory(ACTOR, WEIGHTS, BUCKET).phases) == list(ALONE)[:5]
-
-
-@pytest.fixture
-def plan() -> MemoryPlan:
-    mib = 2**20
-    return plan_memory(memory(mib, 2 * mib, 3 * mib), mib * np.array([4, 5]), 1, budget=100 * mib)
-
-
-def test_the_table_shows_the_largest_rank(plan: MemoryPlan) -> None:
-    title, heads, train, *_ = str(plan).splitlines()
-    assert "MiB on the rank with most, of a budget of 100.00" in title
-    assert heads.split() == ["phase", "actor", "vLLM", "reference", "critic", "all"]
-    assert train.split() == ["train", "60.00", "-", "-", "-", "60.00"]

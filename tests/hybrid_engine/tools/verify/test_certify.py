@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hybrid_engine.tools.cli import app, certify_command
+from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.launching import Ended
 from hybrid_engine.tools.verify import certify
-from hybrid_engine.tools.verify.certificate import Cause, Finding, StateDifference
 from hybrid_engine.tools.verify.certify import prepare
 from tests.hybrid_engine.tools.verify.planted import STALE, install_stale_reload
 from tests.zoo.families import served_config, write_config
@@ -104,18 +103,6 @@ def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch:
     result = CliRunner().invoke(app, ["certify", str(model)])
     assert result.exit_code == 1
     assert "a cold engine fails: no kernel" in result.stdout
-
-
-def test_differing_tensors_are_named_with_their_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    differences = [StateDifference(f"layers.{index}.weight", Cause.STALE, index / 2, 0.25) for index in range(6)]
-    finding = Finding("reload", "differs", num_tensors=9, logprobs=1.25, differences=differences)
-    certify_command._print({"model": [finding]})
-    output = " ".join(capsys.readouterr().out.split())
-    assert "6 of 9 differ" in output
-    names = ", ".join(f"layers.{index}.weight" for index in range(4))
-    assert (
-        f"model, reload, {Cause.STALE.value}, by up to 2.5, in up to 25% of the elements: {names} and 2 more" in output
-    )
 
 
 @pytest.mark.slow

@@ -88,56 +88,39 @@ class Sampled:
     temperature: float = 0.5
 
 
-REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = {
+REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "sequences that do not fit": (
         {"prompts": [[1] * 7, []], "completions": [[1], [2]]},
         [("prompts[0]", "sequence-too-long"), ("prompts[1]", "empty-prompt")],
-        ["8 tokens", "at most 7", "seq_length 6"],
     ),
-    "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, [("mask", "mask-is-zero")], []),
+    "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, [("mask", "mask-is-zero")]),
     "groups": (
         {"prompts": [[1, 2], [3]], "completions": [[Sampled(), Sampled()], [Sampled()]]},
         [("completions[0]", "not-token-ids")],
-        ["and 1 more", "Flatten"],
     ),
-    "lists of groups": (
-        {"prompts": [[1, 2]], "completions": [[[1], [2]]]},
-        [("completions[0]", "not-token-ids")],
-        ["[[1], [2]]", "Flatten"],
-    ),
-    "completions as prompts": (
-        {"prompts": [Sampled()] * 4},
-        [("prompts[0]", "not-token-ids")],
-        ["and 3 more", "prompt_token_ids"],
-    ),
+    "lists of groups": ({"prompts": [[1, 2]], "completions": [[[1], [2]]]}, [("completions[0]", "not-token-ids")]),
+    "completions as prompts": ({"prompts": [Sampled()] * 4}, [("prompts[0]", "not-token-ids")]),
     "texts": (
         {"prompts": ["one", "two"], "completions": "a text"},
         [("prompts[0]", "not-token-ids"), ("completions", "not-a-list")],
-        ["'one'", "'a text'"],
     ),
-    "flags": ({"prompts": [[True]] * 4}, [("prompts[0]", "not-token-ids")], ["[True]"]),
-    "bytes": ({"completions": [b"ab"] * 4}, [("completions[0]", "not-token-ids")], ["b'ab'"]),
-    "one sequence": ({"prompts": [1, 2]}, [("prompts[0]", "not-token-ids")], ["and 1 more"]),
-    "fractions": ({"prompts": torch.ones(4, 2)}, [("prompts[0]", "not-token-ids")], ["tensor"]),
-    "no list": ({"prompts": None}, [("prompts", "not-a-list")], ["None"]),
-    "other numbers of them": ({"prompts": PROMPTS[:2]}, [("prompts", "different-lengths")], ["2", "4"]),
-    "a tokenizer without a pad token": (
-        {"pad_token_id": None},
-        [("pad_token_id", "not-a-whole-number")],
-        ["None"],
-    ),
-    "a length of 0": ({"seq_length": 0}, [("seq_length", "out-of-range")], ["0"]),
+    "flags": ({"prompts": [[True]] * 4}, [("prompts[0]", "not-token-ids")]),
+    "bytes": ({"completions": [b"ab"] * 4}, [("completions[0]", "not-token-ids")]),
+    "one sequence": ({"prompts": [1, 2]}, [("prompts[0]", "not-token-ids")]),
+    "fractions": ({"prompts": torch.ones(4, 2)}, [("prompts[0]", "not-token-ids")]),
+    "no list": ({"prompts": None}, [("prompts", "not-a-list")]),
+    "other numbers of them": ({"prompts": PROMPTS[:2]}, [("prompts", "different-lengths")]),
+    "a tokenizer without a pad token": ({"pad_token_id": None}, [("pad_token_id", "not-a-whole-number")]),
+    "a length of 0": ({"seq_length": 0}, [("seq_length", "out-of-range")]),
 }
 
 
 @pytest.mark.parametrize("make", [build_batch, pack])
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_arguments_are_refused_by_name(name: str, make: Callable[..., object]) -> None:
-    changed, expected, values = REFUSED[name]
-    with pytest.raises(BatchError, check=has_violations(*expected)) as caught:
+    changed, expected = REFUSED[name]
+    with pytest.raises(BatchError, check=has_violations(*expected)):
         make(**{"prompts": PROMPTS, "completions": COMPLETIONS, "seq_length": S, **changed})
-    for value in values:
-        assert value in str(caught.value)
 
 
 def test_temperatures_of_completions_are_kept() -> None:

@@ -35,26 +35,20 @@ def test_a_global_batch_is_split_and_a_local_one_is_not() -> None:
         own_share(whole, LIMITS, "shared")  # type: ignore[arg-type]
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]], list[str]]] = {
-    "no dict": (lambda: [1, 2], [("batch", "not-a-dict")], ["list"]),
-    "no labels": (lambda: {"tokens": torch.zeros(4, 6).long()}, [("labels", "missing-key")], ["['tokens']"]),
+REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]]]] = {
+    "no dict": (lambda: [1, 2], [("batch", "not-a-dict")]),
+    "no labels": (lambda: {"tokens": torch.zeros(4, 6).long()}, [("labels", "missing-key")]),
     "names of transformers": (
         lambda: {"input_ids": torch.zeros(4, 7).long(), "labels": torch.zeros(4, 6).long()},
         [("tokens", "missing-key")],
-        ["['input_ids', 'labels']", "input_ids[:, :-1]", "input_ids[:, 1:]"],
     ),
     "a mask that was not cut": (
         lambda: batch(attention_mask=torch.ones(4, 7).long(), mask=torch.ones(4, 7)),
         [("attention_mask", "wrong-shape"), ("mask", "wrong-shape")],
-        ["attention_mask[:, :-1]", "mask[:, 1:]"],
     ),
-    "a number": (lambda: batch(beta=0.1), [("beta", "not-a-tensor")], ["float"]),
-    "no tensor": (lambda: batch(rewards=[1.0] * 4), [("rewards", "not-a-tensor")], ["list"]),
-    "one row": (
-        lambda: {"tokens": torch.arange(6), "labels": torch.arange(6)},
-        [("tokens", "wrong-shape")],
-        ["[6]"],
-    ),
+    "a number": (lambda: batch(beta=0.1), [("beta", "not-a-tensor")]),
+    "no tensor": (lambda: batch(rewards=[1.0] * 4), [("rewards", "not-a-tensor")]),
+    "one row": (lambda: {"tokens": torch.arange(6), "labels": torch.arange(6)}, [("tokens", "wrong-shape")]),
     "shapes and types": (
         lambda: batch(
             labels=torch.zeros(4, 5),
@@ -71,18 +65,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]], list[str]]] =
             ("advantages", "wrong-number-of-rows"),
             ("temperature", "wrong-number-of-rows"),
         ],
-        ["[4, 5]", "float32", "[3, 6]", "[4, 6]", "[3]", "[]"],
     ),
-    "a cold row": (
-        lambda: batch(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0])),
-        [("temperature", "out-of-range")],
-        ["0.0"],
-    ),
-    "temperatures of other tokens": (
-        lambda: batch(temperature=torch.ones(4, 5)),
-        [("temperature", "wrong-shape")],
-        ["[4, 5]", "[4]", "[4, 6]"],
-    ),
+    "a cold row": (lambda: batch(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0])), [("temperature", "out-of-range")]),
+    "temperatures of other tokens": (lambda: batch(temperature=torch.ones(4, 5)), [("temperature", "wrong-shape")]),
     "sizes and ids": (
         lambda: {
             "tokens": torch.full((3, 7), 10),
@@ -96,18 +81,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]], list[str]]] =
             ("labels", "not-a-token"),
             ("attention_mask", "sequence-interrupted"),
         ],
-        ["up to 4", "seq_length 6", "10 at [0, 0]", "-1 at [0, 0]", "20 more", "0, 1, 2"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_violations_are_reported_at_once(name: str) -> None:
-    make, expected, values = REFUSED[name]
-    with pytest.raises(BatchError, check=has_violations(*expected)) as caught:
+    make, expected = REFUSED[name]
+    with pytest.raises(BatchError, check=has_violations(*expected)):
         own_share(make(), LIMITS)
-    for value in values:
-        assert value in str(caught.value)
 
 
 def test_ignored_labels_are_allowed_and_trainer_limits_checked() -> None:
@@ -159,7 +141,6 @@ class Case:
         second: batch of rank 1; rank 0 passes BATCH.
         here, there: further arguments of rank 0 and rank 1.
         key, code: violation that both ranks report; empty if they agree. No key: code of the error.
-        values: parts of the message.
     """
 
     together: bool
@@ -168,60 +149,30 @@ class Case:
     there: dict[str, Any] = field(default_factory=dict)
     key: str = ""
     code: str = ""
-    values: tuple[str, ...] = ()
 
 
 LOCAL = {"data": "local"}
 CASES = {
     "the same": Case(True, BATCH),
-    "another reward": Case(True, changed_batch("rewards"), key="rewards", code=DIFFERS, values=("rank 1", "rank 0")),
+    "another reward": Case(True, changed_batch("rewards"), key="rewards", code=DIFFERS),
     "another flag": Case(True, changed_batch("is_done"), key="is_done", code=DIFFERS),
     "other tokens of a part": Case(True, changed_batch("tokens"), LOCAL, LOCAL, "tokens", DIFFERS),
-    "another type": Case(
-        True,
-        {**BATCH, "rewards": BATCH["rewards"].double()},
-        key="rewards",
-        code=DIFFERS,
-        values=("shape [2] and type float32 on rank 0", "shape [2] and type float64 on rank 1"),
-    ),
-    "one more": Case(
-        True, {**BATCH, "more": BATCH["rewards"]}, key="more", code=DIFFERS, values=("missing on rank 0",)
-    ),
+    "another type": Case(True, {**BATCH, "rewards": BATCH["rewards"].double()}, key="rewards", code=DIFFERS),
+    "one more": Case(True, {**BATCH, "more": BATCH["rewards"]}, key="more", code=DIFFERS),
     "one less": Case(
-        True,
-        {name: BATCH[name] for name in ("tokens", "labels", "rewards")},
-        key="is_done",
-        code=DIFFERS,
-        values=("missing on rank 1",),
+        True, {name: BATCH[name] for name in ("tokens", "labels", "rewards")}, key="is_done", code=DIFFERS
     ),
-    "more rows": Case(True, TWICE, key="tokens", code=DIFFERS, values=("[2, 4] on rank 0", "[4, 4] on rank 1")),
-    "another kind of data": Case(True, BATCH, {}, LOCAL, "data", DIFFERS, ("'global' on rank 0", "'local' on rank 1")),
-    "entropy on one": Case(
-        True, BATCH, {}, {"outputs": Outputs(entropy=True)}, "entropy", DIFFERS, ("False on rank 0",)
-    ),
+    "more rows": Case(True, TWICE, key="tokens", code=DIFFERS),
+    "another kind of data": Case(True, BATCH, {}, LOCAL, "data", DIFFERS),
+    "entropy on one": Case(True, BATCH, {}, {"outputs": Outputs(entropy=True)}, "entropy", DIFFERS),
     "another learning rate": Case(
-        False,
-        BATCH,
-        {"learning_rate": 0.01},
-        {"learning_rate": 0.02},
-        "learning_rate",
-        DIFFERS,
-        ("0.01 on rank 0", "0.02 on rank 1"),
+        False, BATCH, {"learning_rate": 0.01}, {"learning_rate": 0.02}, "learning_rate", DIFFERS
     ),
     "nothing to train on one": Case(True, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}),
-    "another call": Case(
-        True,
-        BATCH,
-        {},
-        {"call": "scoring"},
-        code="different-calls",
-        values=("training step on rank 0", "checking the batch for: scoring"),
-    ),
+    "another call": Case(True, BATCH, {}, {"call": "scoring"}, code="different-calls"),
     "own parts": Case(False, changed_batch("tokens"), LOCAL, LOCAL),
     "other rewards of its own rows": Case(False, changed_batch("rewards")),
-    "all rows, other rows": Case(
-        False, changed_batch("tokens"), key="tokens", code=DIFFERS, values=("rank 1", "rank 0")
-    ),
+    "all rows, other rows": Case(False, changed_batch("tokens"), key="tokens", code=DIFFERS),
 }
 
 
@@ -271,8 +222,6 @@ def test_all_ranks_report_the_same_difference(outcomes: list[dict[str, Outcome]]
     assert first.code == second.code == ("" if case.key else case.code)
     # More violations may follow: with another number of rows, all tensors differ.
     assert not case.key or (case.key, case.code) in first.violations
-    for value in case.values:
-        assert value in first.message
 
 
 def test_each_rank_gets_its_share(outcomes: list[dict[str, Outcome]]) -> None:

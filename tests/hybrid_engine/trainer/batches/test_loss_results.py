@@ -117,48 +117,32 @@ def return_nothing(_batch: Any, log_probs: torch.Tensor) -> None:
     log_probs.mean()
 
 
-REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "nothing": (return_nothing, "no-loss", ("loss function return_nothing ", "None")),
-    "vector": (lambda _b, log_probs: -log_probs.sum(1), "loss-not-a-scalar", ("[2]", "float32")),
-    "number": (lambda _b, log_probs: 1.5, "no-loss", ("1.5",)),
-    "no number": (lambda _b, log_probs: "loss", "no-loss", ("'loss'",)),
-    "integer": (lambda _b, log_probs: log_probs.long().sum(), "loss-not-a-scalar", ("int64",)),
-    "number in a dict": (lambda _b, log_probs: {"loss": 1.5}, "loss-not-a-scalar", ("1.5",)),
-    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "loss-without-gradient", ()),
-    "dict without": (lambda _b, log_probs: {"kl": 1.0}, "no-loss", ("a dict of kl",)),
-    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "no-loss", ("Tensor, int, dict",)),
-    "vector in the report": (
-        lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}),
-        "report-not-a-scalar",
-        ("[2]", "float32", "'kl'"),
-    ),
-    "text in the report": (
-        lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}),
-        "report-not-a-scalar",
-        ("'low'", "'kl'"),
-    ),
-    "error": (
-        lambda batch, _log_probs: batch["weights"],
-        "loss-function-failed",
-        ("KeyError: 'weights'", "tokens", "Add it"),
-    ),
-    "entropy unasked": (
-        lambda batch, _log_probs: batch["entropy"],
-        "loss-function-failed",
-        ("tokens", "update(..., entropy=True)"),
-    ),
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": (return_nothing, "no-loss"),
+    "vector": (lambda _b, log_probs: -log_probs.sum(1), "loss-not-a-scalar"),
+    "number": (lambda _b, log_probs: 1.5, "no-loss"),
+    "no number": (lambda _b, log_probs: "loss", "no-loss"),
+    "integer": (lambda _b, log_probs: log_probs.long().sum(), "loss-not-a-scalar"),
+    "number in a dict": (lambda _b, log_probs: {"loss": 1.5}, "loss-not-a-scalar"),
+    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "loss-without-gradient"),
+    "dict without": (lambda _b, log_probs: {"kl": 1.0}, "no-loss"),
+    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "no-loss"),
+    "vector in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}), "report-not-a-scalar"),
+    "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "report-not-a-scalar"),
+    "error": (lambda batch, _log_probs: batch["weights"], "loss-function-failed"),
+    "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "loss-function-failed"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_invalid_result_is_kept_as_the_fault(name: str) -> None:
     """The schedule continues with a loss of 0, which has a gradient."""
-    function, code, values = REFUSED[name]
+    function, code = REFUSED[name]
     checked = CheckedLoss(function)
     inputs = log_probs()
     loss, report = checked({"tokens": torch.zeros(2, 3)}, inputs)
     assert checked.fault is not None
-    assert has_code(code, *values)(checked.fault)
+    assert has_code(code)(checked.fault)
     assert report == {}
     loss.backward()
     assert inputs.grad is not None

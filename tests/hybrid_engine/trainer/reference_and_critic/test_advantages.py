@@ -184,43 +184,33 @@ def test_the_explained_variance_is_1_for_the_returns_and_0_for_a_constant() -> N
     assert explained_variance(values, torch.ones_like(returns), mask) == 0.0
 
 
-REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str, str, list[str]]] = {
+REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str, str]] = {
     "a reward for each answer": (
         lambda values, mask: generalized_advantages(torch.ones(5), values, {"mask": mask}),
         "rewards",
         "wrong-shape",
-        ["[5]", "[5, 9]"],
     ),
     "flat values": (
         lambda values, mask: generalized_advantages(mask, values[0], {"mask": mask}),
         "values",
         "wrong-shape",
-        ["[9]"],
     ),
-    "a list": (lambda values, mask: whitened(values, [1]), "mask", "wrong-shape", ["list"]),  # type: ignore[arg-type]
-    "another mask": (lambda values, mask: whitened(values, mask[:, 1:]), "mask", "wrong-shape", ["[5, 8]"]),
-    "an empty mask": (lambda values, mask: whitened(values, mask * 0), "mask", "mask-is-zero", []),
-    "a negative clip": (lambda values, mask: value_loss(-1), "clip", "out-of-range", ["-1"]),
+    "a list": (lambda values, mask: whitened(values, [1]), "mask", "wrong-shape"),
+    "another mask": (lambda values, mask: whitened(values, mask[:, 1:]), "mask", "wrong-shape"),
+    "an empty mask": (lambda values, mask: whitened(values, mask * 0), "mask", "mask-is-zero"),
+    "a negative clip": (lambda values, mask: value_loss(-1), "clip", "out-of-range"),
     "returns [B]": (
         lambda values, mask: value_loss()({"returns": mask[:, 0], "old_values": mask, "weights": mask}, values),
         "returns",
         "wrong-shape",
-        ["[5]"],
     ),
-    "no variance": (
-        lambda values, mask: explained_variance(values, values[1:], mask),
-        "returns",
-        "wrong-shape",
-        ["[4, 9]"],
-    ),
+    "no variance": (lambda values, mask: explained_variance(values, values[1:], mask), "returns", "wrong-shape"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_arguments_are_named(name: str) -> None:
-    call, key, code, numbers = REFUSED[name]
+    call, key, code = REFUSED[name]
     _, values, mask = random_tensors(4)
-    with pytest.raises(BatchError, check=has_violations((key, code))) as caught:
+    with pytest.raises(BatchError, check=has_violations((key, code))):
         call(values, mask)
-    for number in numbers:
-        assert number in str(caught.value)
