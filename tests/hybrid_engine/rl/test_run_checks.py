@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -78,6 +79,7 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
         ({"config": {}}, "config", "not-a-config"),
         ({"config": GrpoConfig(max_tokens=8, evaluate_first=True)}, "GrpoConfig.evaluate_first", "needs-evaluate"),
         ({"config": GrpoConfig(max_tokens=8, overlong_tokens=9)}, "GrpoConfig.overlong_tokens", "beyond-max-tokens"),
+        ({"config": GrpoConfig(max_tokens=8, pack=True, ratio="sequence")}, "GrpoConfig.pack", "conflicting-keys"),
         ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
         ({"reward": None}, "reward", "not-callable"),
         ({"reward": {"length": 5}}, "reward length", "not-callable"),
@@ -177,3 +179,15 @@ def test_a_run_that_is_resumed_needs_no_free_disk(tmp_path: Path, monkeypatch: p
     assert len(list(run_checks._disk_violations(engines, tmp_path))) == 1
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     assert list(run_checks._disk_violations(engines, tmp_path)) == []
+
+
+def test_a_model_that_computes_one_sequence_a_row_is_not_packed() -> None:
+    arguments = run_checks.RunArguments.of(
+        PROMPTS, lambda prompt, completion: 1.0, GrpoConfig(max_tokens=8, pack=True), {}
+    )
+    engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
+    limits = run_checks.RunLimits.of_config(engines, 1)
+    assert run_checks.limit_violations(arguments, limits) == []
+    mamba = dataclasses.replace(limits, no_packing="MambaLayer mixes tokens of different sequences")
+    (violation,) = run_checks.limit_violations(arguments, mamba)
+    assert (violation.key, violation.code) == ("GrpoConfig.pack", "packing-unsupported")
