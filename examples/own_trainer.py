@@ -51,30 +51,19 @@ class MyTrainer(GuardedState):
 
 def main() -> None:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-    }
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    hf_config = Qwen2Config(
-        **sizes, **heads, architectures=["Qwen2ForCausalLM"], torch_dtype="float32"
-    )
+    names = {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"}
+    hf_config = Qwen2Config(**sizes, **heads, **names, vocab_size=512)
     model = AutoModelForCausalLM.from_config(hf_config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as directory:
         hf_config.save_pretrained(directory)  # no weights: they come from the trainer
-        generate = {
-            "infer_tensor_parallel_size": 2,
-            "max_model_len": 64,
-            "max_num_seqs": 8,
-            "verify": "full",
-        }
+        generate = {"infer_tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 8}
         values = {
             "model": directory,
             "actor_config": {"params_dtype": "float32"},
-            "generate_config": generate,
+            "generate_config": {**generate, "verify": "full"},
         }
         config = load_config(values, own_loop=True, own_weights=True)
         with HybridEngine.around(
