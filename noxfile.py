@@ -3,11 +3,12 @@
 nox --list
 nox -s core-tests                          needs no vLLM: with each supported megatron-core
 nox -s "core-tests(0.19.2)" -- -k planner  one of them; what follows -- goes to pytest
-nox -s pure-tests                          needs neither torch nor an engine: with each Python that is there
-nox -s vllm-tests -- 0.33.0                the tests with another vLLM, in a copy of the last commit in build/
-nox -s megatron-tests -- CHECKOUT          scripts and unit tests of a Megatron-LM checkout, in the environment of nox
-nox -s docs-site                           builds the documentation site in site/; warnings are errors
-nox -s lock                                resolves pyproject.toml into the lists of requirements (needs uv)
+nox -s pure-tests                          needs neither torch nor an engine: every Python
+nox -s vllm-tests -- 0.33.0                another vLLM, in a copy of the last commit in build/
+nox -s megatron-tests -- CHECKOUT          scripts and unit tests of a Megatron-LM checkout, in the
+                                           environment of nox
+nox -s docs-site                           the documentation site in site/; warnings are errors
+nox -s lock                                pyproject.toml to lists of requirements (needs uv)
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ PURE_PACKAGES = (
     *("huggingface-hub", "hypothesis", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
     *("pytest-timeout", "pyyaml", "rich", "safetensors", "scipy", "setuptools", "typer"),
 )
-# Since 0.17 megatron-core's wheels ask for Python 3.12. On 3.11 they are installed past that check, and this folder
-# adds the one name that they miss there.
+# Since 0.17 megatron-core's wheels ask for Python 3.12. On 3.11 they are installed past that check,
+# and this folder adds the one name that they miss there.
 TYPING_OVERRIDE = ROOT / "tests/harness/typing_override"
 
 nox.options.sessions = []
@@ -102,7 +103,10 @@ def pure_tests(session: nox.Session) -> None:
 
 @nox.session(name="vllm-tests")
 def vllm_tests(session: nox.Session) -> None:
-    """Run the tests with the vLLM that is named; what else it needs (another torch) is edited in the copy, by hand."""
+    """Run the tests with the named vLLM.
+
+    Edit the copy by hand for other needs of that version, such as another torch.
+    """
     version, *arguments = session.posargs or session.error(
         "Name the version: nox -s vllm-tests -- 0.33.0"
     )
@@ -125,7 +129,8 @@ def vllm_tests(session: nox.Session) -> None:
 def megatron_tests(session: nox.Session) -> None:
     """Run scripts and unit tests of a Megatron-LM checkout, with the hooks and without.
 
-    The checkout's megatron is then also the one that the first tests import, to read its checkpoints.
+    The checkout's megatron is then also the one that the first tests import, to read its
+    checkpoints.
     """
     checkout = Path(
         session.posargs[0] if session.posargs else session.error("Name the checkout after --")
@@ -153,12 +158,13 @@ def docs_site(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Resolve pyproject.toml into requirements-cpu.txt and requirements-docs.txt again; the heads of both stay."""
+    """Resolve pyproject.toml into requirements-cpu.txt, requirements-docs.txt; keep their heads."""
     for name, source in (
         ("requirements-cpu.txt", ("pyproject.toml", "--extra", "cpu", "--extra", "dev")),
         ("requirements-docs.txt", ("--group", "pyproject.toml:docs")),
     ):
-        # uv does not look at [tool.uv.sources], so that the place of torch's CPU build may be one without a network
+        # uv does not look at [tool.uv.sources], so that the place of torch's CPU build may be one
+        # without a network
         command = [
             "uv",
             "pip",

@@ -1,4 +1,4 @@
-"""Makes docs/configuration.md from the configuration models, their rules, and the list of Megatron's fields.
+"""Makes docs/configuration.md from the configuration models, their rules, and Megatron's fields.
 
 The sections between the keys and the rules are written by hand.
 
@@ -58,7 +58,7 @@ def _rules() -> str:
 
 
 def _fields() -> str:
-    """Return the lists of Megatron's configuration fields: refused, compared, or read off the model."""
+    """Return the lists of Megatron's fields: refused, compared, or read off the model."""
     rows: list[str] = []
     for section, refused_fields in REFUSED.items():
         fields: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ def _section(section: type) -> str:
 
 
 def _heading(docstring: str) -> str:
-    """Return a section's heading, which is its name, and the rest of its docstring as a paragraph."""
+    """Return a section's heading, its name, and the rest of its docstring as a paragraph."""
     found = re.fullmatch(r"(`.+?`(?:, or `.+?`)?)[:,] (.*)", docstring)
     if not found:
         return f"## Keys at the top\n\n{docstring}"
@@ -155,7 +155,7 @@ def _shown(default: object) -> str:
 
 
 def _choices(annotation: object, meaning: str) -> str:
-    """Return the values of a Literal, also inside an optional one, unless the description names all."""
+    """Return the values of a Literal, also an optional one, unless the description names all."""
     for option in (annotation, *get_args(annotation)):
         if get_origin(option) is not Literal:
             continue

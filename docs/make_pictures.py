@@ -1,6 +1,7 @@
-"""Draws docs/plots/reward.svg from reward.csv, and the pictures of docs/concepts.md: layouts.svg and switch.svg.
+"""Draws docs/plots/reward.svg from reward.csv, and layouts.svg and switch.svg of docs/concepts.md.
 
-reward.csv is of `make rl` with seed 0. Run `make docs` after a change; the same figures give the same files.
+reward.csv is of `make rl` with seed 0. Run `make docs` after a change; the same figures give the
+same files.
 """
 
 from __future__ import annotations
@@ -45,14 +46,18 @@ def reward_picture() -> Figure:
 
 
 def layouts_picture() -> Figure:
-    """The same four layers on four ranks in both layouts; a colour is the rank that holds a part in training."""
+    """The same four layers on four ranks in both layouts.
+
+    A colour is the rank that holds a part in training.
+    """
     training = {box: 2 * (box[0] * 2 // NUM_LAYERS) + box[1] for box in _boxes()}
     figure, panels = plt.subplots(2, 4, figsize=(7.5, 4.4), layout="constrained")
     for rank in range(4):
         _draw_rank(
             panels[0, rank], rank, {box: rank for box, owner in training.items() if owner == rank}
         )
-        # Rank r generates with the part that it trains, so that half of what it needs is already there.
+        # Rank r generates with the part that it trains, so that half of what it needs is already
+        # there.
         needed = {box: owner for box, owner in training.items() if box[1] == rank % 2}
         received = {box: rank if training[box] == rank else owner for box, owner in needed.items()}
         _draw_rank(panels[1, rank], rank, received)
@@ -88,7 +93,10 @@ def _draw_rank(axes: Axes, rank: int, held: dict[Box, int]) -> None:
 
 
 def switch_picture() -> Figure:
-    """Memory of one device over a switch and back. A sketch: only the order and what bounds the peak are meant."""
+    """Memory of one device over a switch and back.
+
+    A sketch: only the order and what bounds the peak are meant.
+    """
     ends = [0, 2, 3, 7, 10, 11, 13]  # training, offload, fill, generation, way back, training
     parameters, others, weights, caches = (np.zeros(131) for _ in range(4))
     time = np.linspace(0, 13, 131)

@@ -1,4 +1,4 @@
-"""Makes the last section of docs/planning.md: what a switch of a 70B model on 64 devices moves, FSDP2 to vLLM.
+"""Makes the last section of docs/planning.md: a 70B model's switch, FSDP2 to vLLM, on 64 devices.
 
 Run `make docs` after a change of the planner; a test compares.
 """

@@ -1,7 +1,8 @@
-"""A hook of mkdocs: pages of the site that are not in docs/, and links from pages to the files of the repository.
+"""A hook of mkdocs: pages of the site that are not in docs/, and links to the repository's files.
 
-Every page is written to be read in the repository too, so that its links are relative to its own file. On the site a
-link to another page leads to that page, and one to a source file, which the site does not have, becomes plain text.
+Every page is written to be read in the repository too, so that its links are relative to its own
+file. On the site a link to another page leads to that page, and one to a source file, which the
+site does not have, becomes plain text.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def source_of(page: str) -> str:
 
 
 def page_of(source: str) -> str | None:
-    """Return the page, or the picture, that a file of the repository is on the site; None if it is not there."""
+    """Return the site's page or picture of a file of the repository; None if it is not there."""
     pages = {file: page for page, file in OUTSIDE.items()}
     inside = (
         source.removeprefix("docs/")
@@ -123,7 +124,7 @@ def page_of(source: str) -> str | None:
 
 
 def with_links_of_the_site(markdown: str, page: str) -> str:
-    """Return a page's text with its links made relative to the page, or removed where they leave the site."""
+    """Return a page's text with links relative to the page, or removed if they leave the site."""
 
     def replaced(found: re.Match[str]) -> str:
         picture, text, link, anchor = found.groups()
@@ -131,7 +132,8 @@ def with_links_of_the_site(markdown: str, page: str) -> str:
         there = page_of(posixpath.join(target, "README.md") if (ROOT / target).is_dir() else target)
         if there is None:
             return text
-        return f"{picture}[{text}]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{anchor or ''})"
+        path = posixpath.relpath(there, posixpath.dirname(page) or ".")
+        return f"{picture}[{text}]({path}{anchor or ''})"
 
     return _LINK.sub(replaced, markdown)
 
@@ -147,6 +149,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, and put in the files that it names for the site, which has no source files."""
+    """Rewrite the links of a page, and put in the files that it names: the site has no sources."""
     whole = with_links_of_the_site(markdown, page.file.src_uri)
     return _FILE.sub(lambda found: f"```python\n{(ROOT / found[1]).read_text()}```", whole)

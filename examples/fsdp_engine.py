@@ -2,8 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp_engine.py MODEL
 
-MODEL is a directory or a name on the Hub; the default is a small random Qwen2. The reward is the
-share of even tokens.
+MODEL is a directory or a name on the Hub; the default is a small random Qwen2. Even tokens reward.
 """
 
 import logging
@@ -21,9 +20,10 @@ torch.manual_seed(0)
 if len(sys.argv) > 1:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 else:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads, bos_token_id=0, eos_token_id=1))
+    config = Qwen2Config(**sizes, **heads, vocab_size=512, bos_token_id=0, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config)
 
 engine = HybridEngine(
     model=model,
@@ -32,18 +32,21 @@ engine = HybridEngine(
     compress_reshard=True,
     compression_dtype=torch.bfloat16,
 )
+rank = engine.job.rank
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 @engine.on_reshard_end
 def log_bytes(report: ReshardReport) -> None:
-    print(f"rank {engine.job.rank}: {report.direction}, {report.bytes_received} bytes in {report.seconds:.2f} s")
+    figures = f"{report.bytes_received} bytes in {report.seconds:.2f} s"
+    print(f"rank {rank}: {report.direction}, {figures}")
 
 
 prompts = torch.randint(2, 500, (8, 8), generator=torch.Generator().manual_seed(1))
 for step in range(5):
     with engine.rollout_context():
-        sequences = engine.generate(prompts, Sampling(n=8, max_tokens=24, ignore_eos=True, seed=step))  # [64, 32]
+        sampling = Sampling(n=8, max_tokens=24, ignore_eos=True, seed=step)
+        sequences = engine.generate(prompts, sampling)  # [64, 32]
     responses = sequences[:, prompts.shape[1] :]
     rewards = (responses % 2 == 0).float().mean(1)
     with engine.train_context():
@@ -53,5 +56,5 @@ for step in range(5):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"rank {engine.job.rank}: step {step}, reward {rewards.mean():.3f}, loss {loss.item():.4f}")
+    print(f"rank {rank}: step {step}, reward {rewards.mean():.3f}, loss {loss.item():.4f}")
 engine.shutdown()

@@ -51,25 +51,34 @@ class MyTrainer(GuardedState):
 
 def main() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    hf_config = Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"], torch_dtype="float32")
+    names = {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"}
+    hf_config = Qwen2Config(**sizes, **heads, **names, vocab_size=512)
     model = AutoModelForCausalLM.from_config(hf_config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as directory:
         hf_config.save_pretrained(directory)  # no weights: they come from the trainer
-        generate = {"infer_tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 8, "verify": "full"}
-        values = {"model": directory, "actor_config": {"params_dtype": "float32"}, "generate_config": generate}
+        generate = {"infer_tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 8}
+        values = {
+            "model": directory,
+            "actor_config": {"params_dtype": "float32"},
+            "generate_config": {**generate, "verify": "full"},
+        }
         config = load_config(values, own_loop=True, own_weights=True)
-        with HybridEngine.around(lambda job: MyTrainer(model.to(job.device), optimizer, job.rank), config) as engine:
+        with HybridEngine.around(
+            lambda job: MyTrainer(model.to(job.device), optimizer, job.rank), config
+        ) as engine:
             for number in range(4):
                 with engine.train_context():
                     rows = (torch.arange(8)[:, None] + torch.arange(16) + number + engine.rank) % 12
                     losses = [engine.train.step(rows.to(engine.job.device)) for _ in range(10)]
                 with engine.rollout_context():  # the trainer's state is off the device
-                    (answer,) = engine.generate([[3, 4, 5]], Sampling(temperature=0.0, max_tokens=6))
+                    sampling = Sampling(temperature=0.0, max_tokens=6)
+                    (answer,) = engine.generate([[3, 4, 5]], sampling)
                 if engine.rank == 0:
-                    print(f"loss {losses[-1]:.3f}: after 3, 4, 5 comes {list(answer[0].token_ids)}", flush=True)
+                    tokens = list(answer[0].token_ids)
+                    print(f"loss {losses[-1]:.3f}: after 3, 4, 5 comes {tokens}", flush=True)
 
 
 if __name__ == "__main__":

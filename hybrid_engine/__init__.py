@@ -21,13 +21,14 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Parallel axes occur
 and layouts/, which build the layouts, in config/, which checks their sizes, and in the user's
 settings.
 
-    attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
+    attaching/         `prepare` and `attach`: vLLM beside the user's Megatron model and loop
     hybrid_engine.py   HybridEngine: around a transformers model, or a trainer of your own
     rl/                GRPO: a loop around a worker, and its losses
-    trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, critic, checkpoints
+    trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, critic,
+                       checkpoints
     assembly.py        an inference engine beside a live training model
     probes.py          what two engines are asked about tokens, to be compared with each other
-    ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
+    ports.py           interfaces of a trainer, an inference engine and a transport, and their calls
     errors.py          every exception
     messages.py        what processes tell each other: typed and of bounded size
     switch/            the state machine: what is on the device when, and the order of a switch

@@ -1,9 +1,9 @@
 """The exceptions of the engine.
 
 HybridEngineError
-├── ConfigError          the configuration is invalid; lists every violation with its key and a remedy
+├── ConfigError          the configuration is invalid; lists every violation with key and remedy
 │   └── ArgumentError          the arguments of a call are invalid
-├── BatchError           a batch cannot be computed; lists every violation with its key and a remedy
+├── BatchError           a batch cannot be computed; lists every violation with key and remedy
 ├── LossError            a loss function failed, or returned an invalid value
 ├── DependencyError      a package is missing, or its version was not tested
 ├── ModelError           the model cannot be mapped between the engines
@@ -15,9 +15,9 @@ HybridEngineError
 │   └── DifferentCallsError    ranks make different calls; names the call of each rank
 ├── FileError            a file cannot be read or written; names the file, the problem and a remedy
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
-├── MessageError         a message from another process is invalid: another version, too long, or malformed
+├── MessageError         a message is invalid: another version, too long, or malformed
 ├── GenerationError      vLLM failed during generation; weights and state are unchanged
-├── ServerError          a vLLM server refused a call, or cannot be reached; training state is unchanged
+├── ServerError          a vLLM server refused a call, or cannot be reached; state is unchanged
 └── ReshardError         a switch failed; names the phase, and the state that was restored
     ├── ComputationError vLLM and the trainer compute different functions; names both numbers
     ├── OffloadError     state could not be moved off the device or back
@@ -45,13 +45,17 @@ Result = TypeVar("Result")
 def shortened(value: object, most: int = 200) -> str:
     """Return the repr of `value` for a message, cut with a `…` after `most` characters.
 
-    Reads no more of a collection than it shows, because a few bytes of YAML can expand to gigabytes.
+    Reads no more of a collection than it shows, because a few bytes of YAML can expand to
+    gigabytes.
     """
     return clipped(_SHORT.repr(value), most)
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """Return `text`, cut with a `…` after `most` characters and printable: file names may not be UTF-8."""
+    """Return `text` printable, cut with a `…` after `most` characters.
+
+    File names may not be UTF-8.
+    """
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
     return cut.encode(errors="backslashreplace").decode()
 
@@ -78,7 +82,7 @@ def collect(
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> Result | None:
-    """Return the function's result, or None after adding the violations of its ConfigError to `violations`."""
+    """Return the function's result; after a ConfigError, add its violations and return None."""
     try:
         return function(*args, **kwargs)
     except ConfigError as error:
@@ -115,8 +119,9 @@ class HybridEngineError(Exception):
         code: stable name of the problem, in kebab-case, such as "worker-is-closed". Programs and
             tests compare it; the message is for people and may change with any release. Errors
             that list findings have "" here, because each of their findings has a code.
-        cause_on_rank_0: on a rank above 0, the error of rank 0 that explains this failure, as formatted by
-            `agreement.described`; "" if rank 0 has none; None if the ranks have not agreed on it.
+        cause_on_rank_0: on a rank above 0, the error of rank 0 that explains this failure, as
+            formatted by `agreement.described`; "" if rank 0 has none; None if the ranks have not
+            agreed on it.
     """
 
     cause_on_rank_0: str | None = None
@@ -129,8 +134,8 @@ class HybridEngineError(Exception):
 class _FindingsError(HybridEngineError, Generic[Finding]):
     """Error that reports all findings at once.
 
-    The message has one line per finding, and at most `MOST_LINES` lines. More than `MOST_ALIKE` violations that differ
-    only in an index of their keys share one line.
+    The message has one line per finding, and at most `MOST_LINES` lines. More than `MOST_ALIKE`
+    violations that differ only in an index of their keys share one line.
 
     Attributes:
         findings: all findings.
@@ -207,7 +212,7 @@ class ConfigError(_FindingsError[Violation]):
 
 
 class ArgumentError(ConfigError):
-    """Arguments of a call are invalid; `findings` holds every `Violation`, whose key is the argument."""
+    """Arguments of a call are invalid; the key of a `Violation` in `findings` is the argument."""
 
     heading = "invalid arguments"
 
@@ -219,7 +224,10 @@ class BatchError(_FindingsError[Violation], ValueError):
 
 
 class LossError(HybridEngineError, TypeError):
-    """A loss function failed, or returned an invalid value; the message names it. No weight has changed."""
+    """A loss function failed, or returned an invalid value; the message names it.
+
+    No weight has changed.
+    """
 
 
 class DependencyError(HybridEngineError):
@@ -268,10 +276,11 @@ class FileError(HybridEngineError):
 
 
 class DeviceMemoryError(HybridEngineError):
-    """The device's driver refused a call on memory; the message names the call and the driver's error code.
+    """The device's driver refused a call on memory; the message has the call and the error code.
 
     Attributes:
-        is_out_of_memory: the device has too little free memory; the call may succeed after some was freed.
+        is_out_of_memory: the device has too little free memory; the call may succeed after some was
+            freed.
     """
 
     def __init__(self, message: str, *, code: str = "", is_out_of_memory: bool = False) -> None:
@@ -280,7 +289,7 @@ class DeviceMemoryError(HybridEngineError):
 
 
 class MessageError(HybridEngineError):
-    """A message from another process is invalid: it has another version, is too long, or is malformed."""
+    """A message from another process is invalid: another version, too long, or malformed."""
 
 
 class GenerationError(HybridEngineError):
@@ -312,7 +321,8 @@ class LostRankError(ReshardError):
     The job's process groups are unusable afterwards: no collective can follow.
 
     Attributes:
-        is_explained: the message contains the reason: a process ended or is stopped, or a rank reported a failure.
+        is_explained: the message contains the reason: a process ended or is stopped, or a rank
+            reported a failure.
     """
 
     is_explained: bool = False
@@ -323,8 +333,14 @@ class PeerTransportError(TransportError, RemoteError):
 
 
 class ComputationError(ReshardError):
-    """With the same weights, vLLM and the trainer compute different log-probabilities; the message has both."""
+    """vLLM and the trainer compute different log-probabilities with the same weights.
+
+    The message has both.
+    """
 
 
 class OffloadError(ReshardError):
-    """State could not be moved off the device or back; the message names the location of each kind of state."""
+    """State could not be moved off the device or back.
+
+    The message names the location of each kind of state.
+    """

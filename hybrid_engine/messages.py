@@ -3,8 +3,9 @@
     encode(value) -> bytes                version byte, then msgpack
     decode(data, type) -> value           exactly of this type; otherwise MessageError
 
-Unlike pickles, messages cannot name code to run. A message of another type, or longer than `LIMIT`, is rejected before
-any object is built from it. Types are those of msgspec: `Record` for messages with fields, and builtins.
+Unlike pickles, messages cannot name code to run. A message of another type, or longer than `LIMIT`,
+is rejected before any object is built from it. Types are those of msgspec: `Record` for messages
+with fields, and builtins.
 """
 
 from __future__ import annotations
@@ -33,14 +34,21 @@ class Record(
     kw_only=False,
     gc=False,
 ):
-    """Base class of messages with fields. Sent as an array of exactly these fields, in order, without names."""
+    """Base class of messages with fields.
+
+    Sent as an array of exactly these fields, in order, without names.
+    """
 
 
 def encode(value: object, limit: int = LIMIT) -> bytes:
-    """Encode `value`. Raises MessageError if it cannot be encoded, or takes more than `limit` bytes."""
+    """Encode `value`.
+
+    Raises MessageError if it cannot be encoded, or takes more than `limit` bytes.
+    """
     try:
         data = bytes([VERSION]) + msgspec.msgpack.encode(value)
-    # Unsupported types, unpaired surrogates, integers of more than 64 bits, lists that contain themselves.
+    # Unsupported types, unpaired surrogates, integers of more than 64 bits, lists that contain
+    # themselves.
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"cannot encode message: {error}", code="not-encodable") from None
     require_size(len(data), limit)
@@ -53,7 +61,8 @@ def decode(data: bytes | memoryview, kind: Any, limit: int = LIMIT) -> Any:
     if not len(data) or data[0] != VERSION:
         version = f"version {data[0]}" if len(data) else "no version"
         raise MessageError(
-            f"a message of {version}, not of version {VERSION}: both sides must run the same release",
+            f"a message of {version}, not of version {VERSION}: "
+            "both sides must run the same release",
             code="wrong-version",
         )
     try:

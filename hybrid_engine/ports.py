@@ -7,29 +7,31 @@
 
 Call sequence on every rank (switch/sharding_manager.py, switch/weight_container.py):
 
-     1  set-up   Trainer.weights.layout, .buffers; InferenceWeights.layout   then all ranks make one plan
-                 InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN: training state only
-     2  switch   Trainer.offload_items -> offload gradients, optimizer       parameters remain
-     3           TrainingWeights.prepare, .check_values, .buffers            values are final
-     4           for each bucket:
+    1  set-up    Trainer.weights.layout, .buffers; InferenceWeights.layout   all ranks make one plan
+                 InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN
+    2  switch    Trainer.offload_items -> offload gradients, optimizer       parameters remain
+    3            TrainingWeights.prepare, .check_values, .buffers            values are final
+    4            for each bucket:
                    InferenceWeights.allocate                                 + one bucket
-                   Transport.start, .run (.notify)                             bytes are transferred
-                   Verification.filled                                       if the fill is verified
-                   ReleaseFence.sent                                         - training memory of the bucket before
-                   InferenceWeights.commit                                   the engine's own post-load processing
-     5           ReleaseFence.finish, InferenceWeights.finish_fill           - staging memory
-     6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights only
-                 Probed.probe of both sides, before 2 and here               if it is due (switch/logprob_check.py)
-        prefetch NearEnd.call -> ShardingManager.near_end -> onload          + training state, as far as it fits
-     7  back     InferenceWeights.release, onload                            state TRAIN
+                   Transport.start, .run (.notify)                           bytes are transferred
+                   Verification.filled                                       if verified
+                   ReleaseFence.sent                                         - the bucket before
+                   InferenceWeights.commit                                   post-load processing
+    5            ReleaseFence.finish, InferenceWeights.finish_fill           - staging memory
+    6            InferenceCaches.wake_kv_cache, .reset_caches                state INFER
+                 Probed.probe of both sides, before 2 and here               if it is due
+       prefetch  NearEnd.call -> ShardingManager.near_end -> onload          + some training state
+    7  back      InferenceWeights.release, onload                            state TRAIN
 
-With `generate_config.incremental`, step 3 ends with digests of the source tensors and InferenceWeights.committed, which
-determine the buckets that step 4 skips; `release` then names groups that may stay.
+With `generate_config.incremental`, step 3 ends with digests of the source tensors and
+InferenceWeights.committed, which determine the buckets that step 4 skips; `release` then names
+groups that may stay.
 
-After a failure `abandon` (and `drain`) replace `run`, `sent` and `commit`, so that no rank waits for a failed one. A
-second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer
-is a 1-D tensor over a whole storage; offsets and strides of the records count its elements. This module depends neither
-on Megatron nor on vLLM, and does not assume that one process trains and generates: a side is defined by its layout.
+After a failure `abandon` (and `drain`) replace `run`, `sent` and `commit`, so that no rank waits
+for a failed one. A second trainer implements `Trainer`, a second engine `InferenceWeights` and
+`InferenceCaches`. A flat buffer is a 1-D tensor over a whole storage; offsets and strides of the
+records count its elements. This module depends neither on Megatron nor on vLLM, and does not assume
+that one process trains and generates: a side is defined by its layout.
 """
 
 from __future__ import annotations
@@ -49,16 +51,22 @@ from hybrid_engine.records.layout import Extent, Layout
 Data = Literal["global", "local"]
 """Global: all ranks pass the same batch. Local: each data-parallel rank passes its part."""
 Batch = Mapping[str, torch.Tensor]
-"""Tensors with sequences along dim 0: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`);
-if needed, `attention_mask`, `position_ids` and `sequence_ids`; the sampling `temperature` [B] or [B, S] if it is not 1;
-and any tensors that a loss function reads."""
+"""Tensors with sequences along dim 0.
+
+`tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`); if needed,
+`attention_mask`, `position_ids` and `sequence_ids`; the sampling `temperature` [B] or [B, S] if it
+is not 1; and any tensors that a loss function reads.
+"""
 Report = dict[str, torch.Tensor]
 """Name -> scalar."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]
-"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, optionally with scalars to report."""
+"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss.
 
-# -- sides ------------------------------------------------------------------------------------------------------------
+Scalars to report may come with the loss.
+"""
+
+# -- sides -----------------------------------------------------------------------------------------
 
 
 class WeightAdaptor(Protocol):
@@ -75,7 +83,7 @@ class TrainingWeights(WeightAdaptor, Protocol):
         """Return this rank's flat source buffers by `BufferId.name`: live storage, no copies."""
 
     def prepare(self) -> None:
-        """Finish pending work on the weights (parameter gathers); afterwards the buffers hold final values.
+        """Finish pending work on the weights (parameter gathers); then buffers hold final values.
 
         Raises ReshardError if the weights are no longer at the places of `layout`.
         """
@@ -83,7 +91,8 @@ class TrainingWeights(WeightAdaptor, Protocol):
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity.
 
-        `unread`: buffer name -> intervals that need no check, because this switch does not read them.
+        `unread`: buffer name -> intervals that need no check, because this switch does not read
+        them.
         """
 
 
@@ -113,10 +122,11 @@ class Trainer(Protocol):
     """Trainer: its weights, and the state that can be offloaded.
 
     Attributes:
-        guard: called with the kinds of state that the trainer is about to use; raises StateError if they may be off
-            the device. An `Offloader` and a `Switch` of this trainer add themselves.
-        before_step: called before each optimizer step; raises StateError if servers would fall too far behind. A
-            `WeightPublisher` sets it.
+        guard: called with the kinds of state that the trainer is about to use; raises StateError if
+            they may be off the device. An `Offloader` and a `Switch` of this trainer add
+            themselves.
+        before_step: called before each optimizer step; raises StateError if servers would fall too
+            far behind. A `WeightPublisher` sets it.
     """
 
     guard: Guards
@@ -136,10 +146,10 @@ class Trainer(Protocol):
 
     @property
     def frozen(self) -> Collection[str]:
-        """This rank's canonical tensors that no optimizer step is expected to change, as known at set-up.
+        """Canonical tensors of this rank that no optimizer step should change, known at set-up.
 
-        With `generate_config.incremental` they get separate buckets. The decision to send a tensor depends on its
-        bytes, not on this list.
+        With `generate_config.incremental` they get separate buckets. The decision to send a tensor
+        depends on its bytes, not on this list.
         """
 
     @property
@@ -147,7 +157,10 @@ class Trainer(Protocol):
         """Process groups that are unused while vLLM generates, in the same order on all ranks."""
 
     def offload_items(self) -> Iterable[OffloadItem]:
-        """Return all state that can be offloaded now: parameters, gradients, optimizer state, caches."""
+        """Return all state that can be offloaded now.
+
+        These are parameters, gradients, optimizer state and caches.
+        """
 
     def reload_main_params(self) -> None:
         """Update the optimizer's copies of parameters after these were written from outside."""
@@ -167,40 +180,53 @@ class ColocatedModel(Protocol):
 
 
 class InferenceWeights(WeightAdaptor, Protocol):
-    """Side to which weights are written, group by group. A group is committed at once, e.g. a module."""
+    """Side to which weights are written, group by group.
+
+    A group is committed at once, e.g. a module.
+    """
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Return flat destination buffers of these groups of this rank by `BufferId.name`, with padding in place."""
+        """Return flat destination buffers of these groups of this rank by `BufferId.name`.
+
+        Padding is in place.
+        """
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Make filled groups the live weights: run the engine's post-load processing if it repacks them."""
+        """Make filled groups the live weights.
+
+        Runs the engine's post-load processing if it repacks them.
+        """
 
     def finish_fill(self) -> None:
         """Free staging memory, after the last commit of a fill."""
 
     def abandon(self) -> None:
-        """Abandon a fill on this rank, so that no other rank waits for it in `commit`. Does not wait. Idempotent.
+        """Abandon a fill on this rank, so that no other rank waits for it in `commit`.
 
-        All ranks release the weights before the next fill.
+        Does not wait. Idempotent. All ranks release the weights before the next fill.
         """
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Free the memory of all weights; they are unusable until the next allocate, fill and commit.
+        """Free the memory of all weights; unusable until the next allocate, fill and commit.
 
-        `keep`: committed groups that stay unchanged, if the engine can keep some groups without the others; empty
-        without `generate_config.incremental`.
+        `keep`: committed groups that stay unchanged, if the engine can keep some groups without the
+        others; empty without `generate_config.incremental`.
         """
 
     def committed(self) -> Collection[str]:
-        """Return the groups that hold their last committed weights. Only called with `generate_config.incremental`."""
+        """Return the groups that hold their last committed weights.
+
+        Only called with `generate_config.incremental`.
+        """
 
     def proving(
         self, tensors: Collection[str], unproven: Callable[[str], None]
     ) -> AbstractContextManager[None]:
         """Return a context in which the engine proves that it holds the bytes that were filled.
 
-        `commit` checks every group that contains one of `tensors`. The end of the context checks that all such groups,
-        also of earlier fills, still have the committed bytes. Only used if a fill is verified.
+        `commit` checks every group that contains one of `tensors`. The end of the context checks
+        that all such groups, also of earlier fills, still have the committed bytes. Only used if a
+        fill is verified.
 
         Args:
             tensors: canonical tensors to prove.
@@ -208,14 +234,18 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """
 
     def resident_nbytes(self) -> int:
-        """Return the bytes of device memory in use for weights, including buffers in flight and reserved memory."""
+        """Return the bytes of device memory in use for weights.
+
+        They include buffers in flight and reserved memory.
+        """
 
 
 class InferenceCaches(Protocol):
     """Caches of an inference engine.
 
     Attributes:
-        taken_before: bytes of this rank's GPU that were in use when the engine was built; 0 on a CPU.
+        taken_before: bytes of this rank's GPU that were in use when the engine was built; 0 on a
+            CPU.
     """
 
     taken_before: int
@@ -224,12 +254,14 @@ class InferenceCaches(Protocol):
         """Allocate the KV cache again, if the release of the weights freed it."""
 
     def reset_caches(self) -> None:
-        """Drop everything that was computed with older weights, so that no later output depends on it."""
+        """Drop everything computed with older weights, so that no later output depends on it."""
 
 
 @dataclass(frozen=True)
 class NearEnd:
-    """Callback near the end of every rollout, for prefetch. Each rank's inference engine calls it independently.
+    """Callback near the end of every rollout, for prefetch.
+
+    Each rank's inference engine calls it independently.
 
     Attributes:
         share: it is called once at most this share of the replica's sequences is unfinished.
@@ -240,18 +272,21 @@ class NearEnd:
     call: Callable[[], object]
 
 
-# -- transports -------------------------------------------------------------------------------------------------------
+# -- transports ------------------------------------------------------------------------------------
 
 
 class Transport(Protocol):
-    """Transport of bytes. Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
+    """Transport of bytes.
 
-    Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
-    `dst_rank` is that rank is complete. Source buffers may be overwritten only after all ranks of their host have
-    returned (the caller fences), regardless of other hosts that read them. Failures raise TransportError and never
-    hang: waits end after the transport's timeout (seconds).
+    Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
+    Contract, checked for every transport by one test suite: after `run` returned on a rank, every
+    transfer whose `dst_rank` is that rank is complete. Source buffers may be overwritten only after
+    all ranks of their host have returned (the caller fences), regardless of other hosts that read
+    them. Failures raise TransportError and never hang: waits end after the transport's timeout
+    (seconds).
 
-    Classes of transports are registered in transports/router.py, with the transfers that each carries.
+    Classes of transports are registered in transports/router.py, with the transfers that each
+    carries.
     """
 
     name: str
@@ -265,8 +300,8 @@ class Transport(Protocol):
     ) -> None:
         """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
 
-        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank failed elsewhere; then
-        `reason` is the cause.
+        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank
+        failed elsewhere; then `reason` is the cause.
         """
 
     def run(
@@ -276,10 +311,13 @@ class Transport(Protocol):
         source: Mapping[str, torch.Tensor],
         destination: Mapping[str, torch.Tensor],
     ) -> None:
-        """Carry out `transfers` (those of bucket number `bucket` that read from or write to this rank)."""
+        """Carry out `transfers`: those of bucket `bucket` that read from or write to this rank."""
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Replace `run` on a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
+        """Replace `run` on a rank that failed elsewhere.
+
+        Peers that wait for this rank fail with `reason`.
+        """
 
     def notify(
         self,
@@ -289,15 +327,18 @@ class Transport(Protocol):
         senders: Iterable[int],
         reason: str = "",
     ) -> str:
-        """Notify `receivers` that this rank has finished a phase of a bucket, and wait for the same from `senders`.
+        """Notify `receivers` that this rank has finished a phase of a bucket; wait for `senders`.
 
-        `reason` is not empty if this rank failed. Returns the reason of the first failed sender with peer, bucket and
-        phase; "" if none failed. A rank is a receiver on each of its senders. A transport without messages does
-        nothing, and returns "".
+        `reason` is not empty if this rank failed. Returns the reason of the first failed sender
+        with peer, bucket and phase; "" if none failed. A rank is a receiver on each of its senders.
+        A transport without messages does nothing, and returns "".
         """
 
     def take_seconds(self) -> Mapping[str, float]:
-        """Return seconds by phase since the last call: read (locate and pack sources), transfer, write (unpack)."""
+        """Return seconds by phase since the last call.
+
+        Phases are read (locate and pack sources), transfer, write (unpack).
+        """
 
     def trim(self) -> int:
         """Free staging memory between fills; return its bytes."""

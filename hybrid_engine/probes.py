@@ -34,7 +34,8 @@ class ProbeAnswer:
     """Answer of a side to tokens [B, L].
 
     Attributes:
-        log_probs: [B, L - 1] float32 on the host: log-probability of every token but the first, given its prefix.
+        log_probs: [B, L - 1] float32 on the host: log-probability of every token but the first,
+            given its prefix.
         dtype: coarsest dtype in which the side computes.
     """
 
@@ -70,7 +71,8 @@ class Attention:
         scale: factor of the attention scores; None: scale, window and softcap cannot be read.
         window: number of tokens that a query attends to, including itself; None: all.
         softcap: scores s become softcap * tanh(s / softcap); None: scores are not capped.
-        rotary: rotary embedding, with empty frequencies if nothing is rotated; None: it cannot be read.
+        rotary: rotary embedding, with empty frequencies if nothing is rotated; None: it cannot be
+            read.
     """
 
     scale: float | None
@@ -81,25 +83,32 @@ class Attention:
 
 @runtime_checkable
 class Probed(Protocol):
-    """Interface of a side that can be probed. A trainer and an engine are compared if both implement it."""
+    """Interface of a side that can be probed.
+
+    A trainer and an engine are compared if both implement it.
+    """
 
     def probe_limits(self) -> ProbeLimits:
         """Return the limits of a probe. No collective; ranks may differ."""
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """Compute log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks. Collective.
+        """Compute log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks.
 
-        Must not change gradients, random generators, counters or flags of the model. When a trainer is called, its
-        parameters are on the device, and its `guard` permits the call.
+        Collective. Must not change gradients, random generators, counters or flags of the model.
+        When a trainer is called, its parameters are on the device, and its `guard` permits the
+        call.
         """
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """Return the settings that affect the computation, under their names in config.json if they have one."""
+        """Return settings that affect the computation, with their names in config.json if any."""
 
 
 @runtime_checkable
 class WithAttention(Protocol):
-    """Interface of a side whose layers can be read. Layers are compared if trainer and engine implement it."""
+    """Interface of a side whose layers can be read.
+
+    Layers are compared if trainer and engine implement it.
+    """
 
     def attention(self) -> Mapping[int, Attention]:
         """Return the attention of this rank's decoder layers, by number in the checkpoint.
@@ -138,11 +147,11 @@ def following_log_probs(
 
 
 def rotary_of_table(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-    """Determine the frequencies from a table of cosines and sines [positions, pairs], from position 0 on.
+    """Determine frequencies from a table of cosines and sines [positions, pairs], from position 0.
 
-    An angle is known only up to whole turns. The frequency by position 1 predicts the turns at position
-    2, that by position 2 those at position 4, and so on; the table's rounding counts half as much
-    each time.
+    An angle is known only up to whole turns. The frequency by position 1 predicts the turns at
+    position 2, that by position 2 those at position 4, and so on; the table's rounding counts half
+    as much each time.
     """
     positions = [2**power for power in range((len(cos) - 1).bit_length())]
     rows = torch.complex(cos[positions].double().cpu(), sin[positions].double().cpu())
@@ -158,13 +167,19 @@ def rotary_of_table(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
     )
 
 
-# -- comparison --------------------------------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 _RELATIVE_ERROR = 1e-5
-"""Tolerance of frequencies and scales in float32. A larger error changes the angle after some 10,000 tokens."""
+"""Tolerance of frequencies and scales in float32.
+
+A larger error changes the angle after some 10,000 tokens.
+"""
 
 Layers = Mapping[int, Collection[Attention]]
-"""Layer number -> distinct attention settings of all ranks with this layer; more than one if ranks differ."""
+"""Layer number -> distinct attention settings of all ranks with this layer.
+
+There is more than one if ranks differ.
+"""
 
 
 @dataclass(frozen=True)
@@ -177,9 +192,10 @@ class Difference:
 
 
 def attention_differences(trainer: Layers, inference: Layers, max_length: int | None) -> list[str]:
-    """Describe every difference between layers that both sides have, once for all layers with this difference.
+    """Describe every difference between layers that both sides have, once for all such layers.
 
-    A window of more than `max_length` tokens hides no token of any sequence, and counts as no window.
+    A window of more than `max_length` tokens hides no token of any sequence, and counts as no
+    window.
     """
     layers: dict[Difference, list[int]] = {}
     for layer in sorted(trainer.keys() & inference.keys()):
@@ -196,7 +212,10 @@ def attention_differences(trainer: Layers, inference: Layers, max_length: int | 
 
 
 def unread_layers(trainer: Layers, inference: Layers) -> list[int]:
-    """Return the layers that `attention_differences` does not compare fully, because a side cannot be read."""
+    """Return the layers that `attention_differences` does not compare fully.
+
+    A side of these layers cannot be read.
+    """
 
     def is_read(side: Layers, layer: int) -> bool:
         kinds = side.get(layer, ())

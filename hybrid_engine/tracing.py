@@ -1,27 +1,28 @@
-"""`generate_config.trace`: a timeline of every switch, one file per rank, for https://ui.perfetto.dev.
+"""`generate_config.trace`: a timeline of every switch, one file per rank, for ui.perfetto.dev.
 
-    with span("commit", bucket=3):             anywhere inside a switch; no effect unless a timeline is recorded
-    with timeline.switch("train->infer"):      records the spans of the block, and writes them to this rank's file
+    with span("commit", bucket=3):          in a switch; no effect unless a timeline is recorded
+    with timeline.switch("train->infer"):   records the spans of the block in this rank's file
 
-Perfetto opens the files of several ranks together. Each rank is a process of the trace; its slices are nested as the
-calls were:
+Perfetto opens the files of several ranks together. Each rank is a process of the trace; its slices
+are nested as the calls were:
 
-    train->infer  >  fill  >  bucket  >  allocate | shared_memory > read, transfer, write | verify | fence |
-                                         offload bucket | commit
+    train->infer  >  fill  >  bucket  >  allocate | shared_memory > read, transfer, write | verify |
+                                         fence | offload bucket | commit
                      wait: from the rank's arrival at the end of a phase until all ranks are there
 
-Phases have the names of `ReshardReport.seconds_by_phase`. A torch.profiler that runs meanwhile sees the same names.
-Times are microseconds of the host's monotonic clock, so ranks of one host are aligned and those of
-different hosts are not.
+Phases have the names of `ReshardReport.seconds_by_phase`. A torch.profiler that runs meanwhile sees
+the same names. Times are microseconds of the host's monotonic clock, so ranks of one host are
+aligned and those of different hosts are not.
 
-Writing is not part of the switch or its report. A failed switch is written too. If the file cannot be written, the
-trace ends with one warning.
+Writing is not part of the switch or its report. A failed switch is written too. If the file cannot
+be written, the trace ends with one warning.
 
-The file is a JSON array of Chrome trace events, whose end is overwritten by new events ("Trace Event Format",
-docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). It is valid JSON except during a write;
-readers of the format also accept an array without its end, so a killed process loses no earlier events. A file that
-reaches its size limit becomes FILE.1, replacing the previous one, and so does a trace that exists at the start. A file
-that does not begin with our header is neither moved nor replaced.
+The file is a JSON array of Chrome trace events, whose end is overwritten by new events ("Trace
+Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). It is valid
+JSON except during a write; readers of the format also accept an array without its end, so a killed
+process loses no earlier events. A file that reaches its size limit becomes FILE.1, replacing the
+previous one, and so does a trace that exists at the start. A file that does not begin with our
+header is neither moved nor replaced.
 """
 
 from __future__ import annotations
@@ -216,7 +217,10 @@ class Timeline:
 
     @contextmanager
     def switch(self, name: str) -> Iterator[None]:
-        """Record the block under this name, and write it, also if the block raises. No collective."""
+        """Record the block under this name, and write it, also if the block raises.
+
+        No collective.
+        """
         with recorded() as recording:
             try:
                 with span(name):
@@ -250,12 +254,15 @@ def sorted_events(recording: Recording, rank: int) -> Iterator[Event]:
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
-    """Return the file of a rank: `path` on rank 0, else with the rank in its name, as in trace.rank3.json."""
+    """Return a rank's file: `path` on rank 0, else with the rank in its name (trace.rank3.json)."""
     return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def timeline_of(path: Path | None, job: Job) -> Timeline | None:
-    """Return this rank's timeline; None without `path`. Collective; raises ConfigError if a file cannot be written."""
+    """Return this rank's timeline; None without `path`.
+
+    Collective; raises ConfigError if a file cannot be written.
+    """
     with job.agreement.phase("trace"):
         return None if path is None else Timeline(path, job)
 

@@ -49,7 +49,8 @@ def to_json_lines(problems: Sequence[Problem]) -> str:
     lines = ""
     for problem in problems:
         fields = dataclasses.asdict(problem)
-        lines += json.dumps({name: text for name, text in fields.items() if text is not None}) + "\n"
+        given = {name: text for name, text in fields.items() if text is not None}
+        lines += json.dumps(given) + "\n"
     return lines
 
 
@@ -63,7 +64,10 @@ def _demonstrated(left: int, right: int, generator: random.Random) -> Problem:
     return _problem(left, right, f"{answer:03d}")
 
 
-def main(directory: Annotated[Path, typer.Option(help="Output directory.")] = Path(__file__).parent / "data") -> None:
+def main(
+    directory: Annotated[Path, typer.Option(help="Output directory.")] = Path(__file__).parent
+    / "data",
+) -> None:
     """Write train.jsonl and held_out.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, problems in make_problems().items():

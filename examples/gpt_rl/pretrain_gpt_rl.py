@@ -44,9 +44,16 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the RL options to Megatron's parser."""
     group = parser.add_argument_group("reinforcement learning")
     group.add_argument("--rl-stage", choices=("warm-up", "reward"), required=True)
-    group.add_argument("--rl-data", type=str, default=str(DATA), help="Directory with train.jsonl and held_out.jsonl.")
+    group.add_argument(
+        "--rl-data",
+        type=str,
+        default=str(DATA),
+        help="Directory with train.jsonl and held_out.jsonl.",
+    )
     group.add_argument("--rl-samples-per-prompt", type=int, default=8)
-    group.add_argument("--rl-max-tokens", type=int, default=5, help="Longest completion, including its end token.")
+    group.add_argument(
+        "--rl-max-tokens", type=int, default=5, help="Longest completion, including its end token."
+    )
     group.add_argument("--rl-clip-ratio", type=float, default=0.2)
     group.add_argument("--rl-kl-coefficient", type=float, default=0.01)
     return parser
@@ -73,7 +80,8 @@ def dataset(num_samples: int) -> torch.utils.data.Dataset[Batch]:
     if args.rl_kl_coefficient:
         assert resharding.config is not None, "the attached engine requires --resharding-config"
         score = Reference(args, resharding.config).log_probs
-    return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
+    samples = Rollouts(settings, num_samples, args.consumed_train_samples, score, _report)
+    return rollouts.install(samples)
 
 
 def datasets(
@@ -91,22 +99,28 @@ def _check(args: Any, resharding: ReshardingOptions) -> None:
     problems = []
     if args.rl_stage == "reward" and not (resharding.enabled and resharding.at_start):
         problems.append(
-            "--rl-stage reward samples before its first step: add --enable-resharding --resharding-at-start"
+            "--rl-stage reward samples before its first step: "
+            "add --enable-resharding --resharding-at-start"
         )
     if args.rl_stage == "reward" and resharding.callback != CALLBACK:
         problems.append(f"--resharding-callback {resharding.callback}: use {CALLBACK}")
     if args.fp16:
         problems.append("--fp16: a skipped step would consume samples; use --bf16 or neither")
     if args.num_workers:
-        problems.append(f"--num-workers {args.num_workers}: samples exist in this process only; use 0")
+        problems.append(
+            f"--num-workers {args.num_workers}: samples exist in this process only; use 0"
+        )
     if args.dataloader_type != "single":
-        problems.append(f"--dataloader-type {args.dataloader_type}: samples are drawn in order; use single")
+        problems.append(
+            f"--dataloader-type {args.dataloader_type}: samples are drawn in order; use single"
+        )
     if args.rampup_batch_size is not None:
         problems.append("--rampup-batch-size: rollouts have a fixed size; remove it")
     if args.rl_stage == "reward" and args.global_batch_size % args.rl_samples_per_prompt:
         size = args.rl_samples_per_prompt
         problems.append(
-            f"--global-batch-size {args.global_batch_size}: not a multiple of --rl-samples-per-prompt {size}"
+            f"--global-batch-size {args.global_batch_size}: "
+            f"not a multiple of --rl-samples-per-prompt {size}"
         )
     if problems:
         sys.exit("\n".join(problems))
@@ -168,14 +182,22 @@ class Reference:
             torch.distributed.all_gather_object(has_file, path.is_file())
             if not all(has_file):
                 missing = [rank for rank, exists in enumerate(has_file) if not exists]
-                raise RuntimeError(f"{path.parent} lacks ranks {missing}: resume with the --save of the first start")
-            with naming("reading the reference", path, "Restore it from a copy, or start the run again"):
+                raise RuntimeError(
+                    f"{path.parent} lacks ranks {missing}: "
+                    "resume with the --save of the first start"
+                )
+            with naming(
+                "reading the reference", path, "Restore it from a copy, or start the run again"
+            ):
                 return torch.load(path, map_location="cpu", weights_only=True)
         weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
         if args.save:
             path.parent.mkdir(parents=True, exist_ok=True)
             with naming("writing the reference", path):
-                copies = [{name: tensor.cpu().clone() for name, tensor in chunk.items()} for chunk in weights]
+                copies = [
+                    {name: tensor.cpu().clone() for name, tensor in chunk.items()}
+                    for chunk in weights
+                ]
                 torch.save(copies, path)
                 sync(path)
         return weights
@@ -183,7 +205,11 @@ class Reference:
 
 def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers, without the extra state of layers."""
-    return {name: value.detach() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value.detach()
+        for name, value in chunk.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -194,7 +220,9 @@ def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     return output, partial(loss_function, batch)
 
 
-def loss_function(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_function(
+    batch: Batch, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the loss, the number of tokens, and figures; `output` [b, S] is -log p."""
     args = get_args()
     mask = batch["mask"]
@@ -204,7 +232,9 @@ def loss_function(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, tor
     if args.rl_stage == "warm-up":
         loss, report = losses.cross_entropy(sums, -output.float())
     else:
-        loss, report = losses.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(sums, -output.float())
+        loss, report = losses.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(
+            sums, -output.float()
+        )
     # cloned, because Megatron divides the loss in place
     figures = {name: torch.stack([value.clone(), num_tokens]) for name, value in report.items()}
     return loss, num_tokens.int(), figures

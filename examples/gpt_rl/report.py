@@ -29,7 +29,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Report:
-    """Report of a run on rank 0, with a progress bar if `console` is a terminal. A context manager."""
+    """Report of a run on rank 0, with a progress bar if `console` is a terminal.
+
+    A context manager.
+    """
 
     def __init__(self, console: Console, files: RunFiles, title: str = "") -> None:
         self._console = console
@@ -90,8 +93,10 @@ class Report:
             f"\nheld-out accuracy now {_text(figures['accuracy'], '.3f')}, "
             f"{_text(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
             f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s\n"
-            f"{figures['bytes_received']:,} bytes received, {figures['bytes_least']:,} the least possible\n"
-            f"largest log-prob difference, vLLM against the trainer: {_text(figures['logprob_diff'], '.1e')}\n"
+            f"{figures['bytes_received']:,} bytes received, "
+            f"{figures['bytes_least']:,} the least possible\n"
+            "largest log-prob difference, vLLM against the trainer: "
+            f"{_text(figures['logprob_diff'], '.1e')}\n"
             f"written to {self._files.out}"
         )
 
@@ -129,7 +134,9 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    figure, (top, middle, bottom) = pyplot.subplots(
+        3, 1, figsize=(9, 9), sharex=True, layout="constrained"
+    )
     figure.suptitle(title)
     for axes, key, label, colour in (
         (top, "accuracy", "held-out accuracy (greedy)", "tab:blue"),

@@ -62,7 +62,9 @@ class RolloutSettings:
     @property
     def sampling(self) -> Sampling:
         """Sampling of the training samples."""
-        return Sampling(n=self.samples_per_prompt, max_tokens=self.max_tokens, stop_token_ids=(task.END,))
+        return Sampling(
+            n=self.samples_per_prompt, max_tokens=self.max_tokens, stop_token_ids=(task.END,)
+        )
 
 
 class Rollouts(torch.utils.data.Dataset[Batch]):
@@ -116,9 +118,11 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         self._first = -(-self._next // settings.batch_size) * settings.batch_size
         num_samples = min(settings.steps * settings.batch_size, self._num_samples - self._first)
         first_group = self._first // settings.samples_per_prompt
-        problems = [self._problem(first_group + group) for group in range(num_samples // settings.samples_per_prompt)]
+        num_groups = num_samples // settings.samples_per_prompt
+        problems = [self._problem(first_group + group) for group in range(num_groups)]
         prompts = [task.encode(problem.prompt) for problem in problems]
-        sampling = replace(settings.sampling, seed=random.Random(f"{settings.seed} {self._first}").getrandbits(62))
+        seed = random.Random(f"{settings.seed} {self._first}").getrandbits(62)
+        sampling = replace(settings.sampling, seed=seed)
         groups = inference.generate_over_replicas(prompts, sampling) if prompts else []
         self._batch = _batch(prompts, groups, problems, settings.seq_length) if prompts else {}
         self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
@@ -138,10 +142,15 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         return self._problems[order[position]]
 
     def _figures(
-        self, inference: InferenceEngine, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
+        self,
+        inference: InferenceEngine,
+        problems: Sequence[task.Problem],
+        groups: Sequence[Sequence[Completion]],
     ) -> dict[str, float]:
         """Return the mean reward of the samples and the greedy accuracy on held-out problems."""
-        greedy = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,))
+        greedy = Sampling(
+            max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,)
+        )
         prompts = [task.encode(problem.prompt) for problem in self._held_out]
         answers = inference.generate_over_replicas(prompts, greedy)
         figures = {"accuracy": task.accuracy(self._held_out, answers)}
@@ -170,7 +179,12 @@ def _batch(
     del batch["weights"]
     log_probs = losses.align_log_probs([completion.logprobs for completion in completions], batch)
     advantages = losses.group_advantages(task.rewards(problems, groups)).flatten()
-    return {**batch, "old_log_probs": log_probs, "ref_log_probs": log_probs, "advantages": advantages}
+    return {
+        **batch,
+        "old_log_probs": log_probs,
+        "ref_log_probs": log_probs,
+        "advantages": advantages,
+    }
 
 
 class Demonstrations(torch.utils.data.Dataset[Batch]):

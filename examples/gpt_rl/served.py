@@ -57,10 +57,22 @@ def serving(model: Path, values: Mapping[str, Any], log: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(model, values, port)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *server_arguments(model, values, port),
+    ]
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+    }
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment, start_new_session=True
+        )
     try:
         url = f"http://{LOOPBACK}:{port}"
         _wait(url, process, log)
@@ -76,14 +88,16 @@ def serving(model: Path, values: Mapping[str, Any], log: Path) -> Iterator[str]:
 
 def server_arguments(model: Path, values: Mapping[str, Any], port: int) -> list[str]:
     """Return the command line arguments of vLLM."""
-    options = {
+    options: dict[str, Any] = {
         "host": LOOPBACK,
         "port": port,
         "load-format": "hybrid_engine",
         "weight-transfer-config": '{"backend": "hybrid_engine"}',
-        **{name.replace("_", "-"): value for name, value in engine_arguments(model, values).items()},
     }
-    return [*(f"--{name}={value}" for name, value in options.items()), "--enforce-eager", "--skip-tokenizer-init"]
+    for name, value in engine_arguments(model, values).items():
+        options[name.replace("_", "-")] = value
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    return [*arguments, "--enforce-eager", "--skip-tokenizer-init"]
 
 
 def engine_arguments(model: Path, values: Mapping[str, Any]) -> dict[str, Any]:

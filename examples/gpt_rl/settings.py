@@ -127,14 +127,18 @@ class Settings(pydantic.BaseModel):
 
 
 def load_settings(source: str | Path, world_size: int, overrides: Sequence[str] = ()) -> Settings:
-    """Read a YAML file and overrides `section.key=value`. Raises ConfigError with all violations."""
+    """Read a YAML file and overrides `section.key=value`.
+
+    Raises ConfigError with all violations.
+    """
     path = Path(source)
     directory = path.absolute().parent
     values = read_yaml(path, "--config")
     violations: list[Violation] = [*apply_overrides(values, overrides)]
     rl: RLConfig | None = None
     try:
-        rl = RLConfig.model_validate(values.pop("rl_config", None) or {}, context={"directory": directory})
+        section = values.pop("rl_config", None) or {}
+        rl = RLConfig.model_validate(section, context={"directory": directory})
     except pydantic.ValidationError as error:
         violations += violations_of(error, RLConfig, "rl_config.")
     for name in ("actor_config", "generate_config"):
@@ -156,7 +160,8 @@ def _sizes_text(sizes: Any) -> str:
     """Format parallel sizes; omit sizes of 1."""
     names = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
     by_name = {short: getattr(sizes, name, 1) for short, name in names.items()}
-    return " x ".join(f"{short}={size}" for short, size in by_name.items() if size > 1) or "on 1 rank"
+    shown = [f"{short}={size}" for short, size in by_name.items() if size > 1]
+    return " x ".join(shown) or "on 1 rank"
 
 
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
@@ -172,27 +177,34 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
     rows = actor.micro_batch_size * engine.train_sizes(world_size).data
     vocab_size = engine.hf_config().get("vocab_size")
     prompt = max(len(problem.prompt) for problem in [*train, *held_out])
-    response = max(rl.max_tokens, *(len(problem.demonstration or problem.answer) + 1 for problem in train))
+    targets = [problem.demonstration or problem.answer for problem in train]
+    response = max(rl.max_tokens, *(len(target) + 1 for target in targets))
     seq_length = prompt + response - 1  # the last token is predicted, but never an input
     context = prompt + rl.max_tokens
     if rl.warm_up.batch_size % rows:
-        problem = f"{rl.warm_up.batch_size} is not a multiple of micro_batch_size x data parallel ranks"
+        problem = (
+            f"{rl.warm_up.batch_size} is not a multiple of micro_batch_size x data parallel ranks"
+        )
         yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {rows}")
     if rl.batch_size % (rl.minibatches * rows):
         problem = (
-            f"{rl.batch_size} completions in {rl.minibatches} minibatches: not multiples of {rows}, "
-            "micro_batch_size x data parallel ranks"
+            f"{rl.batch_size} completions in {rl.minibatches} minibatches: "
+            f"not multiples of {rows}, micro_batch_size x data parallel ranks"
         )
-        yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
+        remedy = "Change it, prompts_per_iteration or samples_per_prompt"
+        yield Violation("rl_config.minibatches", problem, remedy)
     if rl.prompts_per_iteration > len(train):
         problem = f"{rl.prompts_per_iteration}, but train.jsonl has {len(train)} problems"
         yield Violation("rl_config.prompts_per_iteration", problem, f"Use {len(train)} or fewer")
     has_critic = engine.critic_config is not None
     if has_critic != (rl.algorithm == "ppo"):
         problem = f"{rl.algorithm} {'with' if has_critic else 'without'} critic_config"
-        yield Violation("rl_config.algorithm", problem, "Use ppo with critic_config (may be {}), grpo without")
+        remedy = "Use ppo with critic_config (may be {}), grpo without"
+        yield Violation("rl_config.algorithm", problem, remedy)
     if vocab_size != task.VOCAB_SIZE:
-        problem = f"vocab_size {vocab_size} in config.json, but the task has {task.VOCAB_SIZE} tokens"
+        problem = (
+            f"vocab_size {vocab_size} in config.json, but the task has {task.VOCAB_SIZE} tokens"
+        )
         yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
     if actor.seq_length < seq_length:
         problem = f"{actor.seq_length}, but prompt and response need {seq_length}"

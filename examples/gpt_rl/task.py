@@ -43,7 +43,9 @@ def encode(text: str) -> list[int]:
     """Return the token ids of a text. Raises KeyError with all unknown characters."""
     unknown = sorted(set(text) - set(CHARACTERS))
     if unknown:
-        raise KeyError(f"{text!r} has unknown characters {''.join(unknown)!r}; the tokens are {CHARACTERS!r}")
+        raise KeyError(
+            f"{text!r} has unknown characters {''.join(unknown)!r}; the tokens are {CHARACTERS!r}"
+        )
     return [CHARACTERS.index(character) for character in text]
 
 
@@ -85,7 +87,8 @@ def demonstrations(problems: Sequence[Problem], seq_length: int) -> dict[str, to
     from hybrid_engine import build_batch
 
     responses = [encode_response(problem.demonstration or problem.answer) for problem in problems]
-    return build_batch([encode(problem.prompt) for problem in problems], responses, seq_length, PADDING)
+    prompts = [encode(problem.prompt) for problem in problems]
+    return build_batch(prompts, responses, seq_length, PADDING)
 
 
 def load_problems(path: Path) -> list[Problem]:

@@ -47,14 +47,19 @@ def main() -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # a killed rank cannot report
-            print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+            killed_by = signal.Signals(-failure.exitcode).name
+            print(f"rank {rank} was killed by {killed_by}", file=sys.stderr)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a rendezvous of this host, with a store that listens on the loopback interface."""
     import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
 
     from hybrid_engine.ranks.world import store_at
 

@@ -44,10 +44,18 @@ _SECONDS_FOR_OTHERS = 20  # time for the failed rank to report first
 def main() -> None:
     """Train a small GPT by GRPO or PPO with Megatron or FSDP2, and sample from it with vLLM."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file; see examples/gpt_rl/configs")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt_rl"), help="directory of the run")
-    parser.add_argument("--no-resume", dest="resume", action="store_false", help="restart the run in --out")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. rl_config.learning_rate=1e-4")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file; see examples/gpt_rl/configs"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpt_rl"), help="directory of the run"
+    )
+    parser.add_argument(
+        "--no-resume", dest="resume", action="store_false", help="restart the run in --out"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. rl_config.learning_rate=1e-4"
+    )
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the launcher is killed
     if os.getppid() != _LAUNCHER:  # it ended before prctl
@@ -82,8 +90,15 @@ def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> 
     from hybrid_engine import ActorHybridWorker
 
     before = files.progress() if resume else None
-    if before is not None and before.step >= settings.rl.iterations and files.metrics.has(before.step):
-        text = f"The run is finished: {before.step} iterations are done. Increase the number, or use --no-resume."
+    if (
+        before is not None
+        and before.step >= settings.rl.iterations
+        and files.metrics.has(before.step)
+    ):
+        text = (
+            f"The run is finished: {before.step} iterations are done. "
+            "Increase the number, or use --no-resume."
+        )
         _print(console, text)
         return
     report: AbstractContextManager[Report | None] = nullcontext()
@@ -131,11 +146,15 @@ class StopRequest:
         self._is_made = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _print(self._console, "Stopping after this iteration, with a checkpoint; once more to end at once ...")
+            _print(
+                self._console,
+                "Stopping after this iteration, with a checkpoint; once more to end at once ...",
+            )
 
 
 def _world_size() -> int:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
     if missing:
         remedy = "Start it by python -m examples.gpt_rl.torchrun --standalone --nproc-per-node N"
         raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", remedy)])
@@ -149,7 +168,8 @@ def _log_to(path: Path, terminal: TextIO) -> None:
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
     # megatron-core calls deprecated collectives in every step
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    message = r"`torch\.distributed\.\w+` is deprecated"
+    warnings.filterwarnings("ignore", category=FutureWarning, message=message)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("hybrid_engine", "megatron_patches", "examples"):

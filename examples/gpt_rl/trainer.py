@@ -69,7 +69,9 @@ class Trainer:
         loop = Loop(self.worker, self._prompts, _reward, loop_config(self.rl), on_phase=self._begin)
         if warm_up is not None:
             loop.save(self.files, warm_up)
-        for row in loop.run(self.files, evaluate=self._held_out_accuracy, should_stop=self.stop_requested):
+        for row in loop.run(
+            self.files, evaluate=self._held_out_accuracy, should_stop=self.stop_requested
+        ):
             yield documented(row, self.rl.batch_size)
 
     def _warm_up(self) -> Row | None:
@@ -85,14 +87,21 @@ class Trainer:
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
                 self.worker.set_learning_rate(settings.learning_rate * ramp)
                 problems = generator.choices(self.train_problems, k=settings.batch_size)
-                report = self.worker.update(task.demonstrations(problems, self.seq_length), losses.cross_entropy)
+                batch = task.demonstrations(problems, self.seq_length)
+                report = self.worker.update(batch, losses.cross_entropy)
                 smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self.worker.job.agreement.total(int(self.stop_requested())):
                     return None
                 if smoothed < settings.target_loss:
                     break
         seconds = time.time() - started
-        row = {"step": 0, "kl": 0.0, **report, "loss": smoothed, "weight_version": self.worker.train.version}
+        row = {
+            "step": 0,
+            "kl": 0.0,
+            **report,
+            "loss": smoothed,
+            "weight_version": self.worker.train.version,
+        }
         return {**row, "update_seconds": seconds, "seconds": seconds}
 
     def _prompts(self, iteration: int) -> list[dict[str, Any]]:
@@ -107,9 +116,15 @@ class Trainer:
 
     def _held_out_accuracy(self, worker: ActorHybridWorker) -> dict[str, float]:
         """Return the share of held-out problems that vLLM answers correctly by greedy decoding."""
-        sampling = Sampling(temperature=0.0, max_tokens=self.rl.max_tokens, stop_token_ids=(task.END,), logprobs=False)
+        sampling = Sampling(
+            temperature=0.0,
+            max_tokens=self.rl.max_tokens,
+            stop_token_ids=(task.END,),
+            logprobs=False,
+        )
         prompts = [task.encode(problem.prompt) for problem in self.held_out]
-        return {"accuracy": task.accuracy(self.held_out, worker.generate_sequences(prompts, sampling))}
+        completions = worker.generate_sequences(prompts, sampling)
+        return {"accuracy": task.accuracy(self.held_out, completions)}
 
 
 def _reward(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -118,7 +133,14 @@ def _reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 
 def loop_config(rl: RLConfig) -> GrpoConfig | PpoConfig:
     """Convert `rl_config` to the settings of the library's loop."""
-    same_names = {"samples_per_prompt", "max_tokens", "temperature", "epochs", "minibatches", "learning_rate"}
+    same_names = {
+        "samples_per_prompt",
+        "max_tokens",
+        "temperature",
+        "epochs",
+        "minibatches",
+        "learning_rate",
+    }
     same_names |= {"clip_ratio", "kl_coefficient", "evaluate_every", "seed"}
     settings = rl.model_dump(include=same_names)
     settings |= {"steps": rl.iterations, "prompts_per_step": rl.prompts_per_iteration}
@@ -137,5 +159,6 @@ def documented(row: Row, num_completions: int) -> Row:
     columns |= {name: value for name, value in row.items() if name not in ("step", "seconds")}
     columns["reshard_share"] = row["reshard_seconds"] / row["seconds"]
     if "generate_seconds" in row:
-        columns["tokens_per_second"] = row["response_tokens"] * num_completions / row["generate_seconds"]
+        num_tokens = row["response_tokens"] * num_completions
+        columns["tokens_per_second"] = num_tokens / row["generate_seconds"]
     return {**columns, "unix_time": round(time.time(), 3)}

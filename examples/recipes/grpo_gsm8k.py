@@ -49,7 +49,10 @@ def number_in(text: str) -> float | None:
 
 def prompt_of(problem: Problem) -> dict[str, Any]:
     """Return a chat with the question, and the answer for `reward`."""
-    return {"prompt": [{"role": "user", "content": problem.question + INSTRUCTION}], "answer": problem.answer}
+    return {
+        "prompt": [{"role": "user", "content": problem.question + INSTRUCTION}],
+        "answer": problem.answer,
+    }
 
 
 def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -59,10 +62,17 @@ def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 
 def main() -> None:
     """Train; the same command resumes a stopped run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="directory of metrics, checkpoints and the final model")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="directory of metrics, checkpoints and the final model",
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--problems", type=int, default=128, help="problems per step")

@@ -2,8 +2,9 @@
 
     python -m examples.recipes.on_ray examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/on_ray
 
-The job is that of `make rl`. Ray restarts a lost server under the same name. If a rank or the server
-is lost, new ranks resume from the last checkpoint. Resources are CPUs; GPUs were never tried.
+The job is that of `make rl`. Ray restarts a lost server under the same name. If a rank or the
+server is lost, new ranks resume from the last checkpoint. Resources are CPUs; GPUs were never
+tried.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class TrainerRank:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
-    def train(self, environment: dict[str, str], config: str, out: Path, overrides: Sequence[str]) -> None:
+    def train(
+        self, environment: dict[str, str], config: str, out: Path, overrides: Sequence[str]
+    ) -> None:
         """Run the example to its end, from its last checkpoint if there is one. Collective."""
         os.environ.update(environment)
         from rich.console import Console
@@ -68,12 +71,18 @@ def start_server(group: PlacementGroup, bundle: int, config: str) -> Any:
     """Start vLLM without weights, as an actor that Ray restarts."""
     values = yaml.safe_load(Path(config).read_text())
     model = (Path(config).parent / values["model"]).resolve()
-    arguments = {**engine_arguments(model, values), "enforce_eager": True, "skip_tokenizer_init": True}
+    arguments = {
+        **engine_arguments(model, values),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+    }
     options = {"name": SERVER, "max_restarts": -1, "max_concurrency": 64}
     return actor_in(group, bundle, VllmActor, **options).remote(**arguments)
 
 
-def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path, overrides: Sequence[str]) -> None:
+def train(
+    group: PlacementGroup, ranks: int, server: Any, config: str, out: Path, overrides: Sequence[str]
+) -> None:
     """Train to the end; start new actors if some were lost."""
     for restarts_left in reversed(range(RESTARTS + 1)):
         wait_for(server)
@@ -82,13 +91,19 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
             address, port = ray.get(actors[0].place.remote())
             common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
             # with a token, ranks and servers may be on several nodes and need a reachable address
-            server_address = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
+            is_reachable = TOKEN in os.environ
+            server_address = [f"generate_config.server_address={address}"] if is_reachable else []
             nodes = ray.get([actor.node.remote() for actor in actors])
             runs = []
             for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
                 # the local rank selects the GPU
-                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(nodes[:rank].count(node))}
-                runs.append(actor.train.remote(environment, config, out, [*server_address, *overrides]))
+                environment = {
+                    **common,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(nodes[:rank].count(node)),
+                }
+                settings = [*server_address, *overrides]
+                runs.append(actor.train.remote(environment, config, out, settings))
             ray.get(runs)
             return
         except (RayActorError, LostRankError, ServerError) as error:
@@ -115,19 +130,26 @@ def wait_for(server: Any, seconds: float = SECONDS_TO_START) -> None:
                 raise
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"the server was not up within {seconds:.0f} s ({type(error).__name__}: {error}). `ray status` "
-                    "shows free resources, and the log of the actor its progress; raise SECONDS_TO_START if needed"
+                    f"the server was not up within {seconds:.0f} s ({type(error).__name__}: "
+                    f"{error}). `ray status` shows free resources, "
+                    "and the log of the actor its progress; raise SECONDS_TO_START if needed"
                 ) from error
             time.sleep(1)
 
 
 def main() -> None:
     """Start Ray and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/on_ray"), help="directory that all nodes can write")
-    parser.add_argument("--address", help="address of a running cluster, or auto; default: start one")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/on_ray"), help="directory that all nodes can write"
+    )
+    parser.add_argument(
+        "--address", help="address of a running cluster, or auto; default: start one"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     if options.address:
@@ -142,7 +164,8 @@ def run(config: str, ranks: int, out: Path, overrides: Sequence[str] = ()) -> No
     group = placement_group([{"CPU": 1}] * (ranks + 1), strategy="PACK")
     server = start_server(group, ranks, config)
     try:
-        train(group, ranks, server, config, out.absolute(), [f"generate_config.servers=[ray:{SERVER}]", *overrides])
+        settings = [f"generate_config.servers=[ray:{SERVER}]", *overrides]
+        train(group, ranks, server, config, out.absolute(), settings)
     finally:
         ray.kill(server)
         remove_placement_group(group)

@@ -1,8 +1,8 @@
 """vLLM for a Megatron model that exists already: of the user's loop, or of a Megatron-LM script.
 
-    prepare()             attachment.py      before DDP is built: patches, and elastic memory for its buffers
-    attach(model, ...)                       every check, then vLLM and the plan -> HybridEngine
-                          config_check.py    comparison of Megatron's model with the Hugging Face config
+    prepare()            attachment.py     before DDP is built: patches, elastic memory of buffers
+    attach(model, ...)                     every check, then vLLM and the plan -> HybridEngine
+                         config_check.py   Megatron's model compared with the Hugging Face config
 
 `megatron_script` uses both for Megatron-LM's own scripts. backends/megatron/live_model.py reads
 Megatron's objects.

@@ -64,7 +64,10 @@ def prepare() -> AbstractContextManager[object]:
 
 
 def apply_patches() -> None:
-    """Apply the hooks and, without CUDA, the patches for a CPU. Idempotent; raises DependencyError."""
+    """Apply the hooks and, without CUDA, the patches for a CPU.
+
+    Idempotent; raises DependencyError.
+    """
     try:
         megatron_patches.apply()
     except PatchSetError as error:

@@ -110,7 +110,10 @@ class SettingNames:
         if has_flag:
             return _mismatch(key, actual, expected, source)
         violation = _mismatch(LIVE.setting(field), actual, expected, source)
-        remedy = "No flag of this Megatron sets it: change config.json, or train through ActorHybridWorker"
+        remedy = (
+            "No flag of this Megatron sets it: change config.json, "
+            "or train through ActorHybridWorker"
+        )
         return replace(violation, remedy=remedy, code="no-flag")
 
 
@@ -376,8 +379,9 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator
     }
     for difference in live_differences:
         problem = (
-            f"{difference.name} is {difference.first} in Megatron, the Hugging Face config asks for "
-            f"{difference.second} (rotary scaling: {scaling or 'none'})"
+            f"{difference.name} is {difference.first} in Megatron, "
+            f"the Hugging Face config asks for {difference.second} "
+            f"(rotary scaling: {scaling or 'none'})"
         )
         key = names.argument("rotary_pos_emb")
         yield Violation(key, problem, "Make them agree", code="computes-otherwise")

@@ -3,13 +3,15 @@
     megatron/         a training side: megatron-core's models, optimizers and schedules
     fsdp/             another: transformers models that torch's FSDP2 has sharded
     vllm/             the inference side: vLLM inside the training processes
-    huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
+    huggingface/      checkpoints as a source or destination of weights, in safetensors
 
-    training_side.py  what trainers share: guards of state that is off the device, facts about flat buffers
+    training_side.py  parts of all trainers: guards of state off the device, facts of flat buffers
 
-A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
-knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.
+A backend turns its library's objects into the records of records/ and implements the ports of
+ports.py. Nothing else knows a library: planning/, transports/ and switch/ see layouts and flat
+buffers only.
 
-Another trainer is a folder beside these, with a class for `ports.Trainer` and one for `ports.TrainingWeights`; another
-inference engine has classes for `ports.InferenceWeights` and `ports.InferenceCaches`.
+Another trainer is a folder beside these, with a class for `ports.Trainer` and one for
+`ports.TrainingWeights`; another inference engine has classes for `ports.InferenceWeights` and
+`ports.InferenceCaches`.
 """

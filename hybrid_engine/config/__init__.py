@@ -1,7 +1,7 @@
 """Configuration: the keys, and the rules that keys, model and number of ranks must satisfy.
 
-    keys.py             `actor_config`, `generate_config` and their sections, as pydantic models; types
-                        of values
+    keys.py             `actor_config`, `generate_config` and their sections, as pydantic models;
+                        types of values
     rules.py            what a rule is, and the contexts that rules read
     training_rules.py   rules of `actor_config` and the model: for any trainer, Megatron and FSDP2
     override_rules.py   rules of `actor_config.overrides`

@@ -39,7 +39,8 @@ def _inference_replicas(context: JobContext) -> Iterator[Violation]:
     if replicas is not None and sizes.ranks_per_replica * replicas != context.world_size:
         yield Violation(
             "generate_config.infer_data_parallel_size",
-            f"TP {sizes.tensor} x PP {sizes.pipeline} x DP {replicas} is not the world size {context.world_size}",
+            f"TP {sizes.tensor} x PP {sizes.pipeline} x DP {replicas} "
+            f"is not the world size {context.world_size}",
             "Leave it out: DP is the world size divided by TP x PP",
             code="wrong-world-size",
         )
@@ -92,7 +93,8 @@ def _compression(context: JobContext) -> Iterator[Violation]:
     if context.generate.compress_reshard and dtypes not in NARROWER:
         yield Violation(
             "generate_config.compression_dtype",
-            f"{context.served_dtype} is not narrower than the training dtype {context.actor.params_dtype}",
+            f"{context.served_dtype} is not narrower than the training "
+            f"dtype {context.actor.params_dtype}",
             "Set compress_reshard to false",
             code="not-narrower",
         )
@@ -101,14 +103,16 @@ def _compression(context: JobContext) -> Iterator[Violation]:
 @constraint(
     INFERENCE,
     "generate_config.check_compute",
-    "With Megatron, check_compute is not off for a model without a name table: names do not show what is computed.",
+    "With Megatron, check_compute is not off for a model without a name table: "
+    "names do not show what is computed.",
 )
 def _check_of_derived_rules(context: JobContext) -> Iterator[Violation]:
     is_megatron = context.actor.fsdp is None
     if is_megatron and context.table.is_derived and context.generate.check_compute == "off":
         yield Violation(
             "generate_config.check_compute",
-            f"off, but the layout of {context.table.architecture} follows from the names of its tensors alone",
+            f"off, but the layout of {context.table.architecture} follows "
+            "from the names of its tensors alone",
             "Leave it out: the first switch compares what both sides compute",
             code="needs-check",
         )
@@ -132,7 +136,8 @@ QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
 @constraint(
     INFERENCE,
     "generate_config.quantization",
-    "The method quantises while loading: training has no quantised weights. The engine checks its device's methods.",
+    "The method quantises while loading: training has no quantised weights. "
+    "The engine checks its device's methods.",
 )
 def _quantization(context: JobContext) -> Iterator[Violation]:
     method = context.generate.quantization
@@ -149,8 +154,8 @@ def _quantization(context: JobContext) -> Iterator[Violation]:
 @constraint(
     INFERENCE,
     "generate_config.lora_delivery",
-    "adapter needs actor_config.lora (with fsdp, LoRA in the model) of a rank that vLLM supports, on weights that are "
-    "not stored transposed.",
+    "adapter needs actor_config.lora (with fsdp, LoRA in the model) of a rank that vLLM supports, "
+    "on weights that are not stored transposed.",
 )
 def _lora_delivery(context: JobContext) -> Iterator[Violation]:
     if context.generate.lora_delivery != "adapter":
@@ -300,8 +305,8 @@ IN_FILES: Final = frozenset(
     }
 )
 """Engine arguments that any configuration may set, because their values are numbers or vLLM's own
-words. All others, including those of later vLLM versions, must come from a program: vLLM may import,
-open or fetch free text."""
+words. All others, including those of later vLLM versions, must come from a program: vLLM may
+import, open or fetch free text."""
 
 WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
 """vLLM's methods of speculative decoding without a draft model."""
@@ -310,7 +315,8 @@ WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
 @constraint(
     INFERENCE,
     "generate_config.vllm",
-    "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",
+    "vllm has no argument that another key decides, or that takes weights, "
+    "ranks or KV cache from the switch.",
 )
 def _arguments(context: JobContext) -> Iterator[Violation]:
     for name in context.generate.vllm:
@@ -330,7 +336,8 @@ def _arguments(context: JobContext) -> Iterator[Violation]:
 @constraint(
     INFERENCE,
     "generate_config.vllm",
-    "vllm has arguments whose values are numbers or words of vLLM's own; a program may give others as FromProgram.",
+    "vllm has arguments whose values are numbers or words of vLLM's own; "
+    "a program may give others as FromProgram.",
 )
 def _arguments_in_files(context: JobContext) -> Iterator[Violation]:
     arguments = context.generate.vllm

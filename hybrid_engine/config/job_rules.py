@@ -109,7 +109,8 @@ def _layout_without_model(context: CriticContext) -> Iterator[Violation]:
 @constraint(
     CRITIC,
     "critic_config.pipeline_model_parallel_layout",
-    "The critic has as many model chunks on each stage as the actor: Megatron has one schedule for both.",
+    "The critic has as many model chunks on each stage as the actor: "
+    "Megatron has one schedule for both.",
 )
 def _as_many_chunks(context: CriticContext) -> Iterator[Violation]:
     sizes = context.train_sizes
@@ -249,7 +250,8 @@ def memory_violations(
         needed_gib = phase.total.max() / GIB
         yield Violation(
             "device_budget_gib",
-            f"{budget_gib:g}, but the phase {phase.name} takes {needed_gib:.3g} GiB on rank {phase.largest_rank}",
+            f"{budget_gib:g}, but the phase {phase.name} takes {needed_gib:.3g} GiB "
+            f"on rank {phase.largest_rank}",
             "Raise it, spread the models over more ranks, or offload more",
             code="over-budget",
         )

@@ -1,8 +1,8 @@
-"""Configuration: `actor_config` (training) and `generate_config` (inference), from YAML or from Python.
+"""Configuration: `actor_config` (training) and `generate_config` (inference), in YAML or Python.
 
 Training keys have Megatron-LM's names; inference keys are `infer_tensor_parallel_size` and its
-siblings. The keys of parallel sizes are the fields of layouts/parallelism.py with the same defaults,
-which a test compares.
+siblings. The keys of parallel sizes are the fields of layouts/parallelism.py with the same
+defaults, which a test compares.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _not_a_flag(value: Any) -> Any:
 
 
 def _relative_to_file(path: Path, info: ValidationInfo) -> Path:
-    """Resolve a relative path against the file's directory, which `load_config` passes as context."""
+    """Resolve a relative path against the file's directory, passed by `load_config` as context."""
     directory = (info.context or {}).get("directory")
     return path if directory is None else directory / path
 
@@ -71,14 +71,17 @@ Ports = Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")]
 File = Annotated[Path, AfterValidator(_relative_to_file)]
 """A path, relative to the directory of its configuration file."""
 Model = Annotated[Path, BeforeValidator(_always_a_path)]
-"""A directory, or an id on the Hub. Ids do not begin with `./`, `../`, `/` or `~`; see `find_model`."""
+"""A directory, or an id on the Hub.
+
+Ids do not begin with `./`, `../`, `/` or `~`; see `find_model`.
+"""
 
 
 class FromProgram(dict[str, pydantic.JsonValue]):
     """Engine arguments set by a program: `{"vllm": FromProgram(trust_remote_code=True)}`.
 
-    YAML, JSON and command lines cannot create this type, so a configuration from an untrusted source
-    cannot name code to run.
+    YAML, JSON and command lines cannot create this type, so a configuration from an untrusted
+    source cannot name code to run.
     """
 
 
@@ -99,8 +102,11 @@ NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
 OF_VLLM: Final = "engine argument"
 """Mark of a key that vLLM gets under the same name. To pass another argument, add a key with it."""
 MAY_CHANGE: Final = "may change in a run"
-"""Mark of a key that may differ in a resumed run: locations, times and amounts of memory use, speed,
-checks. A key without it changes the computation or the format of a checkpoint."""
+"""Mark of a key that may differ in a resumed run.
+
+Such keys are locations, times and amounts of memory use, speed, checks. A key without it changes
+the computation or the format of a checkpoint.
+"""
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal[
     "core_attn",
@@ -129,8 +135,10 @@ class Section(pydantic.BaseModel):
 
 
 class ScheduleConfig(Section):
-    """`actor_config.optimizer.schedule`: learning rate and weight decay by update, with the names of
-    megatron-core's OptimizerParamScheduler."""
+    """`actor_config.optimizer.schedule`: learning rate and weight decay by update.
+
+    Keys have the names of megatron-core's OptimizerParamScheduler.
+    """
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
         "constant"
@@ -232,7 +240,10 @@ class LoraConfig(Section):
 
 
 class FsdpConfig(Section):
-    """`actor_config.fsdp`, or `train_config.fsdp_config`: how `torch.distributed.fsdp.fully_shard` splits the model."""
+    """`actor_config.fsdp`, or `train_config.fsdp_config`: how FSDP2 splits the model.
+
+    FSDP2 is `torch.distributed.fsdp.fully_shard`.
+    """
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
     """FULL_SHARD gathers a layer's parameters for each forward and backward pass; SHARD_GRAD_OP
@@ -477,7 +488,7 @@ class GenerateConfig(Section):
 
 
 class CriticConfig(Section):
-    """`critic_config`: a value model of the actor, trained by Megatron with the actor's parallel sizes.
+    """`critic_config`: a value model of the actor, trained by Megatron with the actor's sizes.
 
     Keys that are left out have the actor's values, except `optimizer`, `lora` and
     `frozen_parameters`, which are not shared.

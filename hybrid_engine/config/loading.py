@@ -1,10 +1,10 @@
-"""Reading and checking of a configuration, with all violations at once, before a process group exists.
+"""Reading and checks of a configuration, all violations at once, before a process group exists.
 
-`CONSTRAINTS` lists every rule. docs/configuration.md is generated from them (`make docs`), and each has
-a test that breaks it.
+`CONSTRAINTS` lists every rule. docs/configuration.md is generated from them (`make docs`), and each
+has a test that breaks it.
 
-An engine around a transformers model is configured by two dictionaries: `rollout_config`, which also
-takes the keys of `generate_config`, and `train_config`:
+An engine around a transformers model is configured by two dictionaries: `rollout_config`, which
+also takes the keys of `generate_config`, and `train_config`:
 
     rollout_config = {"tp_size": 4, "pp_size": 2, "dp_type": "none", "max_model_len": 2048}
     train_config = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
@@ -362,7 +362,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": ("infer_tensor_parallel_size",),
     "tp": ("tensor_model_parallel_size", "infer_tensor_parallel_size"),
 }
-"""Name of a key in another framework, or of a similar key in another section -> configuration keys."""
+"""Name of a key in another framework, or of a similar key of a section -> configuration keys."""
 
 SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "max_tokens", "max_new_tokens")
 NO_KEYS = {

@@ -66,8 +66,9 @@ def _declared_fields() -> DeclaredFields | None:
 @constraint(
     OVERRIDES,
     "actor_config.overrides",
-    "overrides are fields of the installed megatron-core's configuration classes, with values of their types, that "
-    "are compatible with a switch and that neither the model, the layout nor another key decides.",
+    "overrides are fields of the installed megatron-core's configuration classes, "
+    "with values of their types, that are compatible with a switch and that neither the model, "
+    "the layout nor another key decides.",
 )
 def _overrides(context: TrainingContext) -> Iterator[Violation]:
     for part in CLASSES:

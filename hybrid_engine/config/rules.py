@@ -29,7 +29,7 @@ class TrainingContext:
 
     @cached_property
     def train_sizes(self) -> TrainParallelism:
-        """Parallel sizes of the training side, for parameters as in megatron-core's local layer spec."""
+        """Parallel sizes of the training side, for megatron-core's local layer spec."""
         return self.actor.sizes(self.world_size, cuts_whole_projections=True)
 
 
@@ -83,7 +83,8 @@ class Constraint(Generic[Context]):
 
     Attributes:
         key: configuration key that most often has to change; a violation may name another key.
-        rule: the condition that a valid configuration satisfies, as a sentence for the documentation.
+        rule: the condition that a valid configuration satisfies, as a sentence for the
+            documentation.
         find: yields the violations of the rule.
         computing: set if the rule concerns only the computation of training, so that a model that
             merely holds weights may break it: "here" for trainers built by this package,

@@ -1,4 +1,4 @@
-"""Rules of `actor_config` and the model: for every trainer, for Megatron with its overrides, for FSDP2."""
+"""Rules of `actor_config` and the model: every trainer, Megatron with its overrides, FSDP2."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ MEGATRON += size_constraints(
 @constraint(
     MEGATRON,
     "actor_config.expert_tensor_parallel_size",
-    "ETP is TP where EP is 1: megatron-core before 0.19 would sum the experts' gradients over the wrong ranks.",
+    "ETP is TP where EP is 1: megatron-core before 0.19 would sum "
+    "the experts' gradients over the wrong ranks.",
     computing="anywhere",
 )
 def _expert_tensor_alone(context: TrainingContext) -> Iterator[Violation]:
@@ -100,7 +101,7 @@ def _expert_tensor_alone(context: TrainingContext) -> Iterator[Violation]:
 
 
 def _megatron_core_version() -> str:
-    """Return the version of megatron-core, the imported or else the installed one; "" without it."""
+    """Return the version of megatron-core, imported or else installed; "" without it."""
     core = sys.modules.get("megatron.core")
     if core is not None:
         return core.__version__
@@ -113,7 +114,8 @@ def _megatron_core_version() -> str:
 @constraint(
     MEGATRON,
     "actor_config.pipeline_model_parallel_layout",
-    "With tied embeddings, MTP layers must be on the last pipeline stage: Megatron keeps only two copies equal.",
+    "With tied embeddings, MTP layers must be on the last pipeline stage: "
+    "Megatron keeps only two copies equal.",
 )
 def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
     sizes = context.train_sizes
@@ -127,7 +129,8 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
     if stages_with_mtp - {sizes.pipeline - 1}:
         yield Violation(
             "actor_config.pipeline_model_parallel_layout",
-            f"{sizes.pipeline_layout}: the embedding is tied, and MTP layers are not on the last pipeline stage",
+            f"{sizes.pipeline_layout}: the embedding is tied, "
+            "and MTP layers are not on the last pipeline stage",
             "Move them to the last stage",
             code="mtp-not-on-last-stage",
         )
@@ -253,7 +256,7 @@ def _frozen_all(context: TrainingContext) -> Iterator[Violation]:
 
 
 def _parameter_names(context: TrainingContext) -> list[str]:
-    """Return all names of parameters in any layer spec, with the checkpoint's layer and expert numbers.
+    """Return all parameter names of any layer spec, with the checkpoint's layer and expert numbers.
 
     Empty unless parameters are to be frozen, because a model with many experts has very many names.
     """
@@ -318,7 +321,8 @@ def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
     if unknown:
         yield Violation(
             "actor_config.lora",
-            f"target_modules {', '.join(unknown)}: Megatron has no linear layers of these names in this model",
+            f"target_modules {', '.join(unknown)}: "
+            "Megatron has no linear layers of these names in this model",
             f"Use some of {', '.join(sorted(modules))}",
             code="unknown-target-modules",
         )
@@ -326,7 +330,8 @@ def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
     if in_experts:
         yield Violation(
             "actor_config.lora",
-            f"target_modules {', '.join(in_experts)} are parts of experts, where adapters are not supported",
+            f"target_modules {', '.join(in_experts)} are parts of experts, "
+            "where adapters are not supported",
             "Leave them out",
             code="adapters-in-experts",
         )
@@ -353,7 +358,8 @@ def _linear_modules(table: ModelTable) -> dict[str, bool]:
 @constraint(
     MEGATRON,
     "actor_config.recompute_granularity",
-    "recompute_granularity full needs recompute_method and recompute_num_layers; recompute_modules go with selective.",
+    "recompute_granularity full needs recompute_method and recompute_num_layers; "
+    "recompute_modules go with selective.",
 )
 def _recomputation(context: TrainingContext) -> Iterator[Violation]:
     actor = context.actor
@@ -442,8 +448,8 @@ def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
 @constraint(
     TRAINING,
     "actor_config.optimizer.schedule",
-    "A schedule's warm-up and decays fit into lr_decay_steps; no learning rate is above optimizer.lr; weight decay "
-    "does not fall.",
+    "A schedule's warm-up and decays fit into lr_decay_steps; "
+    "no learning rate is above optimizer.lr; weight decay does not fall.",
 )
 def _schedule(context: TrainingContext) -> Iterator[Violation]:
     optimizer = context.actor.optimizer
@@ -570,7 +576,8 @@ def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
         shown = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
         yield Violation(
             f"actor_config.{key}",
-            f"{shortened(shown)}, but only Megatron reads this key, and actor_config.fsdp trains with FSDP2",
+            f"{shortened(shown)}, but only Megatron reads this key, "
+            "and actor_config.fsdp trains with FSDP2",
             "Leave one of them out",
             code="megatron-only-key",
         )
@@ -597,7 +604,8 @@ def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Iterator[
 @constraint(
     FSDP,
     "actor_config.fsdp.replicas",
-    "replicas divides the number of ranks, is more than 1 with HYBRID_SHARD, and 1 with FULL_SHARD.",
+    "replicas divides the number of ranks, "
+    "is more than 1 with HYBRID_SHARD, and 1 with FULL_SHARD.",
 )
 def _replicas(context: TrainingContext) -> Iterator[Violation]:
     fsdp = context.actor.fsdp
@@ -615,8 +623,10 @@ def _params_dtype(context: TrainingContext) -> Iterator[Violation]:
     if context.actor.params_dtype != "float32":
         yield Violation(
             "actor_config.params_dtype",
-            f"{context.actor.params_dtype} would round small updates away: FSDP2 keeps no other copy",
-            "Set float32; fsdp.mixed_precision sets the dtype of computation, compress_reshard that of the wire",
+            f"{context.actor.params_dtype} would round small updates away: "
+            "FSDP2 keeps no other copy",
+            "Set float32; fsdp.mixed_precision sets the dtype of computation, "
+            "compress_reshard that of the wire",
             code="not-float32",
         )
 

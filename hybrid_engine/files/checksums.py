@@ -83,6 +83,7 @@ def require_as_written(path: Path, expected: str, remedy: str) -> None:
         checksum = checksum_of(path)
         if checksum != expected:
             raise FileError(
-                f"verifying {path}: checksum {checksum}, expected {expected}: it changed since it was saved. {remedy}",
+                f"verifying {path}: checksum {checksum}, expected {expected}: "
+                f"it changed since it was saved. {remedy}",
                 code="different-checksum",
             )

@@ -91,7 +91,8 @@ class HubSnapshot:
             reason = error.findings[0].problem
             violation = Violation(
                 key,
-                f"{self.repo_id} has no complete safetensors weights at commit {self.commit}: {reason}",
+                f"{self.repo_id} has no complete safetensors weights at commit "
+                f"{self.commit}: {reason}",
                 "Choose a revision or a model that has them, or set random_weights: true",
                 code="no-weights",
             )

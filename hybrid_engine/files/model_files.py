@@ -89,7 +89,8 @@ def _without_weights(directory: Path, key: str) -> Violation:
             return Violation(
                 key,
                 f"{directory} has its weights in {path.name}, a pickle, which is not read",
-                "Convert them: load it with transformers and call save_pretrained, which writes safetensors",
+                "Convert them: load it with transformers and call save_pretrained, "
+                "which writes safetensors",
                 code="pickled-weights",
             )
     return Violation(

@@ -284,13 +284,15 @@ class _VllmSide:
     def _ranks_of(self, stage: int, block: int | None, tp_rank: int | None) -> np.ndarray:
         """Return the ranks of a stage with a block of experts or a tensor parallel rank.
 
-        None selects all. Equal arguments return the same array, because `SideBuilder` relies on identity.
+        None selects all. Equal arguments return the same array, because `SideBuilder` relies on
+        identity.
         """
         key = (stage, block, tp_rank)
         if key not in self._ranks:
             ranks = self._sizes.ranks[:, :, stage]
             if block is not None:
-                # Blocks go to the ranks of an instance in order: replica, then tensor parallel rank.
+                # Blocks go to the ranks of an instance in order: replica, then tensor parallel
+                # rank.
                 ranks = ranks[:, block // self._sizes.tensor, block % self._sizes.tensor]
             elif tp_rank is not None:
                 ranks = ranks[:, :, tp_rank]

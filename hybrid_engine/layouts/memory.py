@@ -284,7 +284,7 @@ class MemoryPlan:
         return [phase for phase in self.phases.values() if phase.total.max() > self.budget]
 
     def __str__(self) -> str:
-        """Format a table: bytes of each model in each phase, on the rank with the most in that phase.
+        """Format a table: bytes of each model in each phase, on the rank with the most in it.
 
         Sizes are in GiB, or in MiB if all phases are smaller.
         """

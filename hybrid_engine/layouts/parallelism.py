@@ -1,8 +1,9 @@
 """Parallel sizes of both sides: one field per size, annotated with all its other names.
 
-                         TrainParallelism.tensor                       InferenceParallelism.tensor
-    configuration        actor_config.tensor_model_parallel_size       generate_config.infer_tensor_parallel_size
-    the engine's         tensor_model_parallel_size (Megatron)         tensor_parallel_size (vLLM)
+                     TrainParallelism.tensor                 InferenceParallelism.tensor
+    configuration    actor_config.                           generate_config.
+                       tensor_model_parallel_size              infer_tensor_parallel_size
+    the engine's     tensor_model_parallel_size (Megatron)   tensor_parallel_size (vLLM)
 
 Modules that need another name of a size derive it from here, by `sizes_of` or `named`:
 

@@ -86,8 +86,8 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
                     if expert is not None:
                         indices["expert"] = expert
                     tensors = tuple(pattern.format(**indices) for pattern in patterns)
-                    # The table's rules cover all layer specs and options of the family, some of which
-                    # this model does not have.
+                    # The table's rules cover all layer specs and options of the family, some of
+                    # which this model does not have.
                     if any(tensor in table.shapes for tensor in tensors):
                         yield Parameter(number, rule.packing, location, name, indices, tensors)
 

@@ -353,7 +353,8 @@ TRAIN_RULES: tuple[SizeRule[TrainParallelism], ...] = (
     ),
     SizeRule(
         "hybrid_layer_pattern",
-        "A hybrid pattern has an attention and an MLP in turn for each layer, of the model's kinds, in stages.",
+        "A hybrid pattern has an attention and an MLP in turn for each layer, "
+        "of the model's kinds, in stages.",
         _hybrid,
     ),
     SizeRule(
@@ -366,7 +367,8 @@ TRAIN_RULES: tuple[SizeRule[TrainParallelism], ...] = (
 INFER_RULES: tuple[SizeRule[InferenceParallelism], ...] = (
     SizeRule(
         "tensor",
-        "TP x PP divides the number of ranks; EP is 1 or a multiple of TP, and EP x PP divides the number of ranks.",
+        "TP x PP divides the number of ranks; EP is 1 or a multiple of TP, "
+        "and EP x PP divides the number of ranks.",
         lambda sizes, _: infer_rank_violations(sizes),
     ),
     SizeRule("tensor", _HEADS_TEXT, _heads),

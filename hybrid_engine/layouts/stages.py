@@ -402,7 +402,10 @@ def _pattern_problem(pattern: str) -> str | None:
         return f"{', '.join(refused)} in {shortened(pattern)}"
     if re.fullmatch(r"(?:[*+][-E])+", symbols):
         return None
-    return f"{shortened(pattern)} is not attention (* or +) and MLP (- or E) in turn, with | at the ends of stages"
+    return (
+        f"{shortened(pattern)} is not attention (* or +) and MLP (- or E) in turn, "
+        "with | at the ends of stages"
+    )
 
 
 def pattern_violations(

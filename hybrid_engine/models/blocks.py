@@ -101,7 +101,7 @@ def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
 
 
 def fused_attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """Return the rules of attention with one tensor for query, key and value on disk, in this order."""
+    """Return the rules of attention whose query, key and value are one tensor on disk, in order."""
     projection = LAYER + "self_attn.qkv_proj"
     query_rows = dims.num_heads * dims.head_dim
     kv_rows = dims.num_kv_heads * dims.head_dim

@@ -119,7 +119,8 @@ def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator
         if config.get(key) not in (None, implied):
             yield Violation(
                 key,
-                f"is {shortened(config[key])}, but trainer and vLLM compute this family only with {implied!r}",
+                f"is {shortened(config[key])}, but trainer and vLLM compute "
+                f"this family only with {implied!r}",
                 f"Write {implied!r} if the model is trained with it, or name another model",
                 code="unsupported-value",
             )
@@ -285,7 +286,8 @@ class GroupedQuery(Decoder):
         if self.head_dim is None and self.hidden_size % heads:
             yield Violation(
                 "num_attention_heads",
-                f"{heads} heads do not divide hidden_size {self.hidden_size}, and there is no head_dim",
+                f"{heads} heads do not divide hidden_size {self.hidden_size}, "
+                "and there is no head_dim",
                 "Use a divisor, or add head_dim",
                 code="not-divisible",
             )
@@ -301,7 +303,8 @@ class GroupedQuery(Decoder):
         if not self.rotates_part and self.rotary_share not in (None, 1.0):
             yield Violation(
                 "partial_rotary_factor",
-                f"is {self.rotary_share}, which vLLM computes and transformers' class of this family does not",
+                f"is {self.rotary_share}, which vLLM computes and transformers' "
+                "class of this family does not",
                 "Remove it, or use a family that has it",
                 code="unsupported-value",
             )
@@ -326,7 +329,8 @@ class Windowed(GroupedQuery):
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             yield Violation(
                 "layer_types",
-                f"has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}",
+                f"has {len(self.layer_types)} entries, but num_hidden_layers "
+                f"is {self.num_hidden_layers}",
                 "Name the kind of every layer, or leave it out",
                 code="different-number-of-layers",
             )
@@ -453,7 +457,8 @@ class ExpertKeys(Schema):
         if count * self.num_hidden_layers > MOST_EXPERTS:
             yield Violation(
                 "num_experts",
-                f"{count} experts in each of {self.num_hidden_layers} layers are more than {MOST_EXPERTS:,}",
+                f"{count} experts in each of {self.num_hidden_layers} layers "
+                f"are more than {MOST_EXPERTS:,}",
                 "Use fewer",
                 code="too-many-experts",
             )
@@ -484,7 +489,8 @@ class Qwen3Moe(ExpertKeys, Qwen):
         if outside:
             yield Violation(
                 "mlp_only_layers",
-                f"names layers {shortened(outside)}, but num_hidden_layers is {self.num_hidden_layers}",
+                f"names layers {shortened(outside)}, but num_hidden_layers "
+                f"is {self.num_hidden_layers}",
                 "Count layers from 0",
                 code="out-of-range",
             )
@@ -571,7 +577,8 @@ class DeepseekV3(ExpertKeys, Decoder):
         if self.num_experts_per_tok > available:
             yield Violation(
                 "num_experts_per_tok",
-                f"{self.num_experts_per_tok} experts for each token, but {chosen} of {groups} groups have {available}",
+                f"{self.num_experts_per_tok} experts for each token, "
+                f"but {chosen} of {groups} groups have {available}",
                 "Use fewer, or raise topk_group",
                 code="more-than-experts",
             )
@@ -610,7 +617,8 @@ class DeepseekV2(DeepseekV3):
             if number is not None and number > 1:
                 yield Violation(
                     key,
-                    f"is {number} with topk_method 'greedy', for which vLLM has groups and the trainer has none",
+                    f"is {number} with topk_method 'greedy', for which vLLM has "
+                    "groups and the trainer has none",
                     "Set it to 1, or topk_method to group_limited_greedy",
                     code="unsupported-value",
                 )

@@ -4,8 +4,8 @@ Most decoders name their tensors alike: `model.layers.N.self_attn.q_proj`, `mlp.
 `mlp.experts.E.down_proj`. The rules of blocks.py and moe.py pack them as Megatron's GPT model does.
 They are used only if they cover every tensor of a checkpoint.
 
-Names do not show what is computed with the tensors. So a job with such rules needs the comparison of
-log-probabilities in its first switch (`generate_config.check_compute`): it fails if a tensor has
+Names do not show what is computed with the tensors. So a job with such rules needs the comparison
+of log-probabilities in its first switch (`generate_config.check_compute`): it fails if a tensor has
 another meaning than its name suggests.
 """
 

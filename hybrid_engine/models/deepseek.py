@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3: latent attention (MLA), shared and routed experts, multi-token prediction.
+"""DeepSeek-V2 and V3: latent attention (MLA), shared and routed experts, multi-token prediction.
 
 Queries are projected from the hidden state directly or through a small latent vector
 (`q_lora_rank`), keys and values always through one, together with the rotary part of the key.
@@ -9,8 +9,9 @@ Engine's replicates them.
 A checkpoint numbers the multi-token prediction (MTP) layers after the decoder's and repeats
 embedding and head in them. vLLM's model does not read them.
 
-Sources: `transformers` models deepseek_v2 and deepseek_v3; Megatron-LM `transformer/multi_latent_attention.py`,
-`transformer/multi_token_prediction.py`; arXiv:2405.04434 and 2412.19437.
+Sources: `transformers` models deepseek_v2 and deepseek_v3; Megatron-LM
+`transformer/multi_latent_attention.py`, `transformer/multi_token_prediction.py`; arXiv:2405.04434
+and 2412.19437.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """A table derived from transformers' own class of a config, for every model that has such a class.
 
-    config.json -> the class that `architectures` names, on the meta device -> its conversion to a checkpoint
+    config.json -> the class that `architectures` names, on the meta device
+                -> its conversion to a checkpoint
                 -> names, shapes and dtypes of a checkpoint's tensors
 
-What trains transformers' modules (FSDP2) and what loads a checkpoint (vLLM) need no more. Megatron's
-parameters have other names and packings: there are rules for them if the checkpoint's names are the
-usual ones (conventions.py). Settings of Megatron's models do not follow, so none is built here.
+What trains transformers' modules (FSDP2) and what loads a checkpoint (vLLM) need no more.
+Megatron's parameters have other names and packings: there are rules for them if the checkpoint's
+names are the usual ones (conventions.py). Settings of Megatron's models do not follow, so none is
+built here.
 """
 
 from __future__ import annotations

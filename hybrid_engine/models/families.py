@@ -63,7 +63,7 @@ def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> 
 
 
 def architecture_of(names: object, source: str = "config.json") -> str:
-    """Return the entry of `architectures` that counts: the first with a written table, else the first.
+    """Return the counting entry of `architectures`: the first with a written table, else the first.
 
     Args:
         names: value of the key, from a file.

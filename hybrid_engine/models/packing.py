@@ -5,10 +5,10 @@ tensors, and rank r of n holds the r-th of n equal parts of that list. Interleav
 padded vocabulary, projections that are fused on disk and fewer KV heads than ranks differ only in
 that list.
 
-Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads, key, value),
-`megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per rank),
-`megatron/core/transformer/moe/experts.py` (`_remove_glu_interleaving`: the same in blocks of rows),
-`megatron/core/tensor_parallel/layers.py` (even split along the partition dim).
+Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads,
+key, value), `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per
+rank), `megatron/core/transformer/moe/experts.py` (`_remove_glu_interleaving`: the same in blocks of
+rows), `megatron/core/tensor_parallel/layers.py` (even split along the partition dim).
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_TransferCluste
     first_of_group: dict[str, int] = {}
     for ordinal, need in enumerate(needs.values()):
         for group in need.groups:
-            # The earlier root becomes the parent, so that a root is the first tensor of its cluster.
+            # The earlier root becomes the parent, so that a root is the first tensor of its
+            # cluster.
             ends = (root(ordinal), root(first_of_group.setdefault(group, ordinal)))
             parent[max(ends)] = min(ends)
     members: dict[int, list[str]] = {}

@@ -5,8 +5,8 @@
 
 A relay buffer belongs to one bucket, one sender, one relay rank and one set of readers. Each of
 these ranks therefore knows everything that enters it and at which offset, independently of other
-bytes for its host: boxes follow one another, row-major, in the plan's order. A relay rank puts the relay
-buffers of every NUM_SLOTS-th bucket into the same memory, so that one bucket's buffers can be
+bytes for its host: boxes follow one another, row-major, in the plan's order. A relay rank puts the
+relay buffers of every NUM_SLOTS-th bucket into the same memory, so that one bucket's buffers can be
 filled while the previous bucket's are read.
 """
 

@@ -1,4 +1,4 @@
-"""Classes of tensors that have the same owners on both sides of a switch, and faults of the two sides.
+"""Classes of tensors with the same owners on both sides of a switch, and faults of the sides.
 
 Tensors of one class are routed once: a model of 46,000 tensors has some hundred classes.
 """

@@ -30,7 +30,8 @@ class Region:
             )
         if any(offset < 0 for offset in self.offsets) or any(length < 1 for length in self.lengths):
             raise ValueError(
-                f"{self.tensor}: offsets must be >= 0 and lengths >= 1, got {self.offsets} and {self.lengths}"
+                f"{self.tensor}: offsets must be >= 0 and lengths >= 1, "
+                f"got {self.offsets} and {self.lengths}"
             )
 
     @property

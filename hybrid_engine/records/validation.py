@@ -89,10 +89,16 @@ def shard_fault(layout: Layout, shard: Shard) -> str | None:
     rank = shard.place.buffer.rank
     shape = layout.tensors.get(region.tensor)
     if shape is None:
-        return f"{region.tensor}: rank {rank} has a shard of it, but its layout does not declare the tensor"
+        return (
+            f"{region.tensor}: rank {rank} has a shard of it, "
+            "but its layout does not declare the tensor"
+        )
     has_same_dims = len(shape) == len(region.lengths)
     if not has_same_dims or any(end > size for end, size in zip(region.ends, shape, strict=True)):
-        return f"{region.tensor}: shard [{region.offsets}, {region.ends}) on rank {rank} is outside shape {shape}"
+        return (
+            f"{region.tensor}: shard [{region.offsets}, {region.ends}) "
+            f"on rank {rank} is outside shape {shape}"
+        )
     if shard.place.buffer not in layout.buffers:
         return f"{region.tensor}: its {_label(shard.place.buffer)} is not declared"
     return None

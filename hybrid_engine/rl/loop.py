@@ -89,8 +89,9 @@ Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 PolicyLoss = Callable[[Batch, torch.Tensor], losses.Loss]
 """(micro batch, log_probs [b, S] with gradient) -> (scalar loss, figures).
 
-It reads the columns that `losses.policy_loss` reads. `losses.weighted_mean(values, micro_batch["weights"])`
-is the mean that `aggregation` names, independent of micro batches and ranks.
+It reads the columns that `losses.policy_loss` reads. `losses.weighted_mean(values,
+micro_batch["weights"])` is the mean that `aggregation` names, independent of micro batches and
+ranks.
 """
 Advantages = Callable[[torch.Tensor, Groups], torch.Tensor]
 """(rewards [P, n], the P groups of n completions or conversations) -> advantages [P, n].

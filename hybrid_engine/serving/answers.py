@@ -57,7 +57,10 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def refusal(self) -> str:
-        """Reason for which the server refused the request, or "". Aborts by vLLM itself have no reason."""
+        """Reason for which the server refused the request, or "".
+
+        Aborts by vLLM itself have no reason.
+        """
         is_refused = self.finish_reason == "abort" and self.stop_reason is not None
         return clipped(str(self.stop_reason), 500) if is_refused else ""
 
@@ -88,8 +91,9 @@ class Expected:
 def checked_choices(answer: object, expected: Expected) -> list[Choice]:
     """Validate a response and return its choices, sorted by index.
 
-    Raises GenerationError if the server ended a completion early or computed a non-finite log-probability; ServerError
-    with the server's reason if it refused the request, or with every deviation from `expected`.
+    Raises GenerationError if the server ended a completion early or computed a non-finite
+    log-probability; ServerError with the server's reason if it refused the request, or with every
+    deviation from `expected`.
     """
     try:
         choices = msgspec.convert(answer, _CompletionAnswer).choices
@@ -114,20 +118,22 @@ def checked_choices(answer: object, expected: Expected) -> list[Choice]:
         indexes = first_of([str(choice.index) for choice in choices], 10)
         problems.insert(
             0,
-            f"choices with index {indexes or 'none'}, but the request asked for {expected.num_choices}",
+            f"choices with index {indexes or 'none'}, "
+            f"but the request asked for {expected.num_choices}",
         )
     if problems:
         raise ServerError(
-            f"the response does not match the request: {first_of(problems, _MOST_PROBLEMS, '; ')}. Check that the "
-            "server runs the model of the trainers, and the same release of hybrid-engine",
+            f"the response does not match the request: {first_of(problems, _MOST_PROBLEMS, '; ')}. "
+            "Check that the server runs the model of the trainers, "
+            "and the same release of hybrid-engine",
             code="unexpected-completion",
         )
     for choice in choices:
         for position, value in enumerate(choice.log_probs):
             if not math.isfinite(value):
                 raise GenerationError(
-                    f"the log-probability of token {position} of choice {choice.index} is {value}: the server computes "
-                    "with weights or caches that contain such values",
+                    f"the log-probability of token {position} of choice {choice.index} is {value}: "
+                    "the server computes with weights or caches that contain such values",
                     code="not-finite",
                 )
     return choices
@@ -141,7 +147,8 @@ def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
         yield f"{place} has {num_tokens} tokens, max_tokens is {expected.max_tokens}"
     for token_id in choice.token_ids:
         if not 0 <= token_id < expected.vocab_size:
-            yield f"{place}: token id {clipped(str(token_id), 30)} is out of range for vocab_size {expected.vocab_size}"
+            shown = clipped(str(token_id), 30)
+            yield f"{place}: token id {shown} is out of range for vocab_size {expected.vocab_size}"
             break
     if expected.has_logprobs and len(choice.log_probs) != num_tokens:
         yield f"{place} has {len(choice.log_probs)} log-probabilities of {num_tokens} tokens"
@@ -156,8 +163,10 @@ def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
 def _other_weights(choice: Choice, wanted: DrawnWith) -> Iterator[str]:
     """Yield a problem unless the choice was generated with the requested weights."""
     drawn = choice.hybrid_engine
+    place = f"choice {choice.index}"
     if drawn is None:
-        yield f"choice {choice.index} does not report its weights, but the request asked for {wanted}"
+        yield f"{place} does not report its weights, but the request asked for {wanted}"
     elif (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
         versions = first_of(drawn.versions, 3)
-        yield f"choice {choice.index} was generated with version {versions} of job {drawn.job}, not with {wanted}"
+        source = f"version {versions} of job {drawn.job}"
+        yield f"{place} was generated with {source}, not with {wanted}"

@@ -1,10 +1,11 @@
 """Clients with which a publisher calls vLLM servers, over HTTP or as Ray actors.
 
-HTTP requests carry the key in VLLM_API_KEY, and an HMAC of the request with the token of the job, if
-this process has them.
+HTTP requests carry the key in VLLM_API_KEY, and an HMAC of the request with the token of the job,
+if this process has them.
 
-Calls for weight transfer have the names of vLLM's `VLLMWeightSyncClient`, and the other calls the names of its HTTP
-routes. To reach servers in another way, write a class with the methods of `VllmServer`.
+Calls for weight transfer have the names of vLLM's `VLLMWeightSyncClient`, and the other calls the
+names of its HTTP routes. To reach servers in another way, write a class with the methods of
+`VllmServer`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import socket
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -45,18 +46,27 @@ from hybrid_engine.serving.invitation import (
 )
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Treatment of requests in flight: end with the tokens so far, finish first, or continue after the pause."""
+"""Treatment of requests in flight.
+
+They end with the tokens so far, finish first, or continue after the pause.
+"""
 
 
 API_KEY = "VLLM_API_KEY"
-"""Environment variable with the key of servers that were started with --api-key or with this variable."""
+"""Environment variable with the key of servers.
+
+Servers were started with --api-key or with this variable.
+"""
 
 _T = TypeVar("_T")
 
 
 @runtime_checkable
 class VllmServer(Protocol):
-    """Interface of a server. Every call raises ServerError if the server refuses or cannot be reached."""
+    """Interface of a server.
+
+    Every call raises ServerError if the server refuses or cannot be reached.
+    """
 
     def num_workers(self) -> int:
         """Return the number of workers over all replicas."""
@@ -81,10 +91,11 @@ def server_of(server: object, timeout_seconds: float, *, allow_public: bool = Fa
     """Return the client of a server.
 
     Args:
-        server: a name (see `named_server`); the handle of a Ray actor with the methods of a `VllmServer`, for
-            example `backends.vllm.server.async_server.VllmActor`; or a `VllmServer`, which is returned.
-        timeout_seconds: timeout of a response. Calls that wait for a switch have no timeout, because the switch has its
-            own.
+        server: a name (see `named_server`); the handle of a Ray actor with the methods of a
+            `VllmServer`, for example `backends.vllm.server.async_server.VllmActor`; or a
+            `VllmServer`, which is returned.
+        timeout_seconds: timeout of a response. Calls that wait for a switch have no timeout,
+            because the switch has its own.
         allow_public: accept addresses outside this host and its private networks.
 
     Raises ConfigError for anything else.
@@ -99,6 +110,23 @@ def server_of(server: object, timeout_seconds: float, *, allow_public: bool = Fa
     raise ConfigError(
         [Violation("servers", f"got {shortened(server)}", remedy, code="invalid-server")]
     )
+
+
+def require_servers(servers: Sequence[object], address: str | None, hosts: Sequence[str]) -> None:
+    """Raise ConfigError for no or duplicate servers, or several `hosts` without an address."""
+    if not servers:
+        raise ConfigError([Violation("servers", "none", "Name at least one", code="no-server")])
+    if len({str(server).rstrip("/") for server in servers}) < len(servers):
+        # A server that is invited twice would wait for itself to join.
+        problem = f"duplicate server: {shortened(servers)}"
+        remedy = "Name each server once"
+        raise ConfigError([Violation("servers", problem, remedy, code="duplicate-server")])
+    if address is None and len(set(hosts)) > 1:
+        problem = (
+            "trainers are on several hosts, but there is no address at which servers can reach them"
+        )
+        remedy = "Give the address of a network interface of the first trainer"
+        raise ConfigError([Violation("address", problem, remedy, code="missing-address")])
 
 
 def named_server(name: str, timeout_seconds: float, *, allow_public: bool = False) -> Server:
@@ -132,7 +160,7 @@ class Server(ABC):
         """Return the number of workers over all replicas."""
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call vLLM's route /v1/completions with this body, without a timeout, and return the response."""
+        """Call vLLM's /v1/completions with this body and no timeout, and return the response."""
         answer: Mapping[str, Any] = self._call("complete", has_timeout=False, body=body)
         return answer
 
@@ -141,7 +169,10 @@ class Server(ABC):
         return str(self._call("describe"))
 
     def probe(self, tokens: list[list[int]]) -> str:
-        """Return the `comparison.ServerAnswer` to `tokens` [B, L] as JSON. The server must be paused."""
+        """Return the `comparison.ServerAnswer` to `tokens` [B, L] as JSON.
+
+        The server must be paused.
+        """
         return str(self._call("probe", tokens=tokens))
 
     @abstractmethod
@@ -164,7 +195,8 @@ class Server(ABC):
         self._call("update_weight_version", new_version=new_version)
 
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        # With mode "wait" the response comes only after the requests in flight, which may take any time.
+        # With mode "wait" the response comes only after the requests in flight, which may take any
+        # time.
         self._call("pause", has_timeout=mode != "wait", mode=mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
@@ -176,13 +208,15 @@ class _NoRouteError(ServerError):
 
 
 class HttpServer(Server):
-    """Client of `vllm serve`. Without VLLM_SERVER_DEV_MODE=1 in its environment, vLLM has no routes for weights.
+    """Client of `vllm serve`.
+
+    Without VLLM_SERVER_DEV_MODE=1 in its environment, vLLM has no routes for weights.
 
     Args:
         url: http://HOST:PORT.
         timeout_seconds: timeout of a response, except for calls that wait for a switch.
-        allow_public: accept addresses outside this host and its private networks. vLLM's routes for weights have no
-            authentication.
+        allow_public: accept addresses outside this host and its private networks. vLLM's routes for
+            weights have no authentication.
 
     Raises ConfigError for an invalid URL, and for a public address without `allow_public`.
     """
@@ -194,8 +228,14 @@ class HttpServer(Server):
             return
         public = _public_addresses(self.url)
         if public:
-            problem = f"{url} is at {', '.join(public)}, and vLLM's routes for weights have no authentication"
-            remedy = "Bind the server to the loopback or a private address, or set allow_public behind a firewall"
+            problem = (
+                f"{url} is at {', '.join(public)}, and vLLM's routes "
+                "for weights have no authentication"
+            )
+            remedy = (
+                "Bind the server to the loopback or a private address, "
+                "or set allow_public behind a firewall"
+            )
             raise ConfigError([Violation("servers", problem, remedy, code="public-address")])
 
     def num_workers(self) -> int:
@@ -227,7 +267,10 @@ class HttpServer(Server):
         return answer
 
     def update_weight_version(self, new_version: str) -> None:
-        """Set the reported version. Does nothing on vLLM 0.26, which has no such route and reports no version."""
+        """Set the reported version.
+
+        Does nothing on vLLM 0.26, which has no such route and reports no version.
+        """
         with contextlib.suppress(_NoRouteError):
             super().update_weight_version(new_version)
 
@@ -245,8 +288,8 @@ class HttpServer(Server):
         try:
             # A redirect would send the body, the API key and the proof to another host.
             options |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
-            # A new session per call: sessions are not thread-safe, and a server closes connections that were idle for
-            # 5 s, possibly while the next request is in flight.
+            # A new session per call: sessions are not thread-safe, and a server closes connections
+            # that were idle for 5 s, possibly while the next request is in flight.
             with requests.Session() as session:
                 session.trust_env = False  # requests must not pass through a proxy
                 session.auth = _authenticated
@@ -265,11 +308,8 @@ class HttpServer(Server):
                         code="request-failed",
                     )
                 return json.loads(response.content) if response.content else None
-        except (
-            requests.RequestException,
-            ValueError,
-            RecursionError,
-        ) as error:  # JSON raises the last two
+        # JSON raises the last two.
+        except (requests.RequestException, ValueError, RecursionError) as error:
             raise ServerError(
                 f"{where}: {clipped(str(error), 2000)}", code="request-failed"
             ) from error
@@ -292,7 +332,7 @@ def _read(kind: type[_T], answer: object, where: str) -> _T:
 
 
 def _authenticated(request: Any) -> Any:
-    """Add the API key and the proof of the token to a prepared request, if this process has them."""
+    """Add the API key and the token's proof to a prepared request, if this process has them."""
     key = os.environ.get(API_KEY, "")
     if key:
         request.headers["Authorization"] = f"Bearer {key}"
@@ -308,7 +348,8 @@ def _authenticated(request: Any) -> Any:
 def _keep_alive_adapter() -> type[Any]:
     """Return an adapter class whose connections detect a lost host after two minutes.
 
-    Some responses have no timeout. The class is created by the first call, so that requests is imported lazily.
+    Some responses have no timeout. The class is created by the first call, so that requests is
+    imported lazily.
     """
     from requests.adapters import HTTPAdapter
 
@@ -325,18 +366,15 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),  # seconds
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (
-        socket.IPPROTO_TCP,
-        socket.TCP_USER_TIMEOUT,
-        120_000,
-    ),  # milliseconds without acknowledgement of sent data
+    # Milliseconds without acknowledgement of sent data.
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
 )
 
 
 class RayServer(Server):
-    """Client of a Ray actor with the methods of a `Server`, for example a `VllmActor`. Not tested on several nodes.
+    """Client of a Ray actor with the methods of a `Server`, for example a `VllmActor`.
 
-    If Ray restarts the actor (`max_restarts`), the handle stays valid.
+    Not tested on several nodes. If Ray restarts the actor (`max_restarts`), the handle stays valid.
     """
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:
@@ -360,7 +398,7 @@ class RayServer(Server):
 
 
 class BackgroundCall:
-    """Call of a server in the background, while all ranks take part in the operation that it requests.
+    """Call of a server in the background, while all ranks take part in the requested operation.
 
     Args:
         call: method of the server.
@@ -437,7 +475,7 @@ def with_server_error(phase: str, call: Callable[[], _T]) -> _T:
 
 
 def weak_call(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a bound method while its object is alive, without keeping it alive.
+    """Return a function that calls a bound method while its object lives, not keeping it alive.
 
     A trainer keeps its hooks, and so would keep a publisher that was closed.
     """

@@ -1,4 +1,4 @@
-"""`generate_config.check_compute` with servers: check that servers compute what the trainers compute.
+"""Check of `generate_config.check_compute` that servers compute what the trainers compute.
 
     joining         servers report their probe limits and settings               agree
     before a fill   the trainers' forward pass, before any state is offloaded    probe_trainer
@@ -75,8 +75,8 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
         columns = tokens.shape[1] - 1
         if self.dtype not in _DTYPES or [len(row) for row in self.log_probs] != [columns] * rows:
             raise ServerError(
-                f"a server returned {len(self.log_probs)} rows of log-probabilities in {clipped(self.dtype)}, "
-                f"expected {rows} rows of {columns}",
+                f"a server returned {len(self.log_probs)} rows of log-probabilities "
+                f"in {clipped(self.dtype)}, expected {rows} rows of {columns}",
                 code="unexpected-log-probabilities",
             )
         return ProbeAnswer(torch.tensor(self.log_probs, dtype=torch.float32), _DTYPES[self.dtype])
@@ -102,7 +102,10 @@ def read_json(kind: type[Any], text: str) -> Any:
 
 
 def token_ids(values: object, limits: ProbeLimits) -> list[list[int]]:
-    """Convert to token ids [B, L] for a probe. Raises MessageError for ids that are outside `limits`."""
+    """Convert to token ids [B, L] for a probe.
+
+    Raises MessageError for ids that are outside `limits`.
+    """
     try:
         rows = msgspec.convert(
             values, Annotated[list[list[int]], msgspec.Meta(max_length=NUM_ROWS)]
@@ -115,7 +118,8 @@ def token_ids(values: object, limits: ProbeLimits) -> list[list[int]]:
     for row in rows:
         if not 2 <= len(row) <= longest or not all(0 <= token < limits.vocab_size for token in row):
             raise MessageError(
-                f"{len(row)} token ids to compare: give 2 to {longest} ids, each from 0 to {limits.vocab_size - 1}",
+                f"{len(row)} token ids to compare: give 2 to {longest} ids, "
+                f"each from 0 to {limits.vocab_size - 1}",
                 code="invalid-token-ids",
             )
     return rows
@@ -123,7 +127,10 @@ def token_ids(values: object, limits: ProbeLimits) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _ServerProbe:
-    """Token ids [B, L] that all sides compute, and the servers' descriptions (on the first rank only)."""
+    """Token ids [B, L] that all sides compute, and the servers' descriptions.
+
+    Descriptions are on the first rank only.
+    """
 
     tokens: torch.Tensor
     descriptions: Sequence[Description]
@@ -153,7 +160,10 @@ class ServerComparison(ProbingTrainer):
         return self._probe is not None
 
     def has_trainers(self) -> bool:
-        """Return True if the trainers can be compared on all ranks; otherwise no fill compares. Collective."""
+        """Return True if the trainers can be compared on all ranks; otherwise no fill compares.
+
+        Collective.
+        """
         self._probe = None
         if self._when == "off":
             return False
@@ -165,7 +175,7 @@ class ServerComparison(ProbingTrainer):
         return not any(refusals)
 
     def agree(self, descriptions: Sequence[Description]) -> None:
-        """Choose the tokens to compare with servers that have just joined, or log why none can be compared.
+        """Choose tokens to compare with servers that just joined, or log why none can be compared.
 
         `descriptions`: description of each server, on the first rank; empty on other ranks.
         """
@@ -201,22 +211,31 @@ class ServerComparison(ProbingTrainer):
         return rows
 
     def require_same(self, answers: Sequence[ServerAnswer]) -> None:
-        """Raise ComputationError if a server's answer differs by more than rounding. Called on the first rank only."""
+        """Raise ComputationError if a server's answer differs by more than rounding.
+
+        Called on the first rank only.
+        """
         assert self._probe is not None, "servers were probed"
         assert self._trained is not None, "servers were probed"
         pairs = zip(answers, self._probe.descriptions, strict=True)
         for number, (answer, description) in enumerate(pairs):
             gap = Gap(self._probe.tokens, self._trained, answer.probed(self._probe.tokens))
             if not gap.is_rounding:
-                settings = differing(self._trainer.computed_settings(), description.settings)  # type: ignore[attr-defined]  # a `Probed`
+                # `agree` chooses tokens only for a `Probed`.
+                trained_with = self._trainer.computed_settings()  # type: ignore[attr-defined]
+                settings = differing(trained_with, description.settings)
                 raise ComputationError(
-                    f"server {number} does not compute what the trainer computes: {gap}. {settings}",
+                    f"server {number} does not compute what the trainer "
+                    f"computes: {gap}. {settings}",
                     code="log-probabilities-differ",
                 )
             logger.info("[Reshard] server %d computes what the trainer computes: %s", number, gap)
 
     def conclude(self) -> None:
-        """Finish a successful comparison. Unless `when` is "always", no fill compares until servers join again."""
+        """Finish a successful comparison.
+
+        Unless `when` is "always", no fill compares until servers join again.
+        """
         self._trained = None
         if self._when == "first":
             self._probe = None

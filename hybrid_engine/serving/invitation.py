@@ -1,7 +1,8 @@
-"""Messages from trainers to a server, as JSON, and the rendezvous store at which both sides join one job.
+"""Messages from trainers to a server, as JSON, and the rendezvous store where both join a job.
 
-On one host the store is a file in a directory that only this user can open. Across hosts it listens at an address that
-the user names. torch's store has no authentication, so both sides then need a shared token in their environment.
+On one host the store is a file in a directory that only this user can open. Across hosts it listens
+at an address that the user names. torch's store has no authentication, so both sides then need a
+shared token in their environment.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ NO_VERSION = "none"
 """Weight version that a server reports while it has no weights."""
 
 JOB, VERSION = "hybrid_engine_job", "hybrid_engine_version"
-"""Keys of a request's `vllm_xargs`: a server without weights of this job and version refuses the request."""
+"""Keys of a request's `vllm_xargs`.
+
+A server without weights of this job and version refuses the request.
+"""
 
 T = TypeVar("T", bound="ServerMessage")
 
@@ -69,7 +73,7 @@ SWITCH_KEYS = (
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 class ServerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,7 +81,10 @@ class ServerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @classmethod
     def read(cls: type[T], values: Mapping[str, Any]) -> T:
-        """Convert received values. Raises MessageError for other fields or types, and for text that is not UTF-8."""
+        """Convert received values.
+
+        Raises MessageError for other fields or types, and for text that is not UTF-8.
+        """
         try:
             message = msgspec.convert(dict(values), cls)
             msgspec.json.encode(message)  # rejects text that has no UTF-8
@@ -104,7 +111,8 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         num_workers: number of the server's workers, over all replicas.
         size: number of ranks in the job.
         settings: values of `SWITCH_KEYS`.
-        address: address at which the job's groups listen; None: each rank's address on the route to the store.
+        address: address at which the job's groups listen; None: each rank's address on the route to
+            the store.
         job: name of the trainers' job, equal in all their invitations; empty: a separate job.
         takes_over: the server must leave the job of other trainers even if these are alive.
     """
@@ -121,7 +129,10 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
     takes_over: bool = False
 
     def signed(self) -> Invitation:
-        """Return a copy with the proof, if there is a token. Raises ConfigError if a token is required but missing."""
+        """Return a copy with the proof, if there is a token.
+
+        Raises ConfigError if a token is required but missing.
+        """
         if self.place.startswith("tcp:") or TOKEN in os.environ:
             return replace(self, proof=self._proof())
         return self
@@ -131,9 +142,10 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         return hmac.new(require_token().encode(), signed, "sha256").hexdigest()
 
     def config(self) -> GenerateConfig:
-        """Return the configuration of the switch. Raises MessageError for keys that are not in `SWITCH_KEYS`.
+        """Return the configuration of the switch.
 
-        The log-probability check is off, because trainers compare servers by separate calls.
+        Raises MessageError for keys that are not in `SWITCH_KEYS`. The log-probability check is
+        off, because trainers compare servers by separate calls.
         """
         unknown = sorted(self.settings.keys() - set(SWITCH_KEYS))
         if unknown:
@@ -143,7 +155,10 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         return GenerateConfig(check_compute="off", **self.settings)
 
     def store(self) -> dist.Store:
-        """Connect to the store. Raises MessageError for an invalid invitation, ConfigError for a missing token."""
+        """Connect to the store.
+
+        Raises MessageError for an invalid invitation, ConfigError for a missing token.
+        """
         kind, _, where = self.place.partition(":")
         if not _NAME.fullmatch(self.name):
             raise MessageError(f"invalid job name: {shortened(self.name)}", code="invalid-job-name")
@@ -160,7 +175,8 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
             return dist.PrefixStore(self.name, store)
         if kind != "tcp":
             raise MessageError(
-                f"invalid rendezvous: {shortened(self.place)}; expected file:PATH or tcp:ADDRESS:PORT",
+                f"invalid rendezvous: {shortened(self.place)}; "
+                "expected file:PATH or tcp:ADDRESS:PORT",
                 code="invalid-place",
             )
         host, _, port = where.rpartition(":")
@@ -172,9 +188,10 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
     def has_ended(self) -> bool:
         """Return True if the trainers that created the store have ended, or have closed it.
 
-        On one host, their first process holds a file lock. Across hosts, that process runs the store; if the store does
-        not respond, the trainers count as ended, because they could not fill a server either. A listening socket alone
-        proves nothing: children of an ended process may have inherited it.
+        On one host, their first process holds a file lock. Across hosts, that process runs the
+        store; if the store does not respond, the trainers count as ended, because they could not
+        fill a server either. A listening socket alone proves nothing: children of an ended process
+        may have inherited it.
         """
         kind, _, where = self.place.partition(":")
         if kind == "file":
@@ -232,11 +249,17 @@ def _address_towards(place: str) -> str | None:
 
 
 PROOF_HEADER = "X-Hybrid-Engine-Proof"
-"""HTTP header with the proof of a request to a protected route; required if the server has a token."""
+"""HTTP header with the proof of a request to a protected route.
+
+It is required if the server has a token.
+"""
 
 
 def proof_of_request(method: str, target: str, body: bytes) -> str:
-    """Return the HMAC-SHA256 of an HTTP request with the token; `target`: path, and `?` with the query if any."""
+    """Return the HMAC-SHA256 of an HTTP request with the token.
+
+    `target`: path, and `?` with the query if any.
+    """
     signed = b"\n".join([method.encode(), target.encode(), body])
     return hmac.new(require_token().encode(), signed, "sha256").hexdigest()
 
@@ -267,8 +290,8 @@ class Update(ServerMessage, frozen=True, kw_only=True):
         name: name of the job to which the server was invited.
         to: state of the devices after the switch.
         version: version of the weights: number of optimizer steps that the trainer has taken.
-        is_compared: the server must not generate until the trainers have compared its log-probabilities and finished
-            the update.
+        is_compared: the server must not generate until the trainers have compared its
+            log-probabilities and finished the update.
     """
 
     name: str
@@ -277,14 +300,15 @@ class Update(ServerMessage, frozen=True, kw_only=True):
     is_compared: bool = False
 
 
-# -- rendezvous --------------------------------------------------------------------------------------------------------
+# -- rendezvous ------------------------------------------------------------------------------------
 
 
 class Rendezvous:
     """Store that one trainer creates for its job; `close` removes it.
 
     Args:
-        address: address at which other hosts reach this process; None if all processes are on this host.
+        address: address at which other hosts reach this process; None if all processes are on this
+            host.
 
     Attributes:
         name, place: see `Invitation`.
@@ -312,7 +336,10 @@ class Rendezvous:
         self.place = f"tcp:{resolved}:{store.port}"
 
     def close(self) -> None:
-        """Remove the file, or close the address. Processes that have the file open keep it. Idempotent."""
+        """Remove the file, or close the address.
+
+        Processes that have the file open keep it. Idempotent.
+        """
         self._store = None
         if self._lock is not None:
             self._lock.close()
@@ -322,10 +349,11 @@ class Rendezvous:
 
 
 def _users_directory() -> Path:
-    """Return a directory that only this user can open, in the temporary directory, for all jobs of this user.
+    """Return this user's private directory in the temporary directory, for all of the user's jobs.
 
-    It is never removed: servers open paths in it by name, and another user could otherwise create the directory again.
-    If another user has taken its name, a directory with a random name is created instead.
+    It is never removed: servers open paths in it by name, and another user could otherwise create
+    the directory again. If another user has taken its name, a directory with a random name is
+    created instead.
     """
     usual = Path(tempfile.gettempdir(), f"{_DIRECTORY}{os.getuid()}")
     with suppress(FileExistsError):
@@ -334,8 +362,8 @@ def _users_directory() -> Path:
         return usual
     instead = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getuid()}-"))
     logger.warning(
-        "%s is not a directory that only this user can open. Trainers and servers use %s instead, which is not "
-        "removed. Remove the first, or set TMPDIR to a directory of this user",
+        "%s is not a directory that only this user can open. Trainers and servers use %s instead, "
+        "which is not removed. Remove the first, or set TMPDIR to a directory of this user",
         usual,
         instead,
     )
@@ -360,7 +388,10 @@ def _locked(path: Path) -> TextIO:
 
 
 _locked_by: dict[Path, int] = {}
-"""Locked file -> id of the process that locked it. A process cannot see its own lock, and a test would release it."""
+"""Locked file -> id of the process that locked it.
+
+A process cannot see its own lock, and a test would release it.
+"""
 
 
 def _is_unlocked(path: Path) -> bool:
@@ -369,9 +400,8 @@ def _is_unlocked(path: Path) -> bool:
         return False
     try:
         with path.open() as file:
-            fcntl.lockf(
-                file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # shared: several processes may test at once
+            # Shared: several processes may test at once.
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
     except BlockingIOError:
@@ -380,9 +410,12 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _require_private(path: Path) -> None:
-    """Raise MessageError unless `path` is a rendezvous file in two nested directories that only this user can open.
+    """Raise MessageError unless `path` is a rendezvous file in two nested private directories.
 
-    Any client that can reach the server can send an invitation, and opening the store writes to the file.
+    Only this user can open a private directory.
+
+    Any client that can reach the server can send an invitation, and opening the store writes to the
+    file.
     """
     try:
         file, *directories = map(os.lstat, (path, *path.parents[:2]))
@@ -405,13 +438,14 @@ def _require_private(path: Path) -> None:
             )
 
 
-# -- addresses and the token -------------------------------------------------------------------------------------------
+# -- addresses and the token -----------------------------------------------------------------------
 
 
 def require_address(address: str, *, allow_public: bool) -> None:
     """Raise ConfigError unless trainers can listen at `address` and have a token.
 
-    Public addresses are refused without `allow_public`, because torch's store has no authentication.
+    Public addresses are refused without `allow_public`, because torch's store has no
+    authentication.
     """
     require_token()
     key = "server_address"
@@ -437,12 +471,18 @@ def require_token() -> str:
     if token:
         return token
     problem = "not set, but trainers and servers on several hosts authenticate each other with it"
-    remedy = "Set it to the same secret in the environment of trainers and servers (openssl rand -hex 32)"
+    remedy = (
+        "Set it to the same secret in the environment of trainers "
+        "and servers (openssl rand -hex 32)"
+    )
     raise ConfigError([Violation(TOKEN, problem, remedy, code="missing-token")])
 
 
 def resolved_addresses(host: str) -> list[Address]:
-    """Resolve a host name or an address, sorted by text. Raises OSError, and ValueError for an invalid name."""
+    """Resolve a host name or an address, sorted by text.
+
+    Raises OSError, and ValueError for an invalid name.
+    """
     # A scoped IPv6 address ends with "%" and the interface.
     resolved = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     return sorted(map(_as_sent, resolved), key=str)
@@ -454,9 +494,10 @@ def public_addresses(addresses: Iterable[Address]) -> list[str]:
 
 
 def require_ports(ports: str | None) -> None:
-    """Raise ConfigError unless this host's kernel assigns ephemeral ports only from `ports`, "FIRST-LAST".
+    """Raise ConfigError unless this host's kernel takes ephemeral ports from `ports`, "FIRST-LAST".
 
-    torch's store could be given a port, but gloo, which carries the weights, always binds to an ephemeral one.
+    torch's store could be given a port, but gloo, which carries the weights, always binds to an
+    ephemeral one.
     """
     if ports is None:
         return
@@ -466,7 +507,10 @@ def require_ports(ports: str | None) -> None:
         problem = (
             f"{ports}, but the kernel of {socket.gethostname()} chooses ports of {lowest}-{highest}"
         )
-        remedy = f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there (in a pod, securityContext.sysctls)'
+        remedy = (
+            f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there '
+            "(in a pod, securityContext.sysctls)"
+        )
         violation = Violation(
             "generate_config.server_ports", problem, remedy, code="port-range-of-kernel"
         )
@@ -478,7 +522,7 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def _as_sent(address: str) -> Address:
-    """Parse an address as packets use it: an IPv4 address mapped into IPv6 becomes the IPv4 address.
+    """Parse an address as packets use it: an IPv4 address mapped into IPv6 becomes IPv4.
 
     `ipaddress` counts every mapped address as private.
     """

@@ -1,27 +1,30 @@
 """Publication of the trainers' weights to vLLM servers in separate processes.
 
-    publisher = WeightPublisher(trainer, ["http://127.0.0.1:8000"], config=config.generate_config, job=job)
+    servers = ["http://127.0.0.1:8000"]
+    publisher = WeightPublisher(trainer, servers, config=config.generate_config, job=job)
     for step in range(num_steps):
-        with publisher.rollout_context(): ...       servers have the weights and generate; send them requests
-        with publisher.train_context(): ...         servers are paused and hold nothing; training state is back
+        with publisher.rollout_context(): ...   servers have the weights and generate on request
+        with publisher.train_context(): ...     servers are paused and empty; training state is back
 
-`publish` and `withdraw` do the same without a context. The first switch invites the servers. If a server is lost, the
-next switch invites the servers that are reachable then, so restarting a server does not require restarting trainers.
+`publish` and `withdraw` do the same without a context. The first switch invites the servers. If a
+server is lost, the next switch invites the servers that are reachable then, so restarting a server
+does not require restarting trainers.
 
-    pause -> start_weight_update -> update_weights ...... ShardingManager.enter on all ranks of both sides
-                                    -> probe, in the first switch: comparison.py
-                                    -> finish_weight_update(version) -> resume
+    pause -> start_weight_update -> update_weights: ShardingManager.enter on all ranks of both sides
+                                 -> probe, in the first switch: comparison.py
+                                 -> finish_weight_update(version) -> resume
 
-A server belongs to the job of one group of trainers. While these are alive it refuses invitations of others, and it
-refuses requests for weights of another job or version (`drawn_with`).
+A server belongs to the job of one group of trainers. While these are alive it refuses invitations
+of others, and it refuses requests for weights of another job or version (`drawn_with`).
 
 No failure of a server loses training state: offloaded state is onloaded again from host memory.
 
-With `release_weights: false` servers keep their weights and generate during training. They are paused only while they
-are filled, and trainers return from a rollout without them:
+With `release_weights: false` servers keep their weights and generate during training. They are
+paused only while they are filled, and trainers return from a rollout without them:
 
     publish, version v                 servers generate with v
-    withdraw, train: v + 1, v + 2 ...  servers generate with v; `require_step` stops training at v + server_max_lag
+    withdraw, train: v + 1, v + 2 ...  servers generate with v; `require_step` stops training at
+                                       v + server_max_lag
     publish, version v + n             servers are paused, filled in place, and generate with v + n
 """
 
@@ -41,14 +44,11 @@ from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import (
-    ConfigError,
     DifferentCallsError,
     HybridEngineError,
     LostRankError,
     ServerError,
     StateError,
-    Violation,
-    shortened,
 )
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
@@ -64,6 +64,7 @@ from hybrid_engine.serving.clients import (
     VllmServer,
     failures_of,
     refuse_meeting,
+    require_servers,
     server_of,
     weak_call,
     with_server_error,
@@ -92,30 +93,37 @@ _POLL_SECONDS = 1.0
 
 _T = TypeVar("_T")
 
-_RECOVERED = "training state is on the device, and the next switch invites the servers that are reachable then"
+_RECOVERED = (
+    "training state is on the device, and the next switch invites "
+    "the servers that are reachable then"
+)
 
 
 class WeightPublisher(Switch):
     """One trainer rank's part of the publication. All methods are collective over the trainers.
 
     Args:
-        trainer: its weights are published and its state is offloaded; its `before_step` is set here.
-        servers: servers, in any form that `clients.server_of` takes; the same on all ranks, but called by the first
-            rank only.
+        trainer: its weights are published and its state is offloaded; its `before_step` is set
+            here.
+        servers: servers, in any form that `clients.server_of` takes; the same on all ranks, but
+            called by the first rank only.
         config: configuration of the switch: transport, bucket size, kinds to offload, timeout.
         job: job of the trainers; outlives this object.
         offloader: offloader of the trainer's state; created here if omitted.
         pause: treatment of requests in flight when weights are withdrawn or replaced.
-        address: address at which servers on other hosts reach these trainers; None if all are on this host.
+        address: address at which servers on other hosts reach these trainers; None if all are on
+            this host.
         allow_public: see `clients.server_of`.
         take_over: take servers from other trainers that are alive.
 
     Attributes:
         state: state of the devices.
-        drawn_with: job and version of the weights with which servers generate for these trainers; None while they
-            generate for none. A request with `drawn_with.arguments()` as its `vllm_xargs` is answered by no others.
+        drawn_with: job and version of the weights with which servers generate for these trainers;
+            None while they generate for none. A request with `drawn_with.arguments()` as its
+            `vllm_xargs` is answered by no others.
         last_report: report of the last switch.
-        served: with `release_weights: false`, the last published version; servers generate with none older.
+        served: with `release_weights: false`, the last published version; servers generate with
+            none older.
     """
 
     served: int | None = None
@@ -153,13 +161,12 @@ class WeightPublisher(Switch):
         self._name = ""
         self._is_new = False  # no switch has followed the invitation yet
         self._ends = ExitStack()
-        self._rendezvous: list[
-            Rendezvous
-        ] = []  # previous ones too: a server that leaves a job still reads its store
+        # Previous ones too: a server that leaves a job still reads its store.
+        self._rendezvous: list[Rendezvous] = []
         self._servers: list[VllmServer] = []
         with job.agreement.phase("looking at the servers"):
             require_ports(config.server_ports)
-            self._require_servers(servers)
+            require_servers(servers, address, self.job.hosts)
             if address is not None:
                 require_address(address, allow_public=allow_public)
             if job.rank == 0:
@@ -172,37 +179,23 @@ class WeightPublisher(Switch):
         self._job_name = job.agreement.gather(name, str, "naming the job of the servers")[0]
         trainer.before_step = weak_call(self.require_step)
 
-    def _require_servers(self, servers: Sequence[object]) -> None:
-        """Raise ConfigError for no servers, duplicate servers, or trainers on several hosts without an address."""
-        if not servers:
-            raise ConfigError([Violation("servers", "none", "Name at least one", code="no-server")])
-        if len({str(server).rstrip("/") for server in servers}) < len(servers):
-            # A server that is invited twice would wait for itself to join.
-            problem = f"duplicate server: {shortened(servers)}"
-            raise ConfigError(
-                [Violation("servers", problem, "Name each server once", code="duplicate-server")]
-            )
-        if self._address is None and len(set(self.job.hosts)) > 1:
-            problem = "trainers are on several hosts, but there is no address at which servers can reach them"
-            remedy = "Give the address of a network interface of the first trainer"
-            raise ConfigError([Violation("address", problem, remedy, code="missing-address")])
-
-    # -- public calls -------------------------------------------------------------------------------------------------
+    # -- public calls ------------------------------------------------------------------------------
 
     def publish(self) -> ReshardReport | None:
-        """Give the servers the present weights, and let them generate; return None if they have them already.
+        """Give the servers the present weights, and let them generate.
 
-        Raises ServerError if a server refuses or cannot be reached, and the errors of `ShardingManager.enter`. Training
-        state is then on the device, and the servers are paused, except servers that refused to pause.
+        Returns None if they have them already. Raises ServerError if a server refuses or cannot be
+        reached, and the errors of `ShardingManager.enter`. Training state is then on the device,
+        and the servers are paused, except servers that refused to pause.
         """
         return self.enter(State.INFER)
 
     def withdraw(self) -> ReshardReport | None:
-        """Onload training state. Servers are paused and release their weights, with `release_weights`."""
+        """Onload training state; servers pause and, with `release_weights`, free their weights."""
         return self.enter(State.TRAIN)
 
     def rollout_context(self) -> AbstractContextManager[None]:
-        """Context in which servers generate with the present weights; with `release_weights: false`, also after it."""
+        """Context in which servers generate; they go on after it if `release_weights` is false."""
         return self.entered(State.INFER)
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -229,14 +222,14 @@ class WeightPublisher(Switch):
             require(self.state, allowed)
 
     def require_step(self) -> None:
-        """Raise StateError if another optimizer step would leave the servers more than server_max_lag behind."""
+        """Raise StateError if another optimizer step would exceed the servers' server_max_lag."""
         version = self.trainer.version
         max_lag = self.config.server_max_lag
         if self.served is not None and version + 1 - self.served > max_lag:
             raise StateError(
-                f"an optimizer step would make version {version + 1} of the weights, but servers generate with version "
-                f"{self.served}: generate_config.server_max_lag is {max_lag}. Publish first (rollout_context), or "
-                "raise it",
+                f"an optimizer step would make version {version + 1} of the weights, "
+                f"but servers generate with version {self.served}: generate_config.server_max_lag "
+                f"is {max_lag}. Publish first (rollout_context), or raise it",
                 code="server-lag-exceeded",
             )
 
@@ -255,8 +248,8 @@ class WeightPublisher(Switch):
     def close(self) -> None:
         """Onload training state and leave the job with the servers. Idempotent.
 
-        Servers with weights keep them, unless training state does not fit into the remaining memory. Servers without
-        weights stay paused.
+        Servers with weights keep them, unless training state does not fit into the remaining
+        memory. Servers without weights stay paused.
         """
         self.served = None
         self.drawn_with = None
@@ -274,12 +267,13 @@ class WeightPublisher(Switch):
             if self._manager is not None:  # joined again, to make servers release their weights
                 self._leave_servers()
                 self.state = State.TRAIN
-                # torch's FileStore ends the process if its file is removed while the store is being destroyed.
+                # torch's FileStore ends the process if its file is removed while the store is being
+                # destroyed.
                 self.job.agreement.conclude("leaving the servers")
         finally:
             self._close_rendezvous(num_kept=0)
 
-    # -- switches -----------------------------------------------------------------------------------------------------
+    # -- switches ----------------------------------------------------------------------------------
 
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; return None if it is the present state. See `publish`."""
@@ -317,7 +311,8 @@ class WeightPublisher(Switch):
     def _resync_after_interrupt(self, phase: str) -> None:
         """Bring all ranks to a common state. Collective.
 
-        After Ctrl-C ranks may have reached different points. All are then INTERRUPTED, and in no job with servers.
+        After Ctrl-C ranks may have reached different points. All are then INTERRUPTED, and in no
+        job with servers.
         """
         served = -1 if self.served is None else self.served
         progress = [list(State).index(self.state), self._manager is None, self._may_hold, served]
@@ -337,7 +332,8 @@ class WeightPublisher(Switch):
         wanted = resident_kinds(target, self.config)
         agreement = self.job.agreement
         if before is State.TRAIN:
-            # Pending gathers would write to buffers that are offloaded, or that must only be read from here on.
+            # Pending gathers would write to buffers that are offloaded, or that must only be read
+            # from here on.
             with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
                 self.trainer.weights.prepare()
         with tally.timed("offload"), agreement.phase("offload"):
@@ -369,19 +365,20 @@ class WeightPublisher(Switch):
             calls = self._start_update(before, update, manager.job.world)
             held = self._may_hold
             fills = target is State.INFER and self.config.release_weights
-            self._may_hold = (
-                held or fills
-            )  # set early: an interrupt may come once the servers are filled
+            # Set early: an interrupt may come once the servers are filled.
+            self._may_hold = held or fills
             try:
                 manager.enter(target)
                 self._may_hold = fills
             except Exception as error:
                 switch_error = error
-                # After a failure that follows the first write or release, all servers have dropped their weights.
+                # After a failure that follows the first write or release, all servers have dropped
+                # their weights.
                 self._may_hold = held and (
                     isinstance(error, LostRankError) or not manager.has_written
                 )
-            # Either all ranks raise or none: if a server dies near the end of a switch, some trainers have finished it.
+            # Either all ranks raise or none: if a server dies near the end of a switch, some
+            # trainers have finished it.
             self.job.agreement.conclude("the switch with the servers", switch_error)
             self._end_update(calls, target, update)
             if target is State.INFER:
@@ -410,8 +407,8 @@ class WeightPublisher(Switch):
     def _start_update(self, before: State, update: Update, world: World) -> list[BackgroundCall]:
         """Start an update in all servers; servers that may be generating are paused first.
 
-        In the first switch of a job that is unknown: servers may have weights of trainers that are gone. Requests that
-        wait there for weights are not aborted.
+        In the first switch of a job that is unknown: servers may have weights of trainers that are
+        gone. Requests that wait there for weights are not aborted.
         """
         is_first = self._is_new
         self._is_new = False
@@ -438,7 +435,7 @@ class WeightPublisher(Switch):
         ]
 
     def _end_update(self, calls: Sequence[BackgroundCall], target: State, update: Update) -> None:
-        """End the update. Once all servers were filled, they report the new version and resume generation."""
+        """End the update: once all are filled, servers report the new version and resume."""
         manager = self._manager
 
         def end() -> None:
@@ -456,16 +453,19 @@ class WeightPublisher(Switch):
         self._call_servers("ending the switch of the servers", end)
 
     def _compare_servers(self, manager: ShardingManager | None) -> None:
-        """Raise ComputationError if paused servers do not compute what the trainers compute. First rank only."""
+        """Raise ComputationError unless paused servers compute as trainers do. First rank only."""
         tokens = self._comparison.tokens()
-        answers = [server.probe(tokens) for server in self._while_joined(manager)]  # type: ignore[attr-defined]  # it has described itself
+        answers = []
+        for server in self._while_joined(manager):
+            # It has described itself, so it has `probe`.
+            answers.append(server.probe(tokens))  # type: ignore[attr-defined]
         self._comparison.require_same([read_json(ServerAnswer, answer) for answer in answers])
 
     def _while_joined(self, manager: ShardingManager | None) -> Iterator[VllmServer]:
-        """Yield the servers while the trainers are in the job of `manager`; raise ServerError once they have left it.
+        """Yield the servers while the trainers are in the job of `manager`; then raise ServerError.
 
-        After Ctrl-C the thread that calls servers still runs, and must not pause a server that generates for the next
-        job.
+        After Ctrl-C the thread that calls servers still runs, and must not pause a server that
+        generates for the next job.
         """
         for server in self._servers:
             if self._manager is not manager:
@@ -473,7 +473,7 @@ class WeightPublisher(Switch):
             yield server
 
     def _connected(self) -> ShardingManager:
-        """Return the switch with the servers; without one, invite them to a new job and plan. Collective."""
+        """Return the switch with the servers, or invite them to a new job and plan. Collective."""
         present = self._manager
         if present is not None:
             return present
@@ -503,9 +503,8 @@ class WeightPublisher(Switch):
                 job=self._job_name,
                 takes_over=self._takes_over,
             )
-            with self.job.agreement.phase(
-                phase
-            ):  # a rank may lack the token, or not reach the store
+            # A rank may lack the token, or not reach the store.
+            with self.job.agreement.phase(phase):
                 world = invitation.signed().world(self.job.rank)
             undo.push(functools.partial(refuse_meeting, world, world.meeting))
             calls = self._invite(invitation, counts, world)
@@ -536,7 +535,7 @@ class WeightPublisher(Switch):
     def _invite(
         self, invitation: Invitation, counts: Sequence[int], world: World
     ) -> list[BackgroundCall]:
-        """Send the invitations; `counts`: number of workers of each server. Only the first rank has servers."""
+        """Invite the servers, which the first rank has; `counts`: number of workers of each."""
         refuse = functools.partial(world.refuse, meeting=world.meeting)
         first = invitation.first_rank
         calls = []
@@ -549,7 +548,7 @@ class WeightPublisher(Switch):
         return calls
 
     def _agree_on_comparison(self) -> None:
-        """Exchange probe limits with servers that have joined, if the trainers can be compared. Collective."""
+        """Exchange probe limits with joined servers, if trainers can be compared. Collective."""
         if self._comparison.has_trainers():
             phase = "looking at what the servers compute"
             descriptions = self._call_servers(
@@ -566,7 +565,7 @@ class WeightPublisher(Switch):
             rendezvous.close()
 
     def _join(self, world: World) -> ExitStack:
-        """Join the job as a trainer and make the plan; set `_manager`. The returned stack undoes both."""
+        """Join the job as a trainer, plan, and set `_manager`; the returned stack undoes this."""
         with Ends() as undo:
             host = self.job.hosts[self.job.rank]
             job = Job.join(
@@ -583,15 +582,15 @@ class WeightPublisher(Switch):
                 within=self,
             )
             undo.callback(self._manager.close)
-            undo.callback(
-                setattr, self, "_manager", None
-            )  # if a server fails after all have joined
+            # If a server fails after all have joined.
+            undo.callback(setattr, self, "_manager", None)
             return undo.pop_all()
 
     def _call_servers(self, phase: str, call: Callable[[], _T]) -> _T:
-        """Run `call` on every rank; only the first rank has servers to call. Collective; all ranks raise its errors.
+        """Run `call` on every rank; only the first rank has servers to call.
 
-        A server may take longer to respond than ranks wait for each other, so the ranks meet every `_POLL_SECONDS`.
+        Collective; all ranks raise its errors. A server may take longer to respond than ranks wait
+        for each other, so the ranks meet every `_POLL_SECONDS`.
         """
         results: list[_T] = []
 
@@ -612,7 +611,7 @@ class WeightPublisher(Switch):
     def _recover(
         self, manager: ShardingManager, calls: Sequence[BackgroundCall], *, stays: bool
     ) -> None:
-        """Recover from a failed switch: training state is on the device, and the job ends unless all ranks are in it.
+        """Onload training state after a failed switch, and end the job unless all ranks are in it.
 
         Args:
             manager: switch with the servers.
@@ -664,7 +663,8 @@ class WeightPublisher(Switch):
         try:
             self._switch(self._connected(), State.INTERRUPTED, State.TRAIN)
         except BaseException as error:
-            # All ranks raise such an error together, so all may continue without the servers' memory.
+            # All ranks raise such an error together, so all may continue without the servers'
+            # memory.
             is_common = isinstance(error, HybridEngineError) and not isinstance(
                 error, DifferentCallsError
             )
@@ -676,7 +676,10 @@ class WeightPublisher(Switch):
             )
 
     def _leave_servers(self, interrupt: BaseException | None = None) -> None:
-        """Leave the job with the servers. `interrupt`: error because of which this rank leaves alone, if any."""
+        """Leave the job with the servers.
+
+        `interrupt`: error because of which this rank leaves alone, if any.
+        """
         ends = self._ends
         self._ends = ExitStack()
         manager = self._manager

@@ -1,18 +1,18 @@
-"""A server's worker: joins the trainers' job, is filled by their switches, and reports whether its weights are usable.
+"""A server's worker: joins the trainers' job, is filled by them, reports if weights are usable.
 
-    NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
-                                          ^------------------ withdrawn, or failed -------|
-    if trainers compare                 PARTIAL --committed by all--> UNCOMPARED --finished--> FILLED(version)
+    NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(v)
+                                          ^----------------- withdrawn, or failed -------|
+    if trainers compare            PARTIAL --committed by all--> UNCOMPARED --finished--> FILLED(v)
 
-    with release_weights: false         FILLED(version) --fill--> PARTIAL --committed by all--> FILLED(next version)
-                                               ^--failed before ---|---failed during or after the fill---> EMPTY
+    with release_weights: false    FILLED(v) --fill--> PARTIAL --committed by all--> FILLED(v + n)
+                                      ^--failed before ---|---failed in or after the fill---> EMPTY
 
-    on leaving or changing the job      weights that were FILLED stay, others are void. This happens when a trainer is
-                                        gone, or when other trainers invite the worker
+    on leaving or changing the job    weights that were FILLED stay, others are void. This happens
+                                      when a trainer is gone, or other trainers invite the worker
 
-A server belongs to the trainers that it joined last, even while it is in no job, until those have ended. The server
-checks `obstacle` before it generates: it is "" only in FILLED, also without a job if the last fill completed. A lost
-trainer ends a wait, never this process.
+A server belongs to the trainers that it joined last, even while it is in no job, until those have
+ended. The server checks `obstacle` before it generates: it is "" only in FILLED, also without a job
+if the last fill completed. A lost trainer ends a wait, never this process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class ServedWeights(InferenceWeights, Protocol):
     """Weights of a worker; each job assigns another rank."""
 
     def take_place(self, rank: int, *, keeps_memory: bool) -> None:
-        """Produce the layout of `rank` from now on; with `keeps_memory`, `release` does not free memory."""
+        """Produce the layout of `rank` from now on.
+
+        With `keeps_memory`, `release` does not free memory.
+        """
         ...
 
 
@@ -86,16 +89,18 @@ class WeightReceiver:
         self._ends = Ends()
 
     def join(self, invitation: Invitation) -> None:
-        """Join a job, and leave the previous one. Collective over all trainers and servers of the job.
+        """Join a job, and leave the previous one.
 
-        The weights do not change before the job's first switch. If the plan cannot be made, the error is raised, and
-        this worker is in no job. A refused invitation has no effect: StateError if the worker belongs to other trainers
-        that are still alive and the invitation does not take over; MessageError or ConfigError if it is invalid.
+        Collective over all trainers and servers of the job. The weights do not change before the
+        job's first switch. If the plan cannot be made, the error is raised, and this worker is in
+        no job. A refused invitation has no effect: StateError if the worker belongs to other
+        trainers that are still alive and the invitation does not take over; MessageError or
+        ConfigError if it is invalid.
         """
         if self._index >= invitation.num_workers:
             raise StateError(
-                f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of it. "
-                "Count the workers of all replicas",
+                f"worker {self._index} was invited to a job that counts {invitation.num_workers} "
+                "workers of it. Count the workers of all replicas",
                 code="worker-count-differs",
             )
         config = invitation.config()
@@ -117,8 +122,9 @@ class WeightReceiver:
                 "close its earlier worker or publisher" if is_same_process else "end these trainers"
             )
             raise StateError(
-                f"this server belongs to job {owner.job}, whose trainers are alive{where}, but job {invitation.job} "
-                f"invites it: {remedy}, name another server, or take this one: generate_config.server_take_over",
+                f"this server belongs to job {owner.job}, whose trainers are alive{where}, "
+                f"but job {invitation.job} invites it: {remedy}, name another server, "
+                "or take this one: generate_config.server_take_over",
                 code="server-is-taken",
             )
         self.leave()
@@ -148,15 +154,17 @@ class WeightReceiver:
         )
 
     def switch(self, update: Update) -> None:
-        """Take part in a switch. Collective over all trainers and servers of the job; see `ShardingManager.enter`.
+        """Take part in a switch.
 
-        Raises StateError if this worker is not in the update's job. If the switch fails, the weights are void unless
-        they were not touched yet.
+        Collective over all trainers and servers of the job; see `ShardingManager.enter`. Raises
+        StateError if this worker is not in the update's job. If the switch fails, the weights are
+        void unless they were not touched yet.
         """
         manager = self._manager
         if manager is None or update.name != self._name:
             raise StateError(
-                "this worker is not in the job that requests a switch: it was lost or restarted. Publish again",
+                "this worker is not in the job that requests a switch: "
+                "it was lost or restarted. Publish again",
                 code="not-in-job",
             )
         target = State(update.to)
@@ -176,14 +184,15 @@ class WeightReceiver:
             self.holds = before
 
     def finish(self) -> None:
-        """End an update: trainers that compare have found that this worker computes what they compute."""
+        """End an update: trainers found that this worker computes what they compute."""
         if self.holds is Holds.UNCOMPARED:
             self.holds = Holds.FILLED
 
     def obstacle(self, also_uncompared: bool = False) -> str:
         """Return the reason for which the weights must not be used, or "".
 
-        `also_uncompared`: allow weights that trainers have not compared yet, for the comparison itself.
+        `also_uncompared`: allow weights that trainers have not compared yet, for the comparison
+        itself.
         """
         is_whole = self.holds is Holds.FILLED or (
             also_uncompared and self.holds is Holds.UNCOMPARED

@@ -1,4 +1,4 @@
-"""Null objects for the side that a process does not have, if trainers and servers are separate processes."""
+"""Null objects for the side that a process lacks if trainers and servers are separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hybrid_engine.records.layout import Extent, Layout
 
 
 class NoTraining:
-    """Trainer without weights or state, for a server's process; implements `ports.Trainer` and its weights."""
+    """Trainer without weights or state, for a server's process.
+
+    Implements `ports.Trainer` and its weights.
+    """
 
     unserved: Collection[str] = ()
     frozen: Collection[str] = ()

@@ -1,47 +1,54 @@
 """The switch between training and inference on one set of devices.
 
-    sharding_manager.py   ShardingManager: order of a switch, recovery from failures; the base class with
-                          `rollout_context` etc. of HybridEngine and ActorHybridWorker
+    sharding_manager.py   ShardingManager: order of a switch, recovery from failures; the base class
+                          of HybridEngine and ActorHybridWorker, with `rollout_context` etc.
       states.py             states, the training state that each needs, contexts, and user hooks
       report.py             ReshardReport, and the tally from which it is built
-    prefetch.py           training state onloaded ahead of the switch, while the last sequences are generated
+    prefetch.py           training state onloaded ahead of the switch, while the last sequences are
+                          generated
     setup.py              set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   inference weights: empty -> filled bucket by bucket -> released
     incremental.py        buckets that need not be sent, because the inference side still holds them
     release_fence.py      release of training memory as soon as all ranks of the host have read it
-    verifier.py           `generate_config.verify`: vLLM's weights compared with training's during the fill; check of
-                          values that a cast would make infinite
-    logprob_check.py      `generate_config.check_compute`: vLLM's log-probabilities compared with the trainer's
+    verifier.py           `generate_config.verify`: vLLM's weights compared with training's during
+                          the fill; check of values that a cast would make infinite
+    logprob_check.py      `generate_config.check_compute`: vLLM's log-probabilities compared with
+                          the trainer's
 
 Set-up, once, on every rank:
 
-    1  gather_side          training layouts of all ranks                             (by assembly.py, or in 2)
+    1  gather_side             training layouts of all ranks (by assembly.py, or in 2)
     2  setup.connect           the other layouts and handles; plan; groups; transports; container
-    3  start: InferenceWeights.release, Offloader.onload                                 state TRAIN
+    3  start                   InferenceWeights.release, Offloader.onload; state TRAIN
 
-A switch to INFER. Every step is a phase that all ranks leave together. Right: what is on the device afterwards.
+A switch to INFER. Every step is a phase that all ranks leave together. Right: what is on the device
+afterwards.
 
-    0  LogprobCheck.probe_trainer the trainer's log-probabilities of a few tokens, if due
-    1  offload                 gradients and optimizer state                             parameters
-    2  prepare, check          pending gathers finish; NaN, overflow refused              parameters
+    0  LogprobCheck.probe_trainer: the trainer's log-probabilities of a few tokens, if due
+    1  offload                 gradients and optimizer state                   parameters
+    2  prepare, check          pending gathers finish; NaN, overflow refused   parameters
     3  WeightContainer.begin   on all ranks, before any of them fills
        WeightContainer.fill    for each bucket:
-         allocate                                                                        + one bucket of inference
-         TransportSet.run        read, transfer, write; the next bucket's messages start
+         allocate                memory of inference                           + the bucket
+         TransportSet.run        read, transfer, write; the next
+                                 bucket's messages start
          Verification.filled     digests of both sides, with `verify`
-         ReleaseFence.sent       all ranks of the host have read the previous bucket     - that bucket of parameters
+         ReleaseFence.sent       all ranks of the host have read the           - the previous bucket
+                                 previous bucket                                 of parameters
          commit                  the engine's post-load processing
-       finish_fill, trim       staging memory is freed                                   inference weights
+       finish_fill, trim       staging memory is freed                         inference weights
        Verification.conclude   digests travel and are compared
-    4  offload                 the rest of the parameters                                inference weights
+    4  offload                 the rest of the parameters                      inference weights
     5  wake_kv_cache, reset_caches
        LogprobCheck.compare    vLLM's log-probabilities of the same tokens, after 0
 
-With `prefetch: auto`, optimizer state is copied during 1 to 3 and released in 4, or before 3 if its memory is needed.
+With `prefetch: auto`, optimizer state is copied during 1 to 3 and released in 4, or before 3 if its
+memory is needed.
 
-The switch back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3, then `restore`.
+The switch back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3,
+then `restore`.
 
-To change what is on the device in a state, edit states.py; for a phase of a switch, or how a fence waits,
-sharding_manager.py (the fences' group, created in setup.py, has the job's timeout: a longer wait needs a longer timeout
-there too); for the text of the report, report.py.
+To change what is on the device in a state, edit states.py; for a phase of a switch, or how a fence
+waits, sharding_manager.py (the fences' group, created in setup.py, has the job's timeout: a longer
+wait needs a longer timeout there too); for the text of the report, report.py.
 """

@@ -1,13 +1,13 @@
-"""Selection of the buckets that a switch must send, given the weights that the inference side still holds.
+"""Selection of the buckets that a switch must send, by the weights that inference still holds.
 
 digests of this rank's training weights -->
-                                            reasons to send each bucket, OR-ed over all ranks; the rest is skipped
-live weight groups on this rank         -->
+                                            reasons to send each bucket, OR-ed over all ranks;
+live weight groups on this rank         --> the rest is skipped
 
 leaving INFER   kept      buckets that stay, within the memory bound
 next switch     digests   of the bytes to be read
                 reasons   of this rank  ->  Agreement.any_of  ->  next: a Selection
-                forget    nothing counts as delivered during a fill, or after a fill that did not complete
+                forget    nothing counts as delivered during a fill, or after an incomplete fill
                 note      the fill succeeded on every rank
 """
 
@@ -26,7 +26,10 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import WeightContainer
 
 Digests = Sequence[tuple[int, ...]]
-"""Bucket -> digest of each contiguous run of its bytes on this rank; empty if the rank holds none of its tensors."""
+"""Bucket -> digest of each contiguous run of its bytes on this rank.
+
+Empty if the rank holds none of its tensors.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Selection:
         whole: no message is a delta, because some rank may not hold the previous weights.
         digests: digests of this rank's training weights.
         skipped: indexes of buckets that all ranks skip.
-        unread: parts of this rank's training buffers that are not read as a result; they may be released at once.
+        unread: parts of this rank's training buffers that are not read as a result; they may be
+            released at once.
         releases: parts that may be released after each remaining bucket.
     """
 
@@ -49,17 +53,18 @@ class Selection:
 
 
 class Incremental:
-    """One rank's record of delivered weights. No collectives: the caller combines the ranks' reasons.
+    """One rank's record of delivered weights.
 
-    Ranks that receive the same flags keep the same buckets.
+    No collectives: the caller combines the ranks' reasons. Ranks that receive the same flags keep
+    the same buckets.
 
     Args:
         buckets: buckets of the plan.
         source: this rank's training layout.
         groups: this rank's groups of inference weights.
         residency: bound on the inference weights that may stay.
-        frozen: tensors that no optimizer step is expected to change; their buckets are preferred for staying from the
-            start.
+        frozen: tensors that no optimizer step is expected to change; their buckets are preferred
+            for staying from the start.
     """
 
     def __init__(
@@ -104,19 +109,25 @@ class Incremental:
         return digests
 
     def note_departure(self, departure: object | None, selection: Selection) -> None:
-        """Record that the weights of this selection have left the device unchanged (`Offloader.departure`)."""
+        """Record that the weights of this selection have left the device unchanged.
+
+        `Offloader.departure` identifies the offload.
+        """
         self._departed = (departure, selection.digests)
 
     def digests_since(self, departure: object | None) -> Digests | None:
-        """Return digests of parameters that have been off the device since `departure`; None for any other."""
+        """Return digests of parameters that have been off the device since `departure`.
+
+        None for another departure, and without any.
+        """
         noted, digests = self._departed
         return digests if departure is not None and departure is noted else None
 
     def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
         """Return this rank's reasons to send, as flags.
 
-        The first flag of each bucket: its bytes changed. After these, another flag of each bucket: a group of it is not
-        live. The last flag: this rank cannot apply deltas.
+        The first flag of each bucket: its bytes changed. After these, another flag of each bucket:
+        a group of it is not live. The last flag: this rank cannot apply deltas.
 
         Args:
             digests: digests of this rank's training weights.
@@ -160,11 +171,14 @@ class Incremental:
         self._delivered = selection.digests
 
     def forget(self) -> None:
-        """Make the next switch send everything, without deltas, unless a selection is noted first."""
+        """Make the next switch send everything, without deltas, unless a selection is noted."""
         self._delivered = None
 
     def kept(self) -> frozenset[int]:
-        """Return the buckets that stay while the devices train: least often changed first, then in plan order."""
+        """Return the buckets that stay while the devices train, by how often they changed.
+
+        The least often changed come first, then plan order decides.
+        """
         preferred = sorted(range(len(self._buckets)), key=self._num_changes.__getitem__)
         return self._residency.kept(preferred)
 
@@ -184,7 +198,10 @@ class Incremental:
         return self._residency.nbytes_of(buckets)
 
     def _schedule(self, skipped: Collection[int]) -> Sequence[Releases]:
-        """Return this rank's training memory to release: of skipped buckets first, then after each other bucket."""
+        """Return this rank's training memory to release after each bucket.
+
+        That of skipped buckets goes first.
+        """
         first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
         rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
         return release_schedule(self._shards, [first, *rest])

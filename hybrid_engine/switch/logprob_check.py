@@ -1,13 +1,15 @@
 """`generate_config.check_compute`: vLLM's log-probabilities compared with the trainer's.
 
-    set-up           all ranks exchange the window, softcap, scale and rotary frequencies of every layer, read from
-                     the live modules, and agree on a probe length; if a side cannot be probed, the log has the reason
+    set-up           all ranks exchange the window, softcap, scale and rotary frequencies of every
+                     layer, read from the live modules, and agree on a probe length; if a side
+                     cannot be probed, the log has the reason
     probe_trainer    the trainer's forward pass, before any state leaves the device
     compare          vLLM's log-probabilities of the same tokens, once vLLM can generate
 
-`verify` shows that the bits arrived. How each side computes with them depends on its settings, and a setting that one
-side ignores changes nothing in training, switching or verification. Log-probabilities of fixed tokens reveal it unless
-its effect needs longer sequences or is below rounding; therefore the layers are compared as well.
+`verify` shows that the bits arrived. How each side computes with them depends on its settings, and
+a setting that one side ignores changes nothing in training, switching or verification.
+Log-probabilities of fixed tokens reveal it unless its effect needs longer sequences or is below
+rounding; therefore the layers are compared as well.
 """
 
 from __future__ import annotations
@@ -57,18 +59,27 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 0.03,
     torch.bfloat16: 0.1,
 }
-"""Dtype of the coarser side -> difference explained by rounding, as a fraction of the standard deviation of the
-trainer's log-probabilities. Two unrelated functions differ by about one standard deviation; see docs/failures.md."""
+"""Dtype of the coarser side -> difference explained by rounding.
+
+The difference is a fraction of the standard deviation of the trainer's log-probabilities. Two
+unrelated functions differ by about one standard deviation; see docs/failures.md.
+"""
 
 LEAST_SPREAD = 0.2
-"""Minimum standard deviation in nats. An untrained model gives all tokens nearly the same log-probability, and its
-rounding errors are as large as those of a trained model."""
+"""Minimum standard deviation in nats.
+
+An untrained model gives all tokens nearly the same log-probability, and its rounding errors are as
+large as those of a trained model.
+"""
 
 _NUM_NAMED = 12
 """Maximum number of settings in a message."""
 
 _MISMATCH = "vLLM does not compute what the trainer computes"
-_REMEDY = "Make the model and its config.json agree, or set generate_config.check_compute: off to skip this check"
+_REMEDY = (
+    "Make the model and its config.json agree, "
+    "or set generate_config.check_compute: off to skip this check"
+)
 _PHASE = "looking at what can be compared"
 
 
@@ -82,7 +93,10 @@ class _Layers:
 
 @dataclass(frozen=True)
 class _RankDescription:
-    """Probe limits (trainer, inference) and layers of one rank, exchanged before anything is compared."""
+    """Probe limits (trainer, inference) and layers of one rank.
+
+    They are exchanged before anything is compared.
+    """
 
     limits: tuple[ProbeLimits, ProbeLimits]
     trainer: tuple[_Layers, ...]
@@ -102,15 +116,15 @@ class ProbingTrainer:
     """Base class of a check that runs the trainer's forward pass in any state of the devices.
 
     Attributes:
-        is_probing: True while the trainer computes for the check; guards then let it pass. A switch resets it at its
-            start because an interrupt may leave it set.
+        is_probing: True while the trainer computes for the check; guards then let it pass. A switch
+            resets it at its start because an interrupt may leave it set.
     """
 
     is_probing = False
 
     @contextmanager
     def _probing(self, device: torch.device) -> Iterator[None]:
-        """Let the trainer compute inside the context, and restore the state of random generators afterwards."""
+        """Let the trainer compute inside, and restore random generators afterwards."""
         devices = [device] if device.type == "cuda" else []
         self.is_probing = True
         try:
@@ -162,9 +176,10 @@ class LogprobCheck(ProbingTrainer):
             self._trained = self._probe.trainer.probe(self._probe.tokens)
 
     def compare(self, tally: SwitchTally) -> None:
-        """Run vLLM's forward pass and compare, if `probe_trainer` was called before. vLLM must be able to generate.
+        """Run vLLM's forward pass and compare, if `probe_trainer` was called before.
 
-        Raises ComputationError on ranks on which the two sides differ by more than rounding.
+        vLLM must be able to generate. Raises ComputationError on ranks on which the two sides
+        differ by more than rounding.
         """
         probe = self._probe
         trained = self._trained
@@ -190,8 +205,8 @@ class LogprobCheck(ProbingTrainer):
     def _agree(self) -> _JobProbe | None:
         """Compare the layers of both sides, and choose the tokens of the probe.
 
-        Returns None, and logs the reason, if any rank of either side cannot be probed. Raises ComputationError on all
-        ranks with every difference between layers.
+        Returns None, and logs the reason, if any rank of either side cannot be probed. Raises
+        ComputationError on all ranks with every difference between layers.
         """
         trainer = self._trainer
         inference = self._inference
@@ -215,7 +230,8 @@ class LogprobCheck(ProbingTrainer):
             if uncovered:
                 self._log(
                     logging.INFO,
-                    "log-probabilities of %d tokens are compared; for windows of %d tokens and more, settings alone",
+                    "log-probabilities of %d tokens are compared; "
+                    "for windows of %d tokens and more, settings alone",
                     length,
                     min(uncovered),
                 )
@@ -267,9 +283,9 @@ class Gap:
     def median(self) -> float:
         """Median difference in nats, of the block of `LENGTH` positions in which it is largest.
 
-        Blocks, because an effect of long sequences moves only the later positions. The median, because rounding may
-        route a token to another expert of nearly equal score, which moves single tokens by about one nat, whereas a
-        different function moves all tokens.
+        Blocks, because an effect of long sequences moves only the later positions. The median,
+        because rounding may route a token to another expert of nearly equal score, which moves
+        single tokens by about one nat, whereas a different function moves all tokens.
         """
         num_blocks = -(-self.tokens.shape[1] // LENGTH)
         blocks = self._differences.chunk(num_blocks, dim=1)
@@ -302,9 +318,10 @@ class Gap:
         by_trainer = self.trained.log_probs[row, column].item()
         by_vllm = self.served.log_probs[row, column].item()
         return (
-            f"log-probabilities of {differences.numel()} tokens are {self.median:.3g} nats apart (median), rounding of "
-            f"{dtype} explains {self.tolerance:g}; furthest apart is token {token_id} at "
-            f"position {column + 1} of sequence {row}, {by_trainer:.4f} by the trainer and {by_vllm:.4f} by vLLM"
+            f"log-probabilities of {differences.numel()} tokens are {self.median:.3g} "
+            f"nats apart (median), rounding of {dtype} explains {self.tolerance:g}; "
+            f"furthest apart is token {token_id} at position {column + 1} of sequence {row}, "
+            f"{by_trainer:.4f} by the trainer and {by_vllm:.4f} by vLLM"
         )
 
 
@@ -316,7 +333,7 @@ def limits_of(side: object) -> ProbeLimits:
 
 
 def max_length_of(limits: Sequence[ProbeLimits]) -> int | None:
-    """Return the maximum sequence length in tokens that all sides can compute; None if unlimited."""
+    """Return the maximum length in tokens that all sides can compute; None if unlimited."""
     return min((limit.max_length for limit in limits if limit.max_length is not None), default=None)
 
 
@@ -324,9 +341,10 @@ def tokens_within(
     limits: Sequence[ProbeLimits],
     windows: Collection[int] = (),
 ) -> tuple[str, torch.Tensor | None]:
-    """Return ("", token ids [B, L]) that all sides can compute, or (reason, None). Every job gets the same ids.
+    """Return ("", token ids [B, L]) that all sides can compute, or (reason, None).
 
-    Sequences are `LENGTH` tokens longer than the longest of `windows` that fits within the limits.
+    Every job gets the same ids. Sequences are `LENGTH` tokens longer than the longest of `windows`
+    that fits within the limits.
     """
     refusal = next((limit.refusal for limit in limits if limit.refusal), "")
     if refusal:

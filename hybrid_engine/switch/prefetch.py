@@ -1,8 +1,10 @@
-"""Prefetch of training state ahead of the switch, while the last sequences of a rollout are generated.
+"""Prefetch of training state before the switch, while a rollout's last sequences are generated.
 
-    kinds     those needed by the state that followed the last rollout: parameters first, then optimizer state.
-              Gradients are not prefetched: they come back as zeros, so there is no copy to save
-    amount    as much as stays within the highest peak so far, or prefetch_mb; on CUDA at most the free memory
+    kinds     those needed by the state that followed the last rollout: parameters first, then
+              optimizer state. Gradients are not prefetched: they come back as zeros, so there is no
+              copy to save
+    amount    as much as stays within the highest peak so far, or prefetch_mb; on CUDA at most the
+              free memory
 
 Each rank starts when its replica is nearly done; nothing here is collective.
 """
@@ -57,13 +59,14 @@ class Prefetcher:
         # Bytes of CUDA contexts, communicators and other memory that is never offloaded.
         self._overhead = taken_before - resident_nbytes(offloader)
         self._highest_peak = 0
-        # FORWARD needs the least of all states that train, so the first guess prefetches nothing in vain.
+        # FORWARD needs the least of all states that train, so the first guess prefetches nothing in
+        # vain.
         self._next_state = State.FORWARD
         self.nbytes = 0
         self.peak = 0
 
     def switched(self, before: State, target: State, peak: int) -> None:
-        """Record a switch and its peak in bytes; the switch's report counts the prefetched bytes."""
+        """Record a switch and its peak in bytes; its report counts the prefetched bytes."""
         if before is State.INFER:
             self._next_state = target
         self._highest_peak = max(self._highest_peak, peak)

@@ -1,25 +1,27 @@
 """Release of training memory, bucket by bucket, while inference memory is allocated.
 
-    before bucket 0        copies of all buckets to host memory start, if they can run asynchronously
-    run bucket b           then fence b starts, then bucket b is committed
-    run bucket b + 1       then fence b ends, and the device memory of bucket b is released
+    before bucket 0     copies of all buckets to host memory start, if they can run asynchronously
+    run bucket b        then fence b starts, then bucket b is committed
+    run bucket b + 1    then fence b ends, and the device memory of bucket b is released
 
-A fence ends when every rank of the host has read what it needs of a bucket; it runs during the transfer of the next
-bucket. A rank therefore holds at most its training weights without the buckets before the last one, plus the inference
-weights so far. Ranks of other hosts take no part: what they need of this rank's memory, this rank has copied into
-messages itself. `ranks/agreement.py` keeps the hosts within a few buckets of each other.
+A fence ends when every rank of the host has read what it needs of a bucket; it runs during the
+transfer of the next bucket. A rank therefore holds at most its training weights without the buckets
+before the last one, plus the inference weights so far. Ranks of other hosts take no part: what they
+need of this rank's memory, this rank has copied into messages itself. `ranks/agreement.py` keeps
+the hosts within a few buckets of each other.
 
-If trainer and server are separate processes on one device, a completed read does not imply that the memory was
-released. There a fence means both: the bucket was read, and the previous one was released. A rank that only allocates
-waits for the fence before it allocates more, so the device holds as much as with a single process:
+If trainer and server are separate processes on one device, a completed read does not imply that the
+memory was released. There a fence means both: the bucket was read, and the previous one was
+released. A rank that only allocates waits for the fence before it allocates more, so the device
+holds as much as with a single process:
 
     trainer     fence b - 1 ends   b - 1 is released   fence b starts ...
     server      reads b            fence b starts and ends   commit b   allocate b + 1
 
-If a rank fails, all ranks of its host must still start the same fences; otherwise the next switch would receive the
-leftover ones. Each rank starts fences up to the one after the first that carries a failure, because no rank can observe
-the failure later than that. Ranks of other hosts learn of the failure from messages that they wait for, or from the
-watch at the next bucket.
+If a rank fails, all ranks of its host must still start the same fences; otherwise the next switch
+would receive the leftover ones. Each rank starts fences up to the one after the first that carries
+a failure, because no rank can observe the failure later than that. Ranks of other hosts learn of
+the failure from messages that they wait for, or from the watch at the next bucket.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class ReleaseFence:
         pace: pace of the switch's phase.
         offloader: offloader of the parameters.
         buffers: parameter buffers by name; empty if this rank has no training side.
-        schedule: index of each bucket that is filled, in order -> parts to release once it was read.
+        schedule: index of each bucket that is filled, in order -> parts to release once it was
+            read.
         before_release: called before each release with the bytes released so far.
         is_apart: some rank of the job has one side only; the same on all ranks.
 
@@ -89,7 +92,8 @@ class ReleaseFence:
         self._is_apart = is_apart
         self._only_allocates = is_apart and not buffers
         self.released_nbytes = 0
-        # Started fences in bucket order: the group's number of the operation, and the tensor that it reduces in place.
+        # Started fences in bucket order: the group's number of the operation, and the tensor that
+        # it reduces in place.
         self._fences: list[tuple[int, torch.Tensor]] = []
         self._num_ended = 0
         self._first_failed: int | None = None  # number of the first fence that carried a failure
@@ -110,7 +114,8 @@ class ReleaseFence:
 
         Releases the bucket before it. A rank that only allocates waits for the fence instead.
 
-        Raises PeerTransportError if another rank failed, TransportError if a rank does not arrive in time.
+        Raises PeerTransportError if another rank failed, TransportError if a rank does not arrive
+        in time.
         """
         assert index == self._buckets[len(self._fences)]
         self._pace.reach(len(self._fences))
@@ -146,13 +151,17 @@ class ReleaseFence:
             return
         if self._first_failed is None:
             self._first_failed = len(self._fences)
-        # The fence after the first failed one is the last in which any rank can observe the failure.
+        # The fence after the first failed one is the last in which any rank can observe the
+        # failure.
         num_expected = min(self._first_failed + 2, len(self._buckets))
         while len(self._fences) < num_expected:
             self._start(failed=True)
 
     def drain(self) -> None:
-        """Wait until all started fences have ended. Called after `abandon`, once the transports are abandoned too."""
+        """Wait until all started fences have ended.
+
+        Called after `abandon`, once the transports are abandoned too.
+        """
         while self._num_ended < len(self._fences):
             self._wait()
 
@@ -163,8 +172,8 @@ class ReleaseFence:
             self._fences.append((self._group.begin_maximum(status), status))
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {self._buckets[len(self._fences)]}, phase release: the ranks' group is gone "
-                f"({plain_text(error)}); the job cannot go on",
+                f"bucket {self._buckets[len(self._fences)]}, phase release: "
+                f"the ranks' group is gone ({plain_text(error)}); the job cannot go on",
                 code="rank-group-is-gone",
             ) from error
 
@@ -194,8 +203,9 @@ class ReleaseFence:
                 self._group.end_maximum(operation, self._pace.ended)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {self._buckets[number]}, phase release: not every rank read it: {plain_text(error)}. If they "
-                "are only slow, raise generate_config.timeout_seconds",
+                f"bucket {self._buckets[number]}, phase release: "
+                f"not every rank read it: {plain_text(error)}. If they are only slow, "
+                "raise generate_config.timeout_seconds",
                 code="fence-timed-out",
             ) from error
         value = int(status.item())

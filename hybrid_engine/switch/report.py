@@ -22,38 +22,44 @@ logger = logging.getLogger("hybrid_engine")
 class ReshardReport:
     """Results of one switch on this rank.
 
-    If trainers and servers are separate processes, all of the byte counts of the fill are sums over all ranks.
+    If trainers and servers are separate processes, all of the byte counts of the fill are sums over
+    all ranks.
 
     Attributes:
         direction: states before and after, such as "train->infer".
         version: number of optimizer steps the weights had taken.
         seconds: wall-clock time of the switch.
-        seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the device), offload, onload,
-            prepare, check, begin, fill (of which allocate, read, transfer, write, commit), release, resume; each
-            includes its wait for the slowest rank. verify: digests, computed during the fill, and their comparison.
-            compute: both sides' forward passes for `check_compute`.
+        seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the
+            device), offload, onload, prepare, check, begin, fill (of which allocate, read,
+            transfer, write, commit), release, resume; each includes its wait for the slowest rank.
+            verify: digests, computed during the fill, and their comparison. compute: both sides'
+            forward passes for `check_compute`.
         bytes_received: bytes from other ranks, except ranks on the same device.
         bytes_own: bytes copied inside this rank or its device.
         bytes_least: lower bound of `bytes_received` over all plans.
-        bytes_across_hosts: part of `bytes_received` that came from other hosts. Bytes that several ranks of a host need
-            reach one of them, and count there; the others read them from that rank.
+        bytes_across_hosts: part of `bytes_received` that came from other hosts. Bytes that several
+            ranks of a host need reach one of them, and count there; the others read them from that
+            rank.
         bytes_by_transport: transport -> bytes from other ranks.
         pairs_by_transport: transport -> number of ranks that sent them.
-        bytes_offloaded, bytes_onloaded: device memory released and taken again, including prefetched state. Gradients
-            count, although they are dropped; everything else is copied to the host and back.
+        bytes_offloaded, bytes_onloaded: device memory released and taken again, including
+            prefetched state. Gradients count, although they are dropped; everything else is copied
+            to the host and back.
         bytes_prefetched: part of `bytes_onloaded` that was onloaded ahead of the switch.
-        seconds_hidden: time of copies between device and host that overlapped with other work of this rank.
+        seconds_hidden: time of copies between device and host that overlapped with other work of
+            this rank.
         peak_bytes: maximum of training and inference state on the device during the switch.
         bytes_suspended: memory of the trainer's communicators, released until the switch back.
-        bytes_skipped: bytes not read because the inference side has them from an earlier switch; `bytes_least` does not
-            include them.
+        bytes_skipped: bytes not read because the inference side has them from an earlier switch;
+            `bytes_least` does not include them.
         bytes_kept: inference weights that stay on the device during training, for later switches.
-        messages_delta, messages_whole: messages that this rank sent with `incremental: delta`, as positions and values
-            of changes, or whole. A delta's bytes count as received, so `bytes_received` may be below `bytes_least`.
+        messages_delta, messages_whole: messages that this rank sent with `incremental: delta`, as
+            positions and values of changes, or whole. A delta's bytes count as received, so
+            `bytes_received` may be below `bytes_least`.
         density: changed share of the 2-byte units that were compared for deltas; None if none were.
         bytes_of_copies: host memory of the copies that this rank keeps to compute deltas.
-        staging_bytes: memory of messages in flight, in addition to `peak_bytes`: on the device with NCCL, on the host
-            with gloo.
+        staging_bytes: memory of messages in flight, in addition to `peak_bytes`: on the device with
+            NCCL, on the host with gloo.
         tensors_verified: canonical tensors that were compared.
         bytes_verified: bytes of both sides read on this rank for digests.
         bytes_of_digests: bytes of digests received.
@@ -102,8 +108,10 @@ class ReshardReport:
         verified = ""
         if self.tensors_verified:
             verified = (
-                f", verified={self.tensors_verified} tensors, {self.bytes_verified / 1e9:.6f} GB read, "
-                f"{self.bytes_of_digests} bytes of digests in {self.seconds_by_phase['verify']:.3f} s"
+                f", verified={self.tensors_verified} tensors, "
+                f"{self.bytes_verified / 1e9:.6f} GB read, "
+                f"{self.bytes_of_digests} bytes of digests "
+                f"in {self.seconds_by_phase['verify']:.3f} s"
             )
         num_messages = self.messages_delta + self.messages_whole
         if num_messages:
@@ -118,9 +126,11 @@ class ReshardReport:
             if nbytes:
                 ways += f", {name} {nbytes / 1e9:.6f} GB"
         return (
-            f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
-            f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
-            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}{verified}"
+            f"[Reshard] direction={self.direction} version={self.version} "
+            f"duration={self.seconds:.3f} s, "
+            f"transferred={self.bytes_received / 1e9:.6f} GB "
+            f"(least possible {self.bytes_least / 1e9:.6f} GB), {rate:.3f} GB/s, "
+            f"peak={self.peak_bytes / 1e9:.6f} GB{ways}{verified}"
         )
 
 
@@ -141,7 +151,10 @@ class SwitchTally:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's time to the phase, unless the block raises. A phase may occur several times."""
+        """Add the block's time to the phase, unless the block raises.
+
+        A phase may occur several times.
+        """
         started = time.perf_counter()
         with span(phase):
             yield

@@ -1,17 +1,21 @@
 """Set-up of the switch: ranks exchange their layouts, make the plan and connect the transports.
 
-    1  gather_side      training layouts of all ranks, once: by assembly.py, which orders the ranks by them, or here
-    2  peer access      test on which hosts ranks can read each other's memory. It fails if ranks belong to several
-                        users, or GPUs cannot reach each other. Discovered during a switch that would be an error;
-                        discovered here, the ranks of that host send messages
-       share            inference layouts, and the hosts that can relay: they receive messages for many ranks once
-       host_groups      handles of exported buffers, among the ranks of a host
-    3  plan             on every rank from the same records; each rank keeps its part
-    4  is_same          digests of the plans must be equal; then handles of relay buffers are exchanged
-    5  connect          process groups, transports, the container to be filled
+    1  gather_side    training layouts of all ranks, once: by assembly.py, which orders the ranks by
+                      them, or here
+    2  peer access    test on which hosts ranks can read each other's memory. It fails if ranks
+                      belong to several users, or GPUs cannot reach each other. Discovered during a
+                      switch that would be an error; discovered here, the ranks of that host send
+                      messages
+       share          inference layouts, and the hosts that can relay: they receive messages for
+                      many ranks once
+       host_groups    handles of exported buffers, among the ranks of a host
+    3  plan           on every rank from the same records; each rank keeps its part
+    4  is_same        digests of the plans must be equal; then relay buffers' handles are exchanged
+    5  connect        process groups, transports, the container to be filled
 
-ShardingManager calls this once. A program with another destination, such as a second Megatron model, calls it too.
-Memory: during set-up, the records of all ranks; afterwards, this rank's plan and its relay buffers, if any.
+ShardingManager calls this once. A program with another destination, such as a second Megatron
+model, calls it too. Memory: during set-up, the records of all ranks; afterwards, this rank's plan
+and its relay buffers, if any.
 """
 
 from __future__ import annotations
@@ -70,13 +74,15 @@ class Connection:
 
     Attributes:
         plan: this rank's plan.
-        releases: bucket -> parts of this rank's training buffers to release once all ranks have read the bucket.
+        releases: bucket -> parts of this rank's training buffers to release once all ranks have
+            read the bucket.
         router: transports, connected for the plan.
         container: inference weights, filled through the router.
         fence_group: ranks of this host, for the fences of a switch (release_fence.py).
         verifier: verifies each switch; None without `generate_config.verify`.
         incremental: record of delivered weights; None without `generate_config.incremental`.
-        ranges: check of values that are sent in another dtype; None without `generate_config.check_nan`.
+        ranges: check of values that are sent in another dtype; None without
+            `generate_config.check_nan`.
         is_apart: some rank of the job has one side only.
     """
 
@@ -91,7 +97,7 @@ class Connection:
     is_apart: bool = False
 
     def check_values(self, training: TrainingWeights, selection: Selection) -> None:
-        """Raise WeightError for values that are NaN or infinite, or become so in the dtype in which they are sent."""
+        """Raise WeightError for values that are NaN or infinite, or would be in the sent dtype."""
         training.check_values(selection.unread)
         if self.ranges is not None:
             self.ranges.require(training)
@@ -112,13 +118,19 @@ class Offer(Record, frozen=True):
 
 
 _Handles = tuple[dict[str, BufferHandle], dict[str, DeviceHandle]]
-"""Buffers of one rank that other ranks of its host can map: name -> handle, one mapping per kind of handle."""
+"""Buffers of one rank that other ranks of its host can map.
+
+Name -> handle, one mapping per kind of handle.
+"""
 
 _HANDLE_KINDS = (BufferHandle, DeviceHandle)
 
 
 def gather_side(job: Job, weights: WeightAdaptor) -> Side:
-    """Gather one side's layouts from all ranks. Collective. Raises ParameterMismatchError on the rank at fault."""
+    """Gather one side's layouts from all ranks.
+
+    Collective. Raises ParameterMismatchError on the rank at fault.
+    """
     with job.agreement.phase("layout"):
         layout = layout_messages(weights.layout())
     numbers, messages = job.agreement.share(layout, "exchange of layouts")
@@ -146,13 +158,14 @@ def connect(
         config: transport, bucket size and timeout; the same on all ranks.
         owner: receives the callbacks that close everything created here.
         may_stay_unread: source tensors that no destination needs to read.
-        frozen: with `config.incremental`, returns this rank's tensors that no optimizer step changes; they get separate
-            buckets.
+        frozen: with `config.incremental`, returns this rank's tensors that no optimizer step
+            changes; they get separate buckets.
         source_side: training layouts of all ranks, if known (`gather_side`).
         timed: called with "layout" and "plan" to time them; by default nothing is timed.
 
-    Raises on all ranks: PlanError with every inconsistency of the two sides; ConfigError if the transport cannot carry
-    the plan, or if the job has another device or timeout; DeviceMemoryError if relay buffers do not fit.
+    Raises on all ranks: PlanError with every inconsistency of the two sides; ConfigError if the
+    transport cannot carry the plan, or if the job has another device or timeout; DeviceMemoryError
+    if relay buffers do not fit.
     """
     fence_group = job.new_host_group(owner)
     with timed("layout"):
@@ -162,7 +175,8 @@ def connect(
             _require_device(job, buffers)
         reasons = hosts_without_access(job, config, fence_group)
         shares_memory = job.hosts[job.rank] not in reasons
-        # One rank per host logs; so does a rank without training weights, because its log may be a server's.
+        # One rank per host logs; so does a rank without training weights, because its log may be a
+        # server's.
         is_first_of_host = job.rank == job.hosts.index(job.hosts[job.rank])
         if config.transport == "auto" and (not buffers or is_first_of_host):
             _log_transports(job, reasons)
@@ -240,7 +254,8 @@ class RankPlan:
     """Everything that one rank derives from the records of all ranks.
 
     Attributes:
-        parameters: text of the plan's and the configuration's properties that must be equal on all ranks.
+        parameters: text of the plan's and the configuration's properties that must be equal on all
+            ranks.
         destination: inference layouts of all ranks.
         plan, releases, incremental, ranges, is_apart: see `Connection`.
         regions: regions that the verifier compares; None without `generate_config.verify`.
@@ -272,7 +287,8 @@ def rank_plan(
         rank: global rank.
         hosts: host of each rank. A host relays if all of its ranks can.
         source: training layouts of all ranks.
-        numbers: per rank, indexes into `messages`: names and records of its inference layout, and its `Offer`.
+        numbers: per rank, indexes into `messages`: names and records of its inference layout, and
+            its `Offer`.
         messages: distinct messages that the ranks shared.
         config, may_stay_unread: see `connect`.
         devices: device of each rank; see `planner.plan`.
@@ -367,8 +383,8 @@ def _transfer_group(
 ) -> Group | None:
     """Create the group for messages; None if no rank exchanges any. Collective.
 
-    The group spans only ranks that exchange messages, directly or through others, because an NCCL communicator takes
-    hundreds of MB on every device.
+    The group spans only ranks that exchange messages, directly or through others, because an NCCL
+    communicator takes hundreds of MB on every device.
     """
     ranks: list[int] = []
     for transfer in job_plan.transfers():
@@ -384,8 +400,8 @@ def _transfer_group(
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError unless all training buffers are on the job's device.
 
-    A device without an index stands for any device of its type. Transports, relay buffers and process groups are
-    created for the job's device.
+    A device without an index stands for any device of its type. Transports, relay buffers and
+    process groups are created for the job's device.
     """
     device = job.device
     others = set()
@@ -403,9 +419,10 @@ _PHASE = "peer access"
 
 
 def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> Mapping[str, str]:
-    """Return hosts on which a rank cannot read another rank's memory -> the first reason. Collective.
+    """Return hosts on which a rank cannot read another rank's memory -> the first reason.
 
-    All ranks return the same. Raises ConfigError on all ranks if `config.transport` requires such access.
+    Collective. All ranks return the same. Raises ConfigError on all ranks if `config.transport`
+    requires such access.
     """
     reason = ""
     with ExitStack() as probes:
@@ -437,7 +454,7 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
 
 
 def _log_transports(job: Job, reasons: Mapping[str, str]) -> None:
-    """Log how the ranks of this host receive weights, and why other ranks' weights come in messages."""
+    """Log how the ranks of this host receive weights, and why some come in messages."""
     host = job.hosts[job.rank]
     reason = reasons.get(host)
     if reason:

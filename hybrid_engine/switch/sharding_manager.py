@@ -4,13 +4,14 @@
     TRAIN        device   device             released
     FORWARD      device   host *             released
     INFER        host *   host *             device
-    IDLE         host *   host *             released          (* where the configuration asks to offload them)
+    IDLE         host *   host *             released            (* if configured to be offloaded)
 
-The package's docstring lists the phases of a switch; each ends with an agreement of all ranks. The device holds at most
-the larger of training state and inference weights, plus a few buckets. (With `incremental`, up to `incremental_mb` of
-inference weights stay: incremental.py.) A failed switch restores the state before it: training weights are never
-written, and offloaded ones are onloaded again. While state is being moved the manager is INTERRUPTED. If an exception
-that must not be caught (KeyboardInterrupt) escapes mid-switch, it stays INTERRUPTED, and the next switch recovers.
+The package's docstring lists the phases of a switch; each ends with an agreement of all ranks. The
+device holds at most the larger of training state and inference weights, plus a few buckets. (With
+`incremental`, up to `incremental_mb` of inference weights stay: incremental.py.) A failed switch
+restores the state before it: training weights are never written, and offloaded ones are onloaded
+again. While state is being moved the manager is INTERRUPTED. If an exception that must not be
+caught (KeyboardInterrupt) escapes mid-switch, it stays INTERRUPTED, and the next switch recovers.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ _ALL_KINDS = frozenset(KINDS)
 class ShardingManager(Switch):
     """Switch of one set of devices between training and inference. All methods are collective.
 
-        manager = ShardingManager(trainer, weights, ...)     layouts are exchanged, the plan is made; nothing moves
-        manager.start()                                      TRAIN; implied by the first switch
+        manager = ShardingManager(trainer, weights, ...)   layouts and plan; nothing moves
+        manager.start()                                    TRAIN; implied by the first switch
         for step in range(num_steps):
             with manager.entered(State.INFER): ...
             with manager.entered(State.TRAIN): ...
@@ -80,15 +81,18 @@ class ShardingManager(Switch):
         training_side: training layouts of all ranks, if known (`setup.gather_side`).
         within: see `Switch`.
 
-    The plan is made once, here; a later switch that finds the training weights elsewhere raises. Until `start` both
-    sides keep their memory, and the state is INTERRUPTED because the location of the tensors is not known yet.
+    The plan is made once, here; a later switch that finds the training weights elsewhere raises.
+    Until `start` both sides keep their memory, and the state is INTERRUPTED because the location of
+    the tensors is not known yet.
 
-    If the sides are separate processes and `release_weights` is false, the inference weights stay usable during
-    training. They are invalid only from just before the first byte of a fill until its end; a switch to INFER ends in
-    TRAIN, and trainers onload their state without the other side.
+    If the sides are separate processes and `release_weights` is false, the inference weights stay
+    usable during training. They are invalid only from just before the first byte of a fill until
+    its end; a switch to INFER ends in TRAIN, and trainers onload their state without the other
+    side.
 
     Attributes:
-        has_written: the last `enter` has overwritten or released inference weights; otherwise they are unchanged.
+        has_written: the last `enter` has overwritten or released inference weights; otherwise they
+            are unchanged.
     """
 
     def __init__(
@@ -176,16 +180,18 @@ class ShardingManager(Switch):
         self._is_started = True
 
     def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; starts the manager if needed. Returns None if `target` is the present state.
+        """Switch to `target`; starts the manager if needed.
 
-        Raises on all ranks if any rank fails. The previous state is then restored: IDLE if inference weights were lost
-        on the way, INTERRUPTED if restoring failed too or after Ctrl-C. Every later switch starts from the actual
-        location of the tensors. If only an end hook failed, the switch stands. No switch can follow a LostRankError.
-        Raises StateError if ranks request different states.
+        Returns None if `target` is the present state. Raises on all ranks if any rank fails. The
+        previous state is then restored: IDLE if inference weights were lost on the way, INTERRUPTED
+        if restoring failed too or after Ctrl-C. Every later switch starts from the actual location
+        of the tensors. If only an end hook failed, the switch stands. No switch can follow a
+        LostRankError. Raises StateError if ranks request different states.
         """
         self.has_written = False
         if self._require_open().is_apart:
-            # A rank whose process refused the switch takes part in no collective, so meet through the store first.
+            # A rank whose process refused the switch takes part in no collective, so meet through
+            # the store first.
             self.job.meet()
         self.start()
         position = list(State).index(self.state)
@@ -261,7 +267,8 @@ class ShardingManager(Switch):
         self._resume_communicators()
         selection = self._fill_inference() if target is State.INFER else None
         if selection is None and before is State.TRAIN:
-            # Pending gathers would write to buffers that are offloaded, or that must only be read from here on.
+            # Pending gathers would write to buffers that are offloaded, or that must only be read
+            # from here on.
             self._prepare()
         wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
@@ -276,7 +283,7 @@ class ShardingManager(Switch):
             self._logprob_check.compare(self._tally)
 
     def _fill_inference(self) -> Selection:
-        """Fill the inference weights; gradients, optimizer state and, bucket by bucket, parameters are offloaded."""
+        """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
         connection = self._require_open()
         if self._logprob_check.is_due:
             self._onload({"param"}, read_only=True)
@@ -326,7 +333,8 @@ class ShardingManager(Switch):
                 self._note_peak()
                 self._filled_nbytes = self.inference.resident_nbytes()
 
-        # A trainer without inference weights receives nothing: its report shows the sums of all ranks.
+        # A trainer without inference weights receives nothing: its report shows the sums of all
+        # ranks.
         self._tally.add_fill(fill.of_all(self.job.agreement) if connection.is_apart else fill)
         if verification is not None:
             self._tally.add_verified(verification.conclude())
@@ -348,14 +356,15 @@ class ShardingManager(Switch):
             incremental.forget()
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
-        # Gradients are dropped before the copies start, because an offload waits for copies in flight. The other kinds
-        # are offloaded when `_make_room` needs their memory, or after the fill.
+        # Gradients are dropped before the copies start, because an offload waits for copies in
+        # flight. The other kinds are offloaded when `_make_room` needs their memory, or after the
+        # fill.
         with self._phase("offload"):
             self._tally.offloaded += self.offloader.offload(kinds & {"grad"}).total_nbytes
             self.offloader.begin_offload(kinds - {"grad"})
 
     def _make_room(self, kinds: frozenset[Kind]) -> None:
-        """Finish the offload of `kinds`, unless training state and inference weights fit within the peak so far."""
+        """Finish offloading `kinds`, unless both sides' state fits within the peak so far."""
         with self._phase("offload"):
             needed = resident_nbytes(self.offloader) + self._filled_nbytes
             if needed > self._tally.peak:
@@ -364,14 +373,16 @@ class ShardingManager(Switch):
     def _next_selection(self) -> Selection:
         """Agree on the buckets that all ranks send.
 
-        Onloads the parameters if any bucket is sent, and releases the inference weights that it replaces.
+        Onloads the parameters if any bucket is sent, and releases the inference weights that it
+        replaces.
         """
         connection = self._require_open()
         incremental = connection.incremental
         if incremental is None:
             self._bring_parameters()
             return Selection(True, (), frozenset(), {}, connection.releases)
-        # Parameters that were off the device since the last switch have not changed, and need not be read.
+        # Parameters that were off the device since the last switch have not changed, and need not
+        # be read.
         digests = incremental.digests_since(self.offloader.departure("param"))
         (must_read,) = self.job.agreement.any_of([digests is None], "compare")
         if must_read:
@@ -394,18 +405,20 @@ class ShardingManager(Switch):
         self._prepare()
 
     def _prepare(self) -> None:
-        # Short patience: with overlapping gathers, other ranks block in a gather if one rank fails here.
+        # Short patience: with overlapping gathers, other ranks block in a gather if one rank fails
+        # here.
         with self._phase("prepare", SHORT_PATIENCE):
             self.training.prepare()
-            # Peers read without waiting for this rank's stream. On the way to INFER the other streams hold no training
-            # work since the first offload, and background copies only read.
+            # Peers read without waiting for this rank's stream. On the way to INFER the other
+            # streams hold no training work since the first offload, and background copies only
+            # read.
             if self.job.device.type == "cuda":
                 torch.cuda.current_stream(self.job.device).synchronize()
 
     def _fence(
         self, buffers: Mapping[str, torch.Tensor], selection: Selection
     ) -> ReleaseFence | None:
-        """Return a fence that offloads parameters bucket by bucket; None if parameters stay on the device."""
+        """Return a fence that offloads parameters by bucket; None if they stay on the device."""
         if not self.config.offload_train_param:
             return None
         training = resident_nbytes(self.offloader)
@@ -453,7 +466,7 @@ class ShardingManager(Switch):
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
-        """Recover from a failed switch: release the inference weights and onload the training state of `before`.
+        """Recover from a failed switch: release inference weights, onload the state of `before`.
 
         Inference weights that keep serving are released only if they were written.
         """
@@ -480,9 +493,9 @@ class ShardingManager(Switch):
         except Exception as restore_error:
             away = [kind for kind, nbytes in self.offloader.away_nbytes().items() if nbytes]
             raise ReshardError(
-                f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
-                f"in host memory: {', '.join(away) or 'nothing'}; the state is {self.state.value}, and the next switch "
-                "starts from it",
+                f"switch {before.value}->{target.value} failed ({error}) and so did "
+                f"the way back ({restore_error}); in host memory: {', '.join(away) or 'nothing'}; "
+                f"the state is {self.state.value}, and the next switch starts from it",
                 code="restore-failed",
             ) from error
         self.state = restored
@@ -496,7 +509,7 @@ class ShardingManager(Switch):
 
     @contextmanager
     def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
-        """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
+        """Time a phase, and end it when all ranks agree on its success; see `Agreement.phase`."""
         with (
             self._tally.timed(name),
             ExitStack() as arriving,
@@ -526,7 +539,10 @@ class ShardingManager(Switch):
         return self._connection
 
     def close(self) -> None:
-        """Close the transports with their mappings and memory, and end the process groups. Idempotent."""
+        """Close the transports with their mappings and memory, and end the process groups.
+
+        Idempotent.
+        """
         try:
             self._resume_before_close()
         finally:
@@ -552,9 +568,10 @@ class ShardingManager(Switch):
 
 
 class SwitchContexts(ABC):
-    """Base class of owners of a switch, `_sharding`. All methods but those for hooks are collective.
+    """Base class of owners of a switch, `_sharding`.
 
-    As a context manager, it starts on entry and shuts down at the end of the block, also after an error.
+    All methods but those for hooks are collective. As a context manager, it starts on entry and
+    shuts down at the end of the block, also after an error.
     """
 
     job: Job
@@ -599,11 +616,11 @@ class SwitchContexts(ABC):
             error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")
 
     def rollout_context(self) -> AbstractContextManager[None]:
-        """Context for generation: weights are resharded into vLLM, training state is offloaded as configured."""
+        """Context for generation: vLLM has the weights, configured training state is offloaded."""
         return self.sharding.entered(State.INFER)
 
     def train_context(self) -> AbstractContextManager[None]:
-        """Context for training: all training state is on the device, vLLM's weights are released."""
+        """Context for training: training state is on the device, vLLM's weights are released."""
         return self.sharding.entered(State.TRAIN)
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -619,9 +636,9 @@ class SwitchContexts(ABC):
         self.sharding.prefetch(kinds)
 
     def on_reshard_start(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(from_state, to_state)` before every switch, or `hook()` if it takes no argument."""
+        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
         return self.sharding.on_reshard_start(hook)
 
     def on_reshard_end(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(report)` after every successful switch, or `hook()` if it takes no argument."""
+        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
         return self.sharding.on_reshard_end(hook)

@@ -1,4 +1,4 @@
-"""States of the devices, the training state that each needs, and the contexts and hooks for users."""
+"""States of the devices, training state that they need, and contexts and hooks for users."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class State(StrEnum):
     INFER = "infer"
     IDLE = "idle"
     INTERRUPTED = "interrupted"
-    """A switch is running, or did not complete. Only the next switch determines where the tensors are."""
+    """A switch is running, or did not complete.
+
+    Only the next switch determines where the tensors are.
+    """
 
     @property
     def context(self) -> str:
@@ -47,11 +50,14 @@ NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
     State.IDLE: frozenset(),
     State.INTERRUPTED: frozenset(),
 }
-"""State -> kinds of training state that it needs on the device, whatever the configuration offloads."""
+"""State -> kinds of training state needed on the device, whatever the configuration offloads."""
 
 
 def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
-    """Return the kinds of training state on the device in `state`: needed kinds, and kinds that are never offloaded."""
+    """Return the kinds of training state on the device in `state`.
+
+    These are the needed kinds, and kinds that are never offloaded.
+    """
     flags: dict[Kind, bool] = {
         "param": config.offload_train_param,
         "grad": config.offload_train_grad,
@@ -73,8 +79,11 @@ def require(present: State, wanted: Collection[State]) -> None:
 
 
 Contexts = list["weakref.ref[Entered]"]
-"""Entered contexts, innermost last. A context whose block has ended may still be listed, because an exception from a
-signal handler can precede its `__exit__`; such a context is no longer running, or no longer alive."""
+"""Entered contexts, innermost last.
+
+A context whose block has ended may still be listed, because an exception from a signal handler can
+precede its `__exit__`; such a context is no longer running, or no longer alive.
+"""
 
 
 class Entered:
@@ -97,7 +106,8 @@ class Entered:
         alive = [context for context in (ref() for ref in self._contexts) if context is not None]
         running = [context for context in alive if context._is_running]
         self._outer = running[-1]._state if running else None
-        # IDLE may be nested: a model beside the actor takes the device, and the outer state is restored afterwards.
+        # IDLE may be nested: a model beside the actor takes the device, and the outer state is
+        # restored afterwards.
         if self._outer not in (None, self._state) and self._state is not State.IDLE:
             raise StateError(
                 f"{self._state.context} inside {self._outer.context}; leave the latter first",
@@ -129,12 +139,12 @@ class SwitchHooks:
         self._end_hooks: list[Callable[..., object]] = []
 
     def on_reshard_start(self, hook: Hook) -> Hook:
-        """Register `hook(from_state, to_state)`, or `hook()`, to run before every switch; usable as a decorator."""
+        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
         self._start_hooks.append(hook)
         return hook
 
     def on_reshard_end(self, hook: Hook) -> Hook:
-        """Register `hook(report)`, or `hook()`, to run after every successful switch; usable as a decorator."""
+        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
         self._end_hooks.append(hook)
         return hook
 
@@ -153,7 +163,9 @@ class SwitchHooks:
 
 
 class Switch(SwitchHooks, ABC):
-    """Interface of a switch between states. All methods but those for hooks and `near_end` are collective.
+    """Interface of a switch between states.
+
+    All methods but those for hooks and `near_end` are collective.
 
     Attributes:
         state: present state of the devices.
@@ -169,7 +181,8 @@ class Switch(SwitchHooks, ABC):
         """
         Args:
             trainer: this switch is added to its `guard`.
-            within: outer switch of which this one is a part; the outer one's state then counts for the trainer.
+            within: outer switch of which this one is a part; the outer one's state then counts for
+                the trainer.
         """
         super().__init__()
         self._contexts: Contexts = []
@@ -188,21 +201,24 @@ class Switch(SwitchHooks, ABC):
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Start to onload training state while the last completions are generated, in state INFER.
 
-        The device then holds these kinds in addition to the inference weights, so name only kinds that fit. The copies
-        run on a side stream on CUDA, in a thread on the CPU. Raises StateError in any other state, OffloadError if
-        memory runs out; neither loses any state.
+        The device then holds these kinds in addition to the inference weights, so name only kinds
+        that fit. The copies run on a side stream on CUDA, in a thread on the CPU. Raises StateError
+        in any other state, OffloadError if memory runs out; neither loses any state.
         """
 
     @abstractmethod
     def near_end(self) -> None:
-        """Onload as much training state as fits, near the end of a rollout. No collective; failures are logged."""
+        """Onload as much training state as fits, near the end of a rollout.
+
+        No collective; failures are logged.
+        """
 
     @abstractmethod
     def require_kinds(self, kinds: Collection[str]) -> None:
-        """Raise StateError unless the present state needs these kinds of training state on the device.
+        """Raise StateError unless the state needs these kinds of training state on the device.
 
-        No collective. Never raises before the start or after the close. The offloader's guard checks separately
-        whether the kinds are on the device.
+        No collective. Never raises before the start or after the close. The offloader's guard
+        checks separately whether the kinds are on the device.
         """
 
     def require_drawing(self) -> None:
@@ -214,21 +230,26 @@ class Switch(SwitchHooks, ABC):
         """Close the switch; no switch can follow. Idempotent."""
 
     def entered(self, state: State) -> AbstractContextManager[None]:
-        """Return a context that enters `state`. The state is kept at its end; the next context switches if necessary.
+        """Return a context that enters `state`.
 
-        Raises StateError inside another state's context. Exception: IDLE, which frees the device for another model, may
-        be nested in any context; the outer state is restored at its end unless the block raised.
+        The state is kept at its end; the next context switches if necessary. Raises StateError
+        inside another state's context. Exception: IDLE, which frees the device for another model,
+        may be nested in any context; the outer state is restored at its end unless the block
+        raised.
         """
         return Entered(state, self.enter, self._contexts)
 
     def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of `states`. Starts the switch if needed."""
+        """Raise StateError unless the present state is one of `states`.
+
+        Starts the switch if needed.
+        """
         self.start()
         require(self.state, states)
 
 
 def call_hook(hook: Callable[..., object], *arguments: Any) -> None:
-    """Call `hook` with as many of `arguments` as it takes; a hook that only logs a line needs none."""
+    """Call `hook` with as many of `arguments` as it takes; a logging hook needs none."""
     kinds = [parameter.kind for parameter in inspect.signature(hook).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,24 +1,27 @@
-"""Checks of the weights in a switch: vLLM holds training's bits, and no cast makes a value infinite.
+"""Checks of weights in a switch: vLLM holds training's bits, and no cast makes a value infinite.
 
 `generate_config.verify` compares digests during the switch:
 
-    begin          before a fill: chooses the tensors, the same on all ranks
-    filled         after a bucket's transfer: computes digests of its regions on both sides
-    unproven       called by the engine in `commit` if it computes with other bytes than it received
-    conclude       exchanges the digests of training; each rank compares the regions that it received
+    begin       before a fill: chooses the tensors, the same on all ranks
+    filled      after a bucket's transfer: computes digests of its regions on both sides
+    unproven    called by the engine in `commit` if it computes with other bytes than it received
+    conclude    exchanges the digests of training; each rank compares the regions that it received
 
-A region is correct if it has the bits of the ranks that train it, which must all be equal: replicas with different bits
-train more than one model. `WeightError` on any rank fails the switch, and the previous state is restored.
+A region is correct if it has the bits of the ranks that train it, which must all be equal: replicas
+with different bits train more than one model. `WeightError` on any rank fails the switch, and the
+previous state is restored.
 
     training     | rank 0              | rank 1              |
     inference    | ranks 0, 1    | ranks 2, 3                |
-    regions      | 0             | 1   | 2                   |      numbered alike on all ranks, over all tensors
+    regions      | 0             | 1   | 2                   |    numbered alike on all ranks,
+                                                                  over all tensors
 
-A region is the intersection of a box of training with a box of inference. Every rank holds each region of its boxes
-whole, so both sides can digest it in place. Neither the plan nor a transport is involved, so the comparison checks
-both, including relays and copies within a rank.
+A region is the intersection of a box of training with a box of inference. Every rank holds each
+region of its boxes whole, so both sides can digest it in place. Neither the plan nor a transport is
+involved, so the comparison checks both, including relays and copies within a rank.
 
-Memory: 16 bytes for every region of the verified tensors, on each rank for all ranks that train them.
+Memory: 16 bytes for every region of the verified tensors, on each rank for all ranks that train
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import strided
 
 NUM_SAMPLED = 8
-"""Number of canonical tensors that "sample" compares per switch; consecutive switches compare different ones."""
+"""Number of canonical tensors that "sample" compares per switch.
+
+Consecutive switches compare different ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,8 @@ class Verifier:
     Args:
         regions: regions to compare.
         job: job of all ranks.
-        mode: "full" compares every tensor, "sample" `NUM_SAMPLED` tensors per switch in round-robin order.
+        mode: "full" compares every tensor, "sample" `NUM_SAMPLED` tensors per switch in round-robin
+            order.
     """
 
     def __init__(self, regions: CommonRegions, job: Job, mode: Literal["sample", "full"]) -> None:
@@ -156,9 +163,10 @@ class Verification:
             self._destination += pairs[len(sources) :]
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
-        """Count the tensors of skipped buckets as compared, if they were compared when they were last sent.
+        """Count skipped buckets' tensors as compared, if they were when they were last sent.
 
-        Training's digests have not changed since, and the engine proves that it still holds the bytes (`unproven`).
+        Training's digests have not changed since, and the engine proves that it still holds the
+        bytes (`unproven`).
         """
         names = {name for bucket in buckets for name in bucket.tensors}
         self._num_tensors += len(names & self.tensors & self._compared)
@@ -197,7 +205,7 @@ class Verification:
                 yield _ComparedBox(part, strided(flat, part.lengths, part.place), dtype)
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
-        """Compare the received regions with `sources`, the rows [N, 2] of each rank that trains them."""
+        """Compare the received regions with `sources`, rows [N, 2] of each training rank."""
         rows = torch.cat(list(sources))
         ranks = torch.cat(
             [torch.full((len(of_rank),), rank) for rank, of_rank in enumerate(sources)]
@@ -288,12 +296,18 @@ class _ComparedBox:
 
 
 OwnRegions = Mapping[str, Sequence[PlacedRegion]]
-"""Canonical tensor -> this rank's regions of it; a region that lies in several places occurs once per place."""
+"""Canonical tensor -> this rank's regions of it, once for each place.
+
+A region that lies in several places occurs several times.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Intersection of two boxes. It has no tensor name, because tensors with the same owners share it."""
+    """Intersection of two boxes.
+
+    It has no tensor name, because tensors with the same owners share it.
+    """
 
     region: Region
     source: Box
@@ -301,7 +315,9 @@ class _Overlap:
 
 
 class CommonRegions:
-    """Regions of a job, and their places on this rank. Numbered equally on all ranks, without a collective.
+    """Regions of a job, and their places on this rank.
+
+    Numbered equally on all ranks, without a collective.
 
     Args:
         source, destination: layouts of all ranks; consistent, because a plan was made of them.
@@ -314,7 +330,8 @@ class CommonRegions:
 
     def __init__(self, source: Side, destination: Side, rank: int) -> None:
         training, inference = source.placed.holdings, destination.placed.holdings
-        # Most tensors share their owners with others, so overlaps are computed once per pair of owners' identities.
+        # Most tensors share their owners with others, so overlaps are computed once per pair of
+        # owners' identities.
         known: dict[tuple[int, int], tuple[_Overlap, ...]] = {}
         self._overlaps: dict[str, tuple[_Overlap, ...]] = {}
         for name, owners in inference.owners.items():
@@ -324,8 +341,9 @@ class CommonRegions:
                 known[key] = tuple(_overlaps(training_owners, owners))
             self._overlaps[name] = known[key]
         self._names = tuple(self._overlaps)
-        # Regions are numbered tensor by tensor: the k-th tensor has the numbers from starts[k] to starts[k + 1]. The
-        # last entry is the number of all regions and starts no tensor, so `zip` drops it.
+        # Regions are numbered tensor by tensor: the k-th tensor has the numbers from starts[k] to
+        # starts[k + 1]. The last entry is the number of all regions and starts no tensor, so `zip`
+        # drops it.
         self._starts = tuple(accumulate(map(len, self._overlaps.values()), initial=0))
         self._first = dict(zip(self._names, self._starts, strict=False))
         self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in self._names}
@@ -351,8 +369,8 @@ class CommonRegions:
         """Yield the regions that a shard consists of."""
         whole = shard.region
         box = (whole.offsets, whole.lengths)
-        # A shard is a whole box of its side, so exactly the overlaps of this box lie in it. `place.at` takes the offset
-        # within the box, not within the tensor.
+        # A shard is a whole box of its side, so exactly the overlaps of this box lie in it.
+        # `place.at` takes the offset within the box, not within the tensor.
         for number, overlap in enumerate(self._overlaps[whole.tensor], self._first[whole.tensor]):
             if box == (overlap.source if is_source else overlap.destination):
                 region = overlap.region
@@ -377,8 +395,8 @@ def _overlaps(sources: TensorOwners, destinations: TensorOwners) -> Iterator[_Ov
 class ValueRanges:
     """Parts of one rank's training weights that inference holds in a dtype of smaller range.
 
-    float16 ends at 65504, and bfloat16 slightly below float32. Rounding is monotonic, so all values of a part are
-    finite in a dtype if the smallest and the largest are.
+    float16 ends at 65504, and bfloat16 slightly below float32. Rounding is monotonic, so all values
+    of a part are finite in a dtype if the smallest and the largest are.
 
     Args:
         rank: this rank.
@@ -426,8 +444,9 @@ class ValueRanges:
         num_infinite = int(values.to(dtype).isinf().sum())
         largest = float(values.abs().max())
         return (
-            f"{shard.region.tensor} on rank {self._rank}: {num_infinite} of {values.numel()} elements are too large "
-            f"for {name}, in which they are sent: up to {largest:g}, but {name} ends at {torch.finfo(dtype).max:g}. "
+            f"{shard.region.tensor} on rank {self._rank}: {num_infinite} "
+            f"of {values.numel()} elements are too large for {name}, in which they are sent: "
+            f"up to {largest:g}, but {name} ends at {torch.finfo(dtype).max:g}. "
             "Use compression_dtype: bfloat16, or leave compress_reshard out"
         )
 

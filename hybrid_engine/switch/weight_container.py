@@ -1,22 +1,23 @@
 """Inference weights of one rank, filled bucket by bucket from the training weights.
 
-    begin                                           on every rank, before any rank continues
-    for bucket in plan.buckets:                     on every rank, except buckets that all ranks skip
-        buffers = weights.allocate(groups)          this rank's groups of the bucket, possibly none
-        router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages start
-        fence.sent(bucket.index)                    releases training memory of earlier buckets (release_fence.py)
-        verification.filled(bucket, source, buffers)    if the fill is verified
-        weights.commit(groups)                      the engine's own post-load processing
-    weights.finish_fill()                           staging memory is freed
+    begin                                          on every rank, before any rank continues
+    for bucket in plan.buckets:                    on every rank, except buckets that all ranks skip
+        buffers = weights.allocate(groups)           this rank's groups of the bucket, maybe none
+        router.run(bucket, source, buffers, next)    transfer; the next bucket's messages start
+        fence.sent(bucket.index)                     training memory of earlier buckets is released
+        verification.filled(bucket, source, buffers) if the fill is verified
+        weights.commit(groups)                       the engine's own post-load processing
+    weights.finish_fill()                          staging memory is freed
 
-A rank that fails signals it wherever another rank may wait for it: weights.abandon, fence.abandon, router.abandon for
-each remaining bucket, fence.drain.
+A rank that fails signals it wherever another rank may wait for it: weights.abandon, fence.abandon,
+router.abandon for each remaining bucket, fence.drain.
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
-Memory: in EMPTY only kept groups (`keep`); in FILLED the inference engine's weights. In between, at most the
-destination buffers of the buckets so far (live storage) or of one bucket (an engine that repacks).
+Memory: in EMPTY only kept groups (`keep`); in FILLED the inference engine's weights. In between, at
+most the destination buffers of the buckets so far (live storage) or of one bucket (an engine that
+repacks).
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ class FillReport:
 
     Attributes:
         seconds: time by phase; copies directly from source to destination count as transfer.
-        nbytes_by_link: bytes read, by the link that they crossed. Bytes over HOST and NETWORK came from other devices.
+        nbytes_by_link: bytes read, by the link that they crossed. Bytes over HOST and NETWORK came
+            from other devices.
         nbytes_by_peer: the same bytes by transport name and source rank (`router.RunReport`).
         staging_nbytes: memory of messages in flight; released after the fill.
-        least_nbytes: lower bound over all plans of the bytes that this rank receives for the filled buckets.
+        least_nbytes: lower bound over all plans of the bytes that this rank receives for the filled
+            buckets.
         skipped_nbytes: bytes that this rank would have read for skipped buckets.
         deltas: counts of the messages that this rank sent.
     """
@@ -97,7 +100,8 @@ class FillReport:
     def of_all(self, agreement: Agreement) -> FillReport:
         """Return a report with the bytes of all ranks added up. Collective.
 
-        In `nbytes_by_peer` the keys number pairs of ranks, so the number of keys is the number of pairs.
+        In `nbytes_by_peer` the keys number pairs of ranks, so the number of keys is the number of
+        pairs.
         """
         sums = (self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas))
         counts = (self.nbytes_by_link, self.nbytes_by_peer, sums)
@@ -137,8 +141,8 @@ class WeightContainer:
         sends_ahead: start the next bucket's messages while one is committed; the same on all ranks.
         num_ranks: number of ranks that fill together.
 
-    Construction is not collective. It raises PlanError unless the plan's buckets complete every group of this rank
-    exactly once.
+    Construction is not collective. It raises PlanError unless the plan's buckets complete every
+    group of this rank exactly once.
     """
 
     def __init__(
@@ -179,21 +183,24 @@ class WeightContainer:
         return self._state
 
     def kept(self) -> frozenset[str]:
-        """Return this rank's live groups: all groups of the last fill, or, if empty, the groups that stayed."""
+        """Return this rank's live groups: all of the last fill, or, if empty, those that stayed."""
         live = frozenset(self._groups) if self._state is ContainerState.FILLED else self._kept
         return live.intersection(self._weights.committed()) if live else live
 
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
         """Prepare the next `fill` on this rank. No collective.
 
-        `fill` may follow only after all ranks have succeeded here, because a rank that fails here cannot notify ranks
-        that are already filling.
+        `fill` may follow only after all ranks have succeeded here, because a rank that fails here
+        cannot notify ranks that are already filling.
 
         Args:
-            skipped: indexes of buckets to leave out, the same on all ranks; their groups must be `kept`.
-            whole: send no deltas, because some rank may not hold the previous weights; the same on all ranks.
+            skipped: indexes of buckets to leave out, the same on all ranks; their groups must be
+                `kept`.
+            whole: send no deltas, because some rank may not hold the previous weights; the same on
+                all ranks.
 
-        Raises StateError unless empty, and if an earlier fill was interrupted while it notified the other ranks.
+        Raises StateError unless empty, and if an earlier fill was interrupted while it notified the
+        other ranks.
         """
         self._has_begun = False
         if self._state is not ContainerState.EMPTY:
@@ -203,8 +210,9 @@ class WeightContainer:
             )
         if not self._is_in_step:
             raise StateError(
-                f"rank {self._router.rank} was interrupted while it notified the other ranks of an interrupt: messages "
-                "of that switch may be in flight. The job cannot go on; the training weights are whole",
+                f"rank {self._router.rank} was interrupted while it notified "
+                "the other ranks of an interrupt: messages of that switch may be in flight. "
+                "The job cannot go on; the training weights are whole",
                 code="interrupted-twice",
             )
         left_out = [
@@ -213,7 +221,8 @@ class WeightContainer:
         gone = [group for group in left_out if group not in self._kept]
         if gone:
             raise StateError(
-                f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped",
+                f"groups {first_of(gone, _NUM_NAMED)} were not kept: "
+                "their buckets cannot be skipped",
                 code="group-not-kept",
             )
         self._step = "before the first bucket"
@@ -237,17 +246,17 @@ class WeightContainer:
     ) -> FillReport:
         """Fill the inference weights from `source`, bucket by bucket. All ranks call it.
 
-        The caller fences before the call (all sources are final) and, without `fence`, after it (no rank reads the
-        sources any more).
+        The caller fences before the call (all sources are final) and, without `fence`, after it (no
+        rank reads the sources any more).
 
         Args:
             source: `TrainingWeights.buffers()`, by buffer name.
             fence: releases training memory after every bucket.
             verification: verification of this fill.
 
-        Raises StateError without a preceding `begin`. If filling fails, the state is PARTIAL, and the remaining buckets
-        are abandoned so that no peer waits for this rank. The engine's errors and interrupts (Ctrl-C) are raised as
-        they are, other errors as ReshardError.
+        Raises StateError without a preceding `begin`. If filling fails, the state is PARTIAL, and
+        the remaining buckets are abandoned so that no peer waits for this rank. The engine's errors
+        and interrupts (Ctrl-C) are raised as they are, other errors as ReshardError.
         """
         if not self._has_begun:
             raise StateError("begin() comes before each fill()", code="fill-without-begin")
@@ -293,7 +302,7 @@ class WeightContainer:
         report.staging_nbytes = self._router.trim()
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Release the inference weights, also after a failed fill; the container is EMPTY afterwards. Idempotent.
+        """Release the inference weights, also after a failed fill. Idempotent; ends in EMPTY.
 
         `keep`: groups of this rank that may stay unchanged; after a failed fill none stays.
         """
@@ -315,8 +324,8 @@ class WeightContainer:
             group for bucket in self._plan.buckets for group in self._own_groups(bucket)
         )
         faults = [
-            f"group {group!r} of rank {self._router.rank} is completed by {completed[group]} buckets, not by one; "
-            "build the plan from the layouts of this engine"
+            f"group {group!r} of rank {self._router.rank} is completed by {completed[group]} "
+            "buckets, not by one; build the plan from the layouts of this engine"
             for group in sorted(self._groups)
             if completed[group] != 1
         ]
@@ -332,7 +341,7 @@ class WeightContainer:
         )
 
     def _next_buckets(self) -> dict[int, Bucket]:
-        """Return bucket index -> next bucket, if the next bucket's messages may start during the commit.
+        """Return bucket index -> next bucket, if its messages may start during the commit.
 
         They may not if both buckets use the same relay memory.
         """
@@ -364,7 +373,8 @@ class WeightContainer:
         with timed_span(report.seconds, begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
         if fence is not None:
-            # Only after `allocate`: vLLM's wake-up waits for everything queued on the device, also for these copies.
+            # Only after `allocate`: vLLM's wake-up waits for everything queued on the device, also
+            # for these copies.
             begin("release")
             fence.begin()
         begin("transfer")
@@ -384,7 +394,8 @@ class WeightContainer:
     def _abandon(self, reason: str, fence: ReleaseFence | None) -> None:
         """Notify the peers of a failure, and release the memory of messages.
 
-        The remaining buckets are abandoned in order, because peers may wait for this rank in each of them.
+        The remaining buckets are abandoned in order, because peers may wait for this rank in each
+        of them.
         """
         remaining = self._buckets[self._router.num_met - self._num_met :]
         # The engine comes first: other ranks may wait in its commit, and not reach the buckets.
@@ -403,7 +414,8 @@ class WeightContainer:
             try:
                 step()
             except Exception as error:
-                # The other steps still run: one dead group must not keep peers from being notified by the others.
+                # The other steps still run: one dead group must not keep peers from being notified
+                # by the others.
                 failures.append(error)
         if failures:
             logger.warning(

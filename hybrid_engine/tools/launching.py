@@ -1,4 +1,4 @@
-"""Launching of ranks on this machine, as torchrun does, with a timeout that ends all their processes."""
+"""Launching of ranks on this machine, as by torchrun, with a timeout that ends all processes."""
 
 from __future__ import annotations
 
@@ -58,15 +58,16 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Ended:
-    """Run `python arguments` as `num_ranks` processes in the environment of `torchrun --standalone`.
+    """Run `python arguments` as `num_ranks` processes in the environment of `torchrun`.
 
     torchrun's own process, which takes seconds to start, is not needed. The rendezvous store is in
     this process, so it outlives the ranks' process groups; the store and the ranks' gloo groups
     listen on the loopback interface only.
 
-    On return, also after an interrupt, no rank is alive, nor any process that a rank started, unless
-    that process created its own session and outlived its rank. Ranks write unbuffered, so the output
-    of a killed rank is complete, and each through a separate pipe, so lines of ranks do not mix.
+    On return, also after an interrupt, no rank is alive, nor any process that a rank started,
+    unless that process created its own session and outlived its rank. Ranks write unbuffered, so
+    the output of a killed rank is complete, and each through a separate pipe, so lines of ranks do
+    not mix.
 
     Args:
         arguments: program and its arguments, e.g. `["-m", "package.module", "x"]`.
@@ -159,7 +160,10 @@ class _Lines:
             pipe.close()
 
     def writer(self) -> IO[bytes]:
-        """Return the write end of a new pipe; close it here once the writing process has inherited it."""
+        """Return the write end of a new pipe.
+
+        Close it here once the writing process has inherited it.
+        """
         reader, writer = os.pipe()
         self._pipes.append(os.fdopen(reader, "rb"))
         self._selector.register(self._pipes[-1], selectors.EVENT_READ, bytearray())

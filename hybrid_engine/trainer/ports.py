@@ -21,7 +21,7 @@ from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 
 
 class Scorer(Protocol):
-    """Share of a language model on this rank; each data parallel rank scores its part of a batch."""
+    """Share of a language model on a rank; each data parallel rank scores its part of a batch."""
 
     @property
     def model(self) -> Trainer:

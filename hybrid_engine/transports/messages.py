@@ -171,7 +171,7 @@ class StagedMessage:
         return self.body[:HEADER_NBYTES]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
-        """Return the flat buffers of the transfers that `Message.pack_transfers` and `unpack_transfers` yield.
+        """Return the flat buffers of the transfers by `Message.pack_transfers`, `unpack_transfers`.
 
         They are the body, in every dtype of its pieces, and the images.
         """

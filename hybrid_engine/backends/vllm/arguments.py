@@ -46,7 +46,10 @@ CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
 GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
 
 _CPU_KV_CACHE_MB = 256
-_REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
+_REMEDY = (
+    "vLLM itself refuses these inference settings for this model: "
+    "change the inference layout or the model"
+)
 
 
 def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
@@ -321,13 +324,13 @@ def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | N
 
 
 def scoring_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
-    """Return why vLLM cannot compute log-probabilities of prompts in this layout, or None if it can."""
+    """Return why vLLM cannot compute log-probabilities of prompts in this layout, or None."""
     if sizes.pipeline == 1 or device_type == "cpu":
         return generation_problem(sizes, device_type)
     # Each stage looks for the head, which the last stage alone has.
     return (
-        f"vLLM {TESTED_VERSION} computes no log-probabilities of prompts with pipeline parallel size "
-        f"{sizes.pipeline}"
+        f"vLLM {TESTED_VERSION} computes no log-probabilities of prompts "
+        f"with pipeline parallel size {sizes.pipeline}"
     )
 
 
@@ -390,6 +393,9 @@ def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
     needed = (-(-tokens // block) + 1) * block_nbytes
     if needed > available:
         fits = max(0, available // block_nbytes - 1) * block
-        problem = f"{available // MIB} MiB hold {fits:,} tokens, but a sequence may have {length:,} (max_model_len)"
+        problem = (
+            f"{available // MIB} MiB hold {fits:,} tokens, "
+            f"but a sequence may have {length:,} (max_model_len)"
+        )
         remedy = f"Use {-(-needed // MIB)} or more, or lower generate_config.max_model_len"
         yield Violation("generate_config.kv_cache_mb", problem, remedy, code="kv-cache-too-small")

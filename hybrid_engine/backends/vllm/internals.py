@@ -67,7 +67,8 @@ MLA_HEAD_SIZES = Internal(
     "lists the head sizes of latent attention",
 )
 LENGTH_LIMITS = Internal(
-    "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.derive_max_model_len_and_key",
+    "vllm.transformers_utils.model_arch_config_convertor"
+    ":ModelArchConfigConvertorBase.derive_max_model_len_and_key",
     "reads all families' keys for sequence lengths, without an effect on the computation",
 )
 ALLOCATOR_CONFIG = Internal(
@@ -448,7 +449,8 @@ BUILD_APP = Replacement(
     remove_when="vLLM's routes for weights authenticate their clients",
 )
 COMPLETION_ANSWER = Replacement(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+    "vllm.entrypoints.openai.completion.serving"
+    ":OpenAIServingCompletion.request_output_to_completion_response",
     "makes the answer of /v1/completions, which gets a label of its weights",
     remove_when="the answer has weight_versions, as that of /inference/v1/generate",
 )
@@ -480,7 +482,8 @@ NEW_GROUP = Replacement(
     remove_when="vLLM passes sort_ranks=False",
 )
 REGISTER_GRAPH_BUFFERS = Replacement(
-    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers",
+    "vllm.distributed.device_communicators.custom_all_reduce"
+    ":CustomAllreduce.register_graph_buffers",
     "receives the addresses in captured graphs in the group's order; vLLM's uses sorted ranks",
     remove_when="vLLM does not sort the group's ranks there",
 )

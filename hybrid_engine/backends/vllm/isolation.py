@@ -201,7 +201,8 @@ def require_no_groups() -> None:
     """Raise StateError if vLLM has process groups in this process: it supports one engine's."""
     if internals.PARALLEL_STATE.load()._WORLD is not None:
         raise StateError(
-            "vLLM runs in this process already: shut down the engine or the worker that has it first",
+            "vLLM runs in this process already: "
+            "shut down the engine or the worker that has it first",
             code="vllm-is-running",
         )
 

@@ -1,4 +1,4 @@
-"""Records of undocumented names: a name that is imported, and a name that is replaced temporarily."""
+"""Records of undocumented names: of an imported name, and of a name replaced temporarily."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Replacement(Internal):
             yield
             if vars(owner).get(name) is not replacement:
                 raise StateError(
-                    f"{self.target} was replaced by other code in the meantime, whose replacement stays",
+                    f"{self.target} was replaced by other code in the meantime, "
+                    "whose replacement stays",
                     code="replaced-by-other-code",
                 )
         finally:

@@ -26,8 +26,14 @@ from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest,
 Message = Mapping[str, Any]
 Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
 
-_REMEDY = "Pass texts, chats (lists of messages with role and content), lists of token ids, or a tensor [B, S]"
-_REMEDY_FOR_ONE = "Pass a list of prompts; of a tokenizer's output its input_ids, with attention_mask=attention_mask"
+_REMEDY = (
+    "Pass texts, chats (lists of messages with role and content), "
+    "lists of token ids, or a tensor [B, S]"
+)
+_REMEDY_FOR_ONE = (
+    "Pass a list of prompts; of a tokenizer's output its input_ids, "
+    "with attention_mask=attention_mask"
+)
 _REMEDY_FOR_IDS = "Pass a list of token ids for each sequence: [[5, 6, 7]], not [5, 6, 7]"
 
 STREAMING = "A server streams: set generate_config.servers and ask it yourself (docs/servers.md)"
@@ -305,7 +311,10 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
             schemas.append(_schema_of(tool))
         except Exception as error:  # transformers parses the docstring and raises various types
             problem = f"no schema can be made of it: {error}"
-            remedy = "Pass a function with type hints and a docstring that describes each argument, or a JSON schema"
+            remedy = (
+                "Pass a function with type hints and a docstring that describes "
+                "each argument, or a JSON schema"
+            )
             violations.append(Violation(f"tools[{index}]", problem, remedy, code="no-schema"))
     if not isinstance(variables, Mapping):
         problem = f"got {shortened(variables)}"

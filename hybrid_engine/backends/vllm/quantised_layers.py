@@ -45,7 +45,8 @@ def require_quantised(modules: Mapping[str, torch.nn.Module], method: str, *, lo
 
 def _may_be_quantised(module: torch.nn.Module) -> bool:
     """Return whether a module is a linear layer or the experts of a layer."""
-    # Methods leave embeddings and the output layer out by design; attention has a cache, no weights.
+    # Methods leave embeddings and the output layer out by design; attention has a cache, no
+    # weights.
     method = getattr(module, "quant_method", None)
     is_of_layer = isinstance(method, internals.QUANTIZE_METHOD.load())
     is_of_cache = isinstance(method, internals.CACHE_METHOD.load())

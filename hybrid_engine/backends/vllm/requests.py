@@ -90,7 +90,10 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
         is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
         params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
     else:
-        remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, one for all prompts or a list with one for each"
+        remedy = (
+            "Pass hybrid_engine.Sampling or vllm.SamplingParams, "
+            "one for all prompts or a list with one for each"
+        )
         problem = f"got {shortened(sampling)}"
         raise ArgumentError([Violation("sampling", problem, remedy, code="wrong-type")])
     if tokenizer is not None and needs_tokenizer(params):

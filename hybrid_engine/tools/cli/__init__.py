@@ -1,4 +1,4 @@
-"""Command line: `hybrid-engine plan …`, `verify …`, `certify …` and `env`; also `python -m hybrid_engine`.
+"""Command line: `hybrid-engine plan`, `verify`, `certify`, `env`; or `python -m hybrid_engine`.
 
     plan_command.py       `plan`: options and their checks; tools/plan/ does the work
     from_verl.py          `plan --from verl`: conversion of a verl configuration

@@ -1,4 +1,4 @@
-"""Command `certify`: checks the request, runs `hybrid_engine.tools.verify.certify`, prints its findings."""
+"""Command `certify`: checks the request, runs tools/verify/certify.py, prints its findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def certify(
         list[str],
         typer.Argument(
             metavar="MODEL... [-- VLLM ARGUMENTS]",
-            help="Directories of models: a config.json with safetensors, or alone for random weights. "
+            help="Directories of models: a config.json with safetensors, "
+            "or alone for random weights. "
             "After `--` arguments of `vllm serve`, such as --dtype float32.",
             show_default=False,
         ),
@@ -33,9 +34,10 @@ def certify(
 ) -> None:
     """Check that vLLM computes the same after a reload of weights as after a cold load, bit by bit.
 
-    A stock vLLM loads other weights of the same shapes, then the model's by its own reload; it sleeps and wakes, if the
-    build can; this project's own switch does the same. Parameters, buffers, values that kernels derive from them, and
-    log-probabilities of fixed prompts are compared with a fresh engine's. Exits with 1 if anything differs or fails.
+    A stock vLLM loads other weights of the same shapes, then the model's by its own reload; it
+    sleeps and wakes, if the build can; this project's own switch does the same. Parameters,
+    buffers, values that kernels derive from them, and log-probabilities of fixed prompts are
+    compared with a fresh engine's. Exits with 1 if anything differs or fails.
     """
     from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
     from hybrid_engine.tools.verify import certify as verification
@@ -115,4 +117,5 @@ def _notes(finding: Finding) -> Iterator[str]:
 def _cell(finding: Finding) -> str:
     if finding.status != "differs":
         return finding.status
-    return f"{len(finding.differences)} of {finding.num_tensors} differ, log-probabilities by {finding.logprobs:.2g}"
+    tensors = f"{len(finding.differences)} of {finding.num_tensors} differ"
+    return f"{tensors}, log-probabilities by {finding.logprobs:.2g}"

@@ -6,7 +6,8 @@ counterpart here become remarks of the plan.
 
 A misspelt key would plan another job, but verl has hundreds of keys that a plan does not need, and
 its recipes add more. So a key is refused if it was not read and its name is close to a key that was
-read, or if it is the tail of such a key. Real keys of verl to which this applies are in `_NOT_READ`.
+read, or if it is the tail of such a key. Real keys of verl to which this applies are in
+`_NOT_READ`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ _NOT_COUNTED = {
     f"{_MEGATRON}.qat.enable": "planned without quantization, in training and in vLLM",
     f"{_ACTOR}.optim.use_precision_aware_optimizer": "gradients and moments are counted in float32",
     f"{_ACTOR}.optim.override_optimizer_config": "not read",
-    f"{_ROLLOUT}.engine_kwargs.vllm": "not read: set what takes memory as generate_config.vllm.NAME=VALUE",
+    f"{_ROLLOUT}.engine_kwargs.vllm": (
+        "not read: set what takes memory as generate_config.vllm.NAME=VALUE"
+    ),
     f"{_ACTOR}.use_kl_loss": "the reference policy's memory is not counted",
     "algorithm.use_kl_in_reward": "the reference policy's memory is not counted",
     "reward_model.enable": "the reward model's memory is not counted",
@@ -387,7 +390,7 @@ class _Reading:
                 yield Violation(path, problem, f"Did you mean {meant}?", code="unknown-key")
 
     def _meant(self, path: str) -> str | None:
-        """Return the path (or its section) that was read and of which `path` is a misspelling or tail."""
+        """Return the read path (or its section) of which `path` is a misspelling or tail."""
         section = ""
         for name in path.split("."):
             below = [read.removeprefix(section) for read in self.read if read.startswith(section)]
@@ -414,7 +417,8 @@ class _Reading:
             number = self.keys["actor_config.micro_batch_size"]
             tokens = self.keys["actor_config.seq_length"]
             yield (
-                f"{_ACTOR}.use_dynamic_bsz: planned as micro batches of {number} sequences of {tokens} tokens."
+                f"{_ACTOR}.use_dynamic_bsz: planned as micro batches of {number} "
+                f"sequences of {tokens} tokens."
             )
         for name in (
             "lr_warmup_steps",
@@ -425,12 +429,14 @@ class _Reading:
             value = self.get(f"{_OPTIMIZER}.{name}", "constant")
             if value not in ("constant", -1, 0):
                 yield (
-                    f"{_OPTIMIZER}.{name} {shortened(value)}: not read; see actor_config.optimizer.schedule."
+                    f"{_OPTIMIZER}.{name} {shortened(value)}: not read; "
+                    "see actor_config.optimizer.schedule."
                 )
         if self.strategy == "fsdp":
             yield f"{_ACTOR}.strategy fsdp: planned as FSDP2."
         if self.get(f"{_ROLLOUT}.free_cache_engine", True) is False:
-            yield f"{_ROLLOUT}.free_cache_engine false: the KV cache is not counted while it trains."
+            setting = f"{_ROLLOUT}.free_cache_engine false"
+            yield f"{setting}: the KV cache is not counted while it trains."
         has_replicas = self.get(f"{_ROLLOUT}.data_parallel_size", 1) != 1
         if has_replicas and self.get(f"{_ROLLOUT}.expert_parallel_size", 1) == 1:
             yield f"{_ROLLOUT}.data_parallel_size: replicas that share nothing are planned."
@@ -440,7 +446,10 @@ class _Reading:
                 yield f"{path}: activations are counted of whole sequences."
         advantages = self.get("algorithm.adv_estimator", "gae")
         if self.get("critic.enable", advantages == "gae"):
-            yield "critic: its memory is not counted; critic_config={} adds one in the actor's layout."
+            yield (
+                "critic: its memory is not counted; "
+                "critic_config={} adds one in the actor's layout."
+            )
         section = f"{_MEGATRON}.override_transformer_config"
         others = []
         for name, value in dict(self.get(section, {})).items():

@@ -44,8 +44,9 @@ def config_argument() -> ArgumentInfo:
     argument: ArgumentInfo = typer.Argument(
         metavar="CONFIG.yaml|KEY=VALUE",
         help="The job's configuration, and keys to set in it, for example "
-        "actor_config.tensor_model_parallel_size=4. Without a file, keys alone, of which `model` is "
-        "required: a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
+        "actor_config.tensor_model_parallel_size=4. "
+        "Without a file, keys alone, of which `model` is required: "
+        "a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
         show_default=False,
     )
     return argument

@@ -1,4 +1,4 @@
-"""Command `plan`: checks the request, plans the job with `hybrid_engine.tools.plan`, prints the answer."""
+"""Command `plan`: checks the request, plans the job with tools/plan/, prints the answer."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def plan(
         Literal["verl"] | None,
         typer.Option(
             "--from",
-            help="Whose configuration CONFIG.yaml is, if not this project's; its keys can be set too. --ranks is "
-            "read from it.",
+            help="Whose configuration CONFIG.yaml is, if not this project's; "
+            "its keys can be set too. --ranks is read from it.",
         ),
     ] = None,
     device: Annotated[
@@ -78,16 +78,18 @@ def plan(
     elastic: Annotated[
         bool | None,
         typer.Option(
-            help="Parameters leave a device page by page, which on GPUs needs cuda-bindings. Default: yes, since "
-            "requirements.txt installs it; on a machine with a GPU, if it is installed there."
+            help="Parameters leave a device page by page, which on GPUs needs cuda-bindings. "
+            "Default: yes, since requirements.txt installs it; "
+            "on a machine with a GPU, if it is installed there."
         ),
     ] = None,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
     frozen: Annotated[
         str | None,
         typer.Option(
-            help="Names of a checkpoint's tensors (* and ?, separated by commas) that are not trained: also what later "
-            "switches move with incremental: auto, or at most with delta."
+            help="Names of a checkpoint's tensors (* and ?, separated by commas) "
+            "that are not trained: also what later switches move "
+            "with incremental: auto, or at most with delta."
         ),
     ] = None,
     as_json: Annotated[
@@ -97,13 +99,15 @@ def plan(
         bool,
         typer.Option(
             "--search",
-            help="Find the sizes that the configuration leaves out: the best pairs of layouts, planned.",
+            help="Find the sizes that the configuration leaves out: "
+            "the best pairs of layouts, planned.",
         ),
     ] = False,
 ) -> None:
-    """Say whether a job fits its devices and what a switch between its two layouts moves. Needs no device, no weights.
+    """Say whether a job fits its devices and what a switch between its two layouts moves.
 
-    The verdict comes first, then the numbers. Exits with 3 if the job does not fit, or with --search if no job does.
+    Needs no device, no weights. The verdict comes first, then the numbers. Exits with 3 if the job
+    does not fit, or with --search if no job does.
     """
     violations = list(_option_violations(hosts_of, device_gib, host_gib))
     size = collect(violations, _size_of_device, device, device_gib)
@@ -178,7 +182,8 @@ def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
         yield f"Training with this project's own loop is refused: {violation}"
     if config.actor_config.lora is not None or config.actor_config.frozen_parameters:
         yield (
-            "Memory is counted as if every weight was trained: adapters and frozen weights take less."
+            "Memory is counted as if every weight was trained: "
+            "adapters and frozen weights take less."
         )
     yield from _checkpoint_remarks(config)
 
@@ -212,7 +217,7 @@ def _size_of_device(name: str | None, gib: float | None) -> float:
 
 
 def _has_elastic_buffers() -> bool:
-    """Return whether cuda-bindings is installed; True without GPUs, as requirements.txt installs it."""
+    """Return whether cuda-bindings is installed; without GPUs True, as in requirements.txt."""
     if not any(_DEVICES.glob("nvidia[0-9]*")):
         return True
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None

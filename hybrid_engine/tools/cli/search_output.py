@@ -30,10 +30,11 @@ _HEADS = (
     "cost",
 )
 _LEGEND = (
-    "GiB of the device with most: training state; activations, estimated; vLLM's weights; left in the fullest phase. "
-    "Tokens: in the KV cache of a replica. Received by a rank in a switch, GiB on average, and seconds of the slowest "
-    "at assumed link rates. Cost: doublings (ranks of a replica, halved caches); lower is better. "
-    "Nothing was measured on a GPU; docs/planning.md explains each term."
+    "GiB of the device with most: training state; activations, estimated; "
+    "vLLM's weights; left in the fullest phase. Tokens: in the KV cache of a replica. "
+    "Received by a rank in a switch, GiB on average, and seconds "
+    "of the slowest at assumed link rates. Cost: doublings (ranks of a replica, halved caches); "
+    "lower is better. Nothing was measured on a GPU; docs/planning.md explains each term."
 )
 _SHORT = {
     "tensor": "TP",
@@ -88,7 +89,8 @@ def _print(result: SearchResult, cluster: Cluster, remarks: list[str], seconds: 
         print_text(_LEGEND)
         if result.rows[0].job.left < RESERVE:
             print_text(
-                f"Tight: no pair leaves {gib(RESERVE)} of a device for context, communicators and workspaces."
+                f"Tight: no pair leaves {gib(RESERVE)} of a device for context, "
+                "communicators and workspaces."
             )
         for number, row in enumerate(result.rows, 1):
             # Not through rich, which would break lines: these are to be copied into a file.
@@ -117,7 +119,10 @@ _LACKS = {
     "vllm": "for vLLM on a device",
     "limits": "for each rank within device_budget_gib or --host-gib",
 }
-_NO_MENDS = "No single change that was tried makes one fit, 16 times as many ranks included: change several keys."
+_NO_MENDS = (
+    "No single change that was tried makes one fit, "
+    "16 times as many ranks included: change several keys."
+)
 
 
 def _cells(number: int, row: Row) -> list[str]:

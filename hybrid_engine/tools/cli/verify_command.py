@@ -1,4 +1,4 @@
-"""Command `verify`: checks the request, runs `hybrid_engine.tools.verify` and prints its verdict."""
+"""Command `verify`: checks the request, runs tools/verify/, prints its verdict."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def verify(
         typer.Option(help="Start more processes than this machine has room for."),
     ] = False,
 ) -> None:
-    """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
+    """Switch a small model of the same architecture between two layouts, and compare.
 
-    Random weights; three switches with changing weights. Every vLLM parameter must be bitwise equal to that loaded by
-    vLLM itself, and the log-probabilities of the trainer (Megatron, or FSDP2 if actor_config.fsdp is set) and of vLLM
-    must match those of transformers. Layouts, dtypes and adapters are the configuration's; memory, speed and batch
+    Both engines are real; random weights; three switches with changing weights. Every vLLM
+    parameter must be bitwise equal to that loaded by vLLM itself, and the log-probabilities of the
+    trainer (Megatron, or FSDP2 if actor_config.fsdp is set) and of vLLM must match those of
+    transformers. Layouts, dtypes and adapters are the configuration's; memory, speed and batch
     settings are small.
     """
     from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
@@ -83,7 +84,7 @@ def verify(
 
 
 def _check_room_for_ranks(num_ranks: int) -> None:
-    """Raise ConfigError if this machine has too few cores or too little memory for the processes."""
+    """Raise ConfigError if this machine has too few cores or memory for the processes."""
     num_cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     most = max(1, min(_RANKS_PER_CORE * num_cores, int(memory_gib / _GIB_PER_RANK)))

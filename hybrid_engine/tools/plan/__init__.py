@@ -1,15 +1,15 @@
 """Plan of a job on a cluster, computed without one: traffic of a switch, memory, and time.
 
-    1  activations.py    memory of computation in addition to state: activations, parameters that FSDP2
-                         gathers, a step of vLLM
+    1  activations.py    memory of computation in addition to state: activations, parameters that
+                         FSDP2 gathers, a step of vLLM
     2  cluster_plan.py   plan_job: a configuration -> both layouts (layouts/), rank order and bytes
-                         (planning/), memory of every phase (layouts/memory.py), room for the KV cache
-                         -> JobPlan
-    3  search.py         find_pairs: a configuration without sizes -> the best pairs of layouts, each
-                         planned; if none fits, changes with which one fits; searched_sizes.py has
-                         the sizes to try
+                         (planning/), memory of every phase (layouts/memory.py), room for the KV
+                         cache -> JobPlan
+    3  search.py         find_pairs: a configuration without sizes -> the best pairs of layouts,
+                         each planned; if none fits, changes with which one fits;
+                         searched_sizes.py has the sizes to try
     4  answer.py         JobPlan -> named numbers (`plan --json`), sentences of the verdict, tables
 
-Called by the command `plan`. This package plans no transfers: bytes come from `planning.summary`, and
-the transfers of a rank from `planning.planner`.
+Called by the command `plan`. This package plans no transfers: bytes come from `planning.summary`,
+and the transfers of a rank from `planning.planner`.
 """

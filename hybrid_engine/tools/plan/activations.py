@@ -1,31 +1,30 @@
-"""Estimates of the memory of computation in addition to weights and state, for training and for vLLM.
+"""Estimates of the memory of computation, beside weights and state, for training and for vLLM.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198, section 4: every operator keeps its inputs for the backward pass. A layer of that
-paper keeps 34 h bytes per token: 2 h of dropout masks, which no trainer here has, and 16 h elements of
-2 bytes, which are counted here with the model's own widths. Attention scores are not kept, because
-fused attention recomputes them. Elements per token in one layer, with t = TP:
+paper keeps 34 h bytes per token: 2 h of dropout masks, which no trainer here has, and 16 h elements
+of 2 bytes, which are counted here with the model's own widths. Attention scores are not kept,
+because fused attention recomputes them. Elements per token in one layer, with t = TP:
 
-    part             elements                                    tensors
-    inputs           2 h                                         inputs of both norms
-    layernorm        2 h                                         their outputs, inputs of projections
-    attention        (2 q + 2 kv) / t                            q, k, v and attention's output
-      latent (MLA)   2 (r_q + r_kv) + 2 q / t + v / t            compressed, before and after norms; q,
-                                                                 k, output
-    mla_up_proj      kv_up / t                                   output of the up projection of keys and
-                                                                 values
-    mlp              3 f / t                                     gate, up and product; 2 f without gate
-    moe              k (h + 3 f_e / e) e / t                     the same for k experts, for tokens that
-                                                                 are evenly distributed
+    part             elements                           tensors
+    inputs           2 h                                inputs of both norms
+    layernorm        2 h                                their outputs, inputs of projections
+    attention        (2 q + 2 kv) / t                   q, k, v and attention's output
+      latent (MLA)   2 (r_q + r_kv) + 2 q / t + v / t   compressed, before and after norms; q, k,
+                                                        output
+    mla_up_proj      kv_up / t                          output of keys' and values' up projection
+    mlp              3 f / t                            gate, up and product; 2 f without gate
+    moe              k (h + 3 f_e / e) e / t            the same for k experts, for tokens that are
+                                                        evenly distributed
     shared_experts   3 f_s / t
 
 With sequence parallelism `inputs` and `layernorm` are divided by t. The names are those of
 `recompute_modules`. Recomputed parts exist once, for the layer in its backward pass. With
 recompute_granularity full a layer keeps only its input, h, and one group of layers exists in full.
 
-Pipeline stage i of p keeps p - i micro batches (1F1B), and with v chunks 2 (p - i - 1) + (v - 1) p + 1
-chunks (interleaved; section 4.2.3). For the loss, a logit takes 4 bytes in addition to its own size.
-These estimates were not compared with a GPU.
+Pipeline stage i of p keeps p - i micro batches (1F1B), and with v chunks 2 (p - i - 1) + (v - 1) p
++ 1 chunks (interleaved; section 4.2.3). For the loss, a logit takes 4 bytes in addition to its own
+size. These estimates were not compared with a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
 COMPUTE_NBYTES: Mapping[str, int] = {"amp": 2, "bf16": 2, "fp16": 2}
-"""`actor_config.fsdp.mixed_precision` -> bytes of an element in a layer; default: params_dtype's."""
+"""`fsdp.mixed_precision` -> bytes of an element in a layer; default: params_dtype's."""
 _MOE_PARTS = ("moe", "moe_act", "shared_experts")
 
 
@@ -245,10 +244,10 @@ def vllm_step_nbytes(
     """Return the bytes of vLLM's largest step, which vLLM measures and subtracts from its share.
 
     A step of `max_num_batched_tokens` (default: 16,384 on devices of 70 GiB and more, else 8,192)
-    keeps three hidden states per token and the tensors of one layer: q, k, v and attention's output,
-    or the products of the MLP or the experts. The logits of `max_num_seqs` sequences exist in their
-    dtype and twice in float32.
-    Source: vLLM 0.32.0, `EngineArgs.get_batch_defaults`, `fused_moe`, `LogitsProcessor`.
+    keeps three hidden states per token and the tensors of one layer: q, k, v and attention's
+    output, or the products of the MLP or the experts. The logits of `max_num_seqs` sequences exist
+    in their dtype and twice in float32. Source: vLLM 0.32.0, `EngineArgs.get_batch_defaults`,
+    `fused_moe`, `LogitsProcessor`.
     """
     dims = table.dims
     settings = table.transformer

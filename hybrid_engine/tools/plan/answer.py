@@ -118,18 +118,21 @@ def device_memory(plan: JobPlan) -> Ranges:
 
 
 def host_memory(plan: JobPlan) -> Ranges:
-    """Return the bytes of host memory of offloaded state and copies of messages, during generation."""
+    """Return the bytes of host memory of offloaded state and message copies while generating."""
     return _ranges(per_rank=plan.on_host, per_host=plan.host_nbytes)
 
 
 def assumptions(plan: JobPlan) -> str:
-    """Return sentences on the settings, other than sizes, that affect the peaks of device memory."""
+    """Return sentences on settings, other than sizes, that affect the peaks of device memory."""
     released = "leave the device while it trains (release_weights: true)"
     if plan.memory.keeps_inference:
         released = "stay on the device while it trains (release_weights: false)"
     left = "Parameters leave page by page as they are read, which on GPUs needs cuda-bindings"
     if not plan.cluster.has_elastic_buffers:
-        left = "Without cuda-bindings parameters leave whole, at the end of a switch, and ranks of a host send messages"
+        left = (
+            "Without cuda-bindings parameters leave whole, at the end of a switch, "
+            "and ranks of a host send messages"
+        )
     return f"Inference weights {released}. {left}."
 
 
@@ -219,7 +222,7 @@ def _ranges(**values: np.ndarray) -> Ranges:
 
 
 def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
-    """Return attribute -> size, for sizes that differ from their defaults and the data parallel size."""
+    """Return attribute -> size, for sizes that are not defaults, and the data parallel size."""
     defaults = asdict(type(sizes)(world_size=sizes.world_size))
     changed = {name: value for name, value in asdict(sizes).items() if value != defaults[name]}
     shards = {"num_shards": sizes.num_shards} if isinstance(sizes, ShardedParallelism) else {}
@@ -326,7 +329,7 @@ class JobVerdict:
 
     @property
     def fits(self) -> bool:
-        """True if the job fits the device, vLLM's share of it, and the host if its size is known."""
+        """True if the job fits the device, vLLM's share of it, and a host of known size."""
         return self.job.fits_device and self.job.cache.fits and self.job.fits_host is not False
 
     def sentences(self) -> dict[str, str]:
@@ -371,7 +374,7 @@ class JobVerdict:
         return f"{peak} leaves {gib(left)} of its {size}"
 
     def _remedy(self, phase: str) -> str:
-        """Return remedies for a phase that does not fit: first state that can leave, then larger sizes."""
+        """Return remedies for a phase that does not fit: offloads first, then larger sizes."""
         actor = self.job.config.actor_config
         memory = self.job.memory
         has_vllm = phase in ("switch", "generate")
@@ -416,7 +419,10 @@ class JobVerdict:
         if cache.room <= 0:
             contents = f"{share} are less than {taken}"
         else:
-            contents = f"{share} hold {taken}, and a KV cache of {gib(cache.room)}: {cache.num_tokens:,} tokens"
+            contents = (
+                f"{share} hold {taken}, and a KV cache of {gib(cache.room)}: "
+                f"{cache.num_tokens:,} tokens"
+            )
             if cache.longest:
                 contents += f", {cache.num_sequences:.3g} sequences of {cache.longest:,}"
         if cache.fits:
@@ -457,15 +463,18 @@ class JobVerdict:
     def _time(self) -> str:
         seconds = self.job.seconds
         return (
-            f"{seconds.max():.3g} s for the transfers of the slowest rank ({seconds.mean():.3g} s on "
-            "average), at link speeds that are assumed, not measured."
+            f"{seconds.max():.3g} s for the transfers of the slowest rank "
+            f"({seconds.mean():.3g} s on average), at link speeds that are assumed, not measured."
         )
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
-UNITS = "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, or over hosts where a row says so."
+UNITS = (
+    "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, "
+    "or over hosts where a row says so."
+)
 
 
 @dataclass(frozen=True)
@@ -577,9 +586,10 @@ def _memory(job: JobPlan) -> NumbersTable:
         "the same, by host": unit.numbers(host["per_host"]),
     }
     note = (
-        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. All experts of "
-        "a layer are in one bucket, which may be larger than bucket_mb. The peak is the most of any phase "
-        f"({', '.join(job.phases)}), with what the configuration leaves on the device."
+        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two "
+        "buckets. All experts of a layer are in one bucket, which may be larger than bucket_mb. "
+        f"The peak is the most of any phase ({', '.join(job.phases)}), "
+        "with what the configuration leaves on the device."
     )
     return NumbersTable(f"Memory, {unit.name} by rank", rows, note)
 

@@ -101,10 +101,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Room for the KV cache in vLLM's share of a device, on the rank with the least; sizes in bytes.
+    """Room for the KV cache in vLLM's share of a device, on the rank with the least, in bytes.
 
-    vLLM does not start unless one sequence of `max_model_len` fits. Captured graphs also take memory
-    from the share, which is not known here. Layers with a window need less than counted.
+    vLLM does not start unless one sequence of `max_model_len` fits. Captured graphs also take
+    memory from the share, which is not known here. Layers with a window need less than counted.
 
     Attributes:
         device: memory of the device.
@@ -154,12 +154,12 @@ class CacheRoom:
 
     @property
     def needed(self) -> float:
-        """Smallest sufficient fraction of the device, in steps of 0.01; above 1 if none is sufficient."""
+        """Smallest sufficient fraction of the device, in steps of 0.01; above 1 if none is."""
         return math.ceil(100 * self.least / self.device) / 100
 
     @property
     def taken(self) -> float:
-        """Bytes used on the device while vLLM generates, by vLLM and by training state that stays."""
+        """Bytes used on the device during generation, by vLLM and training state that stays."""
         vllm = self.share if self.given is None else self.weights + self.step + self.given
         return vllm + self.beside
 
@@ -170,7 +170,7 @@ class CacheRoom:
 
     @property
     def lack(self) -> float:
-        """Bytes missing for vLLM to start, alone or with training state that stays; 0 if it starts."""
+        """Bytes missing for vLLM to start, also with training state that stays; 0 if it starts."""
         sequence = max(1, self.longest) * self.per_token
         return max(0.0, sequence - self.room, -self.left)
 
@@ -348,7 +348,7 @@ class JobPlan:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Estimated seconds of each rank's transfers: links in turn, each with its larger direction."""
+        """Estimated seconds of each rank's transfers: links in turn, by the larger direction."""
         rates = {link: rate * 1e9 for link, rate in self.cluster.link_gbps.items()}
         moved = self.bytes
         return (
@@ -375,7 +375,7 @@ class JobPlan:
 
     @cached_property
     def taken(self) -> dict[str, float]:
-        """Phase -> bytes on the device with most; `generate` includes all of vLLM's share if it starts."""
+        """Phase -> bytes on the device with most; `generate` has vLLM's share if vLLM starts."""
         taken = {name: float(phase.total.max()) for name, phase in self.phases.items()}
         if self.cache.fits:
             taken["generate"] = max(taken["generate"], self.cache.taken)
@@ -449,11 +449,12 @@ def plan_job(
         world_size: number of ranks.
         cluster: hosts, devices and links; default: hosts of 8 H200.
         progress: callback with the name of each step.
-        inference: lays out vLLM's side; plans of several jobs of a model may pass a cached function.
+        inference: lays out vLLM's side; plans of several jobs of a model may pass a cached
+            function.
 
     Raises:
-        ConfigError: if FSDP2 trains and transformers cannot build the model, and for the order "auto"
-            without scipy.
+        ConfigError: if FSDP2 trains and transformers cannot build the model, and for the order
+            "auto" without scipy.
     """
     cluster = cluster or Cluster()
     generate = config.generate_config
@@ -545,7 +546,10 @@ def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
 
 
 def sharded_working(config: HybridConfig, table: ModelTable, model: PackedModel) -> Working:
-    """Return the estimates of training steps with FSDP2, equal on all ranks; arrays of one element."""
+    """Return the estimates of training steps with FSDP2, equal on all ranks.
+
+    Arrays have one element.
+    """
     actor = config.actor_config
     step = Step.of(actor, ShardedParallelism(1))
     activations = activation_nbytes(table, step)
@@ -554,7 +558,10 @@ def sharded_working(config: HybridConfig, table: ModelTable, model: PackedModel)
 
 
 def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
-    """Return the bytes offloaded to host memory while vLLM generates; an array as those of `state`."""
+    """Return the bytes offloaded to host memory while vLLM generates.
+
+    The array is like those of `state`.
+    """
     by_kind = {
         "param": state.params,
         "optimizer": state.optimizer,
@@ -568,7 +575,7 @@ def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stay
 
 
 def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) -> np.ndarray:
-    """Return the bytes of host memory by rank that hold the last messages, with `incremental: delta`."""
+    """Return the host memory by rank for the last messages, with `incremental: delta`."""
     generate = config.generate_config
     within_host = moved.host + moved.sent_host
     between_hosts = moved.network + moved.sent_network

@@ -1,12 +1,12 @@
-"""Search for the sizes that a configuration leaves out: pairs of layouts that fit, with the best planned.
+"""Search for the sizes that a configuration leaves out: pairs of layouts that fit, best first.
 
     sizes that satisfy the rules  ->  memory of each pair, by counting  ->  order
         ->  the first NUM_ROWS through plan_job
 
 Sizes in the configuration are kept. The search covers, in training, TP (within a host), PP (with
 uneven ends if it does not divide the layers), EP, ETP (1 or TP), sequence parallelism with TP, or
-FSDP2's replicas; in generation TP (within a host), PP, EP, and `gpu_memory_utilization`: the largest
-value that leaves VLLM_RESERVE. Context parallelism and virtual stages are not changed.
+FSDP2's replicas; in generation TP (within a host), PP, EP, and `gpu_memory_utilization`: the
+largest value that leaves VLLM_RESERVE. Context parallelism and virtual stages are not changed.
 
 Pairs that leave RESERVE of the device in every phase come first, then others that fit. Within each
 group the order is that of `cost`, in doublings; lower is better. A replica over twice as many ranks
@@ -17,13 +17,13 @@ and each halving counts one:
             larger than a host, log2(EP x ETP / ranks of a host)
     infer   log2(ranks of a vLLM instance x PP): each stage gets a part of the sequences that are
             decoded together
-    cache   log2(maximum tokens of all pairs / tokens), in the caches of all replicas, each counted up
-            to `max_num_seqs` sequences
+    cache   log2(maximum tokens of all pairs / tokens), in the caches of all replicas, each counted
+            up to `max_num_seqs` sequences
 
-Ties are ordered by time of a switch, then by activations, then by memory left. If generation has its
-weights where training has them, a switch moves almost nothing, which counting without layouts does
-not show: up to MOST_IN_PLACE rows are such pairs, the best by `train` and `cache`, regardless of
-their place in the order. The order contains no rate of computation: it is a rule of thumb, not a
+Ties are ordered by time of a switch, then by activations, then by memory left. If generation has
+its weights where training has them, a switch moves almost nothing, which counting without layouts
+does not show: up to MOST_IN_PLACE rows are such pairs, the best by `train` and `cache`, regardless
+of their place in the order. The order contains no rate of computation: it is a rule of thumb, not a
 prediction, and was never compared with a GPU.
 """
 
@@ -87,7 +87,7 @@ RESERVE = 6 * GIB
 
 These are the context, communicators, workspaces and captured graphs."""
 VLLM_RESERVE = 8 * GIB
-"""The same if the search chooses vLLM's share, which vLLM uses completely, next to estimated bytes."""
+"""The same if the search chooses vLLM's share, which vLLM uses fully, next to estimated bytes."""
 NUM_ROWS = 8
 """Number of planned pairs."""
 MOST_ALIKE = 3
@@ -95,7 +95,7 @@ MOST_ALIKE = 3
 MOST_IN_PLACE = 2
 """Maximum number of rows that are chosen because weights stay in place."""
 _MOST_REFUSED = 50
-"""Number of refused pairs after which the search ends: a rule is broken that no size can satisfy."""
+"""Number of refused pairs that ends the search: a rule is broken that no size can satisfy."""
 Keys = Mapping[str, Any]
 Progress = Callable[[str], None]
 
@@ -104,7 +104,7 @@ Progress = Callable[[str], None]
 
 
 def used_tokens(cache: CacheRoom, sizes: InferenceParallelism, max_num_seqs: int) -> int:
-    """Return the tokens in all replicas' caches, each limited to `max_num_seqs` longest sequences."""
+    """Return the tokens in all caches, each limited to `max_num_seqs` of the longest sequences."""
     most = max_num_seqs * cache.longest if cache.longest else cache.num_tokens
     return min(cache.num_tokens, most) * sizes.data
 
@@ -519,7 +519,7 @@ def find_pairs(
 
 
 def _varied(pairs: Iterator[LayoutPair]) -> Iterator[LayoutPair]:
-    """Yield up to NUM_ROWS different pairs, at most MOST_ALIKE of them with the same layout of a side."""
+    """Yield up to NUM_ROWS different pairs, at most MOST_ALIKE with the same layout of a side."""
     seen: Counter[tuple[str, str]] = Counter()
     chosen: list[Mapping[str, Keys]] = []
     for pair in pairs:
@@ -552,7 +552,7 @@ class _KeyChange:
 
 
 def _changed(config: HybridConfig, *keys: str, **sections: Keys) -> HybridConfig:
-    """Return a configuration without the keys `section.key`, and with the given keys in sections."""
+    """Return a configuration without the keys `section.key`, and with given keys in sections."""
     values = config.model_dump(exclude_unset=True)
     for section, key in (text.split(".") for text in keys):
         values.get(section, {}).pop(key, None)

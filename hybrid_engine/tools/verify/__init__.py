@@ -1,9 +1,9 @@
-"""`python -m hybrid_engine verify`: bitwise check that a model survives the switch between two layouts.
+"""`python -m hybrid_engine verify`: bitwise check of a model's switch between two layouts.
 
 Both real engines are built for a small model of the same architecture. The weights change three
 times and are switched each time:
 
-    random checkpoint --load_hf_checkpoint--> trainer --switch--> vLLM     (then: one training step, save, switch)
+    random checkpoint --load_hf_checkpoint--> trainer --switch--> vLLM   (then a step, save, switch)
             |                                    |                  |
             +--- vLLM's own loader: same bits? --|------------------+
             +--- transformers: same logits? -----+------------------+
@@ -16,8 +16,8 @@ computation megatron-core lacks is not trained: its weights come from a new chec
     verify.py        launching of the ranks, and the program of each rank
     comparison.py    on one rank: change weights, switch, compare; verdict and faults
     reference.py     log-probabilities by transformers, in a separate process
-    certify.py       another check: does a stock vLLM compute the same after a reload as after a cold
-                     load?
+    certify.py       another check: does a stock vLLM compute the same after a reload as after a
+                     cold load?
     certificate.py   its result: which tensors differ, and why, judged by their bytes
     machine.py       facts of the machine for bug reports: `python -m hybrid_engine env`
 

@@ -1,9 +1,9 @@
 """Case of `verify`: a small model with the layouts of both sides, as a checked configuration.
 
 The small model is the published model's config.json with reduced sizes. Properties that decide the
-form of a layout are kept: architecture, biases, tied embeddings, a small ratio of query to key/value
-heads, kinds of layers, experts and their groups. Other sizes shrink as far as the layouts can still
-divide them.
+form of a layout are kept: architecture, biases, tied embeddings, a small ratio of query to
+key/value heads, kinds of layers, experts and their groups. Other sizes shrink as far as the layouts
+can still divide them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Divisors:
-    """Parallel sizes of both layouts. Sizes that they divide in the model stay divisible when reduced."""
+    """Parallel sizes of both layouts.
+
+    Sizes that they divide in the model stay divisible when reduced.
+    """
 
     tensor: Sequence[int] = ()
     expert: Sequence[int] = ()
@@ -313,7 +316,7 @@ def reduced_config(
 
 
 def _reduced(size: int, least: int, multiple: int, divisors: Sequence[int]) -> int:
-    """Return the smallest value from `least` on that keeps the divisors of `size`, at most `size`."""
+    """Return the smallest value from `least` on, at most `size`, that keeps `size`'s divisors."""
     kept = [divisor for divisor in divisors if size % divisor == 0]
     unit = math.lcm(multiple, *kept)
     return min(size, -(-least // unit) * unit)
@@ -354,7 +357,7 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
 
 
 def _is_divisible(kv_heads: int, queries: int, tp_sizes: Sequence[int]) -> bool:
-    """Return whether all TP sizes divide the query heads, and divide or replicate the key/value heads."""
+    """Return whether all TP sizes divide the query heads, and divide or replicate KV heads."""
     for tp in tp_sizes:
         splits_kv_heads = kv_heads % tp == 0 or tp % kv_heads == 0
         if kv_heads * queries % tp or not splits_kv_heads:

@@ -1,11 +1,12 @@
-"""Differences between two engines that should hold the same model, and their causes, judged by bytes.
+"""Differences between two engines that should hold the same model, with causes, by bytes.
 
     cold      engine that loaded the checkpoint                           the truth
     before    engine that held other weights and has computed with them
     after     the same engine after a reload of the checkpoint
 
 Elements in which `before` and `cold` agree depend on no weight (padding, tables of cosines). The
-values of all other elements in `after` show whether they were reloaded, left unchanged or corrupted.
+values of all other elements in `after` show whether they were reloaded, left unchanged or
+corrupted.
 """
 
 from __future__ import annotations

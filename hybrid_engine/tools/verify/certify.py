@@ -1,9 +1,9 @@
 """Certification that a stock vLLM computes the same after a reload as after a cold load.
 
-    former weights --load--> engine --vLLM's own reload--> given weights --------\
-    given weights --load--> engine --sleep, wake----------> given weights --------+-- bit by bit: certificate.py
-    former weights --> vLLM --this project's own switch--> given weights --------/
-    given weights --load--> engine (cold) ---------------------------------------/
+    former weights --load--> engine --vLLM's own reload--> given weights --+
+    given weights --load--> engine --sleep, wake---------> given weights --+-- bit by bit:
+    former weights --> vLLM --this project's own switch--> given weights --+   certificate.py
+    given weights --load--> engine (cold) ---------------------------------+
 
     python -m hybrid_engine.tools.verify.certify JOB.json      runs each engine in a forked process
 

@@ -1,4 +1,4 @@
-"""Comparison of `verify` on one rank (change weights, switch, compare), and verdict over all ranks."""
+"""Comparison of `verify` on one rank (change weights, switch, compare), and verdict over ranks."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ class Verdict:
 
     Attributes:
         name: name of the case.
-        different: vLLM parameters ("rank and name") that are not bitwise those of vLLM's own loader.
+        different: vLLM parameters ("rank and name") that are not bitwise those of vLLM's own
+            loader.
         num_parameters: number of compared vLLM parameters, over all switches and ranks.
         bytes_received, bytes_least: bytes of one switch, over all ranks.
         trainer: "megatron" or "fsdp2".
         training, vllm: difference of the trainer's and of vLLM's log-probabilities from those of
             transformers; None if not computed.
         statistic: statistic of the differences over positions: "largest", or "median" for a model
-            with experts in half precision, where tokens with nearly tied router scores go to another
-            expert.
+            with experts in half precision, where tokens with nearly tied router scores go to
+            another expert.
         spread: largest minus smallest log-probability.
         num_versions: number of different sets of weights that were switched.
         dtype, served_dtype: dtypes of the weights in training and in vLLM.
@@ -76,7 +77,7 @@ class Verdict:
     seen: list[Any] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of `verify --json` without faults; `training` is named by the trainer."""
+        """Return the content of `verify --json` without faults, with the trainer's name."""
         values = {}
         for key, value in asdict(self).items():
             values[self.trainer if key == "training" else key] = value
@@ -92,7 +93,8 @@ class Verdict:
         faults = [f"{name}: not bitwise what vLLM loads" for name in self.different]
         if self.num_parameters == 0 or self.num_versions != NUM_SWITCHES:
             faults.append(
-                f"{self.num_parameters} parameters compared over {self.num_versions} changing versions"
+                f"{self.num_parameters} parameters compared over "
+                f"{self.num_versions} changing versions"
             )
         if self.bytes_received != self.bytes_least:
             faults.append(
@@ -106,7 +108,8 @@ class Verdict:
             # `not <=` instead of `>`, so that NaN is a fault.
             if difference is not None and not difference <= atol:
                 faults.append(
-                    f"{engine}: log-probabilities differ from transformers' by {difference:.2g}, over {atol}"
+                    f"{engine}: log-probabilities differ from transformers' "
+                    f"by {difference:.2g}, over {atol}"
                 )
         if not self.spread > 1:
             faults.append(
@@ -207,7 +210,8 @@ class Comparison:
             if not report["skipped"]:
                 return
         raise ReshardError(
-            f"{_MOST_SKIPPED_STEPS} steps in a row were skipped: gradients overflow at every loss scale",
+            f"{_MOST_SKIPPED_STEPS} steps in a row were skipped: "
+            "gradients overflow at every loss scale",
             code="every-step-skipped",
         )
 
@@ -267,7 +271,7 @@ class Comparison:
         return expected
 
     def _note(self, engine: str, expected: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Raise the verdict's difference of `engine` to that of `logits`; do nothing without logits."""
+        """Raise the verdict's difference of `engine` to that of `logits`; do nothing without."""
         if logits is None:
             return
         logits = logits.to(expected.device)
@@ -279,7 +283,7 @@ class Comparison:
 def write_random_checkpoint(
     path: Path, model_dir: Path, table: ModelTable, dtype: str, seed: int
 ) -> None:
-    """Write a checkpoint of random values with a table's names and shapes, and `model_dir`'s config."""
+    """Write a random checkpoint with a table's names and shapes, and `model_dir`'s config."""
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -299,7 +303,7 @@ def write_random_checkpoint(
 def tokens_and_labels(
     seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES
 ) -> dict[str, torch.Tensor]:
-    """Return random tokens and their successors, [num_sequences, SEQ_LENGTH], equal on every rank."""
+    """Return random tokens and their successors [num_sequences, SEQ_LENGTH], equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}

@@ -2,8 +2,8 @@
 
     python -m hybrid_engine.tools.verify.machine      prints the GPUs as JSON
 
-GPUs are queried in a separate process, because a query allocates memory on each of them and a broken
-driver may never answer.
+GPUs are queried in a separate process, because a query allocates memory on each of them and a
+broken driver may never answer.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ def _visible_gpus() -> tuple[Gpu, ...] | str:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"no answer within {_QUERY_TIMEOUT:g} s: see whether nvidia-smi answers, and dmesg for Xid errors"
+        return (
+            f"no answer within {_QUERY_TIMEOUT:g} s: see whether nvidia-smi answers, "
+            "and dmesg for Xid errors"
+        )
     if ended.returncode != 0:
         last_line = ended.stderr.strip().rpartition("\n")[2]
         return clipped(last_line) or f"the query's process ended with status {ended.returncode}"
@@ -157,7 +160,10 @@ def memory_users() -> Mapping[str, tuple[str, ...]]:
 
 
 def described() -> Iterator[Gpu]:
-    """Query each GPU, which creates a context on it. Raises RuntimeError if torch finds no driver."""
+    """Query each GPU, which creates a context on it.
+
+    Raises RuntimeError if torch finds no driver.
+    """
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free = 0
@@ -192,7 +198,10 @@ def versions() -> dict[str, str]:
 
 
 def facts_of(machine: Machine) -> dict[str, str]:
-    """Return name -> fact as text, in the order of display. A failed query is shown with its error."""
+    """Return name -> fact as text, in the order of display.
+
+    A failed query is shown with its error.
+    """
     return {
         "GPUs": _gpus(machine),
         "free on the GPUs": _gpu_memory(machine),
@@ -200,11 +209,20 @@ def facts_of(machine: Machine) -> dict[str, str]:
         "GPUs reach each other": _answer_of(lambda: _peer_access(machine.num_gpus)),
         "CUDA and NCCL of torch": _answer_of(lambda: _torch_libraries(machine)),
         "packages": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
-        "system": f"Python {platform.python_version()}, Linux {platform.release()}, {'-'.join(platform.libc_ver())}",
-        "processors": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, NUMA nodes: {_num_numa_nodes()}",
-        "host memory": f"{available_host_nbytes() / GIB:.1f} GiB available, with the container's limit",
+        "system": (
+            f"Python {platform.python_version()}, Linux {platform.release()}, "
+            f"{'-'.join(platform.libc_ver())}"
+        ),
+        "processors": (
+            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, NUMA nodes: {_num_numa_nodes()}"
+        ),
+        "host memory": (
+            f"{available_host_nbytes() / GIB:.1f} GiB available, with the container's limit"
+        ),
         "/dev/shm": _shared_memory(),
-        "limits": f"memlock {_limit(resource.RLIMIT_MEMLOCK)}, nofile {_limit(resource.RLIMIT_NOFILE)}",
+        "limits": (
+            f"memlock {_limit(resource.RLIMIT_MEMLOCK)}, nofile {_limit(resource.RLIMIT_NOFILE)}"
+        ),
         "environment": ", ".join(_variables()) or "nothing of CUDA, NCCL, torch or vLLM is set",
     }
 

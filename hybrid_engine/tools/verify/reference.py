@@ -28,8 +28,8 @@ class Reference:
     """Client of a process that computes log-probabilities with transformers, in float32 on the CPU.
 
     The first use starts the process. It ends with the context manager, and also when this process
-    ends for any reason. A multiprocessing pool would leave its named semaphores in /dev/shm when all
-    processes are killed.
+    ends for any reason. A multiprocessing pool would leave its named semaphores in /dev/shm when
+    all processes are killed.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Reference:
             [B, S, vocabulary] float32.
 
         Raises:
-            ReshardError: transformers failed (the message has its error), its process exited, or the
-                timeout expired.
+            ReshardError: transformers failed (the message has its error), its process exited, or
+                the timeout expired.
         """
         import torch
 
@@ -86,7 +86,8 @@ class Reference:
                 # A late answer would be taken for the answer to the next request.
                 self._end(patience=0)
                 raise ReshardError(
-                    f"transformers computed no log-probabilities of {checkpoint} within {timeout:g} s",
+                    "transformers computed no log-probabilities "
+                    f"of {checkpoint} within {timeout:g} s",
                     code="reference-timeout",
                 )
             values, error = connection.recv()
@@ -143,8 +144,8 @@ def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
 
     torch.set_num_threads(1)
     # The class of the table: AutoModelForCausalLM selects by model_type, which transformers may not
-    # know (kimi_k2), and requires the code of an auto_map. The loader also selects by model_type when
-    # it fuses experts, so it is set to that of the class.
+    # know (kimi_k2), and requires the code of an auto_map. The loader also selects by model_type
+    # when it fuses experts, so it is set to that of the class.
     table, values = read_model(Path(checkpoint))
     model_class = getattr(transformers, table.architecture)
     config_class = model_class.config_class

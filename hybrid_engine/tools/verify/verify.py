@@ -1,4 +1,4 @@
-"""Launching of the ranks of `verify`, and the program of each rank, which runs a list of cases in turn."""
+"""Launching of the ranks of `verify`, and the program of a rank, which runs cases in turn."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def run_cases(
         module: program of each rank, with the arguments of `main`.
 
     Raises:
-        ReshardError: if the ranks exited without a verdict or ran out of time; the message has their
-            output.
+        ReshardError: if the ranks exited without a verdict or ran out of time; the message has
+            their output.
     """
     with scratch_directory(SCRATCH_PREFIX) as directory:
         job = directory / "cases.json"
@@ -109,8 +109,8 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
 def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look) -> Verdict:
     """Run a case and return the verdict of this rank.
 
-    An error becomes part of the verdict, so that the other cases run. An error on this rank only ends
-    the job, because the other ranks time out.
+    An error becomes part of the verdict, so that the other cases run. An error on this rank only
+    ends the job, because the other ranks time out.
     """
     started = time.perf_counter()
     verdict = Verdict(case.name)
@@ -136,14 +136,14 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look
 
 
 def _heads_refused_here(head_size: int | None, device_type: str) -> list[str]:
-    """Return why the published model's attention heads are refused here, unlike the small model's."""
+    """Return why the published model's heads are refused here, unlike the small model's."""
     from hybrid_engine.backends.vllm.arguments import heads_without_kernel
 
     if head_size is None or device_type != "cpu":
         return []
     return [
-        f"The small model has heads of {HEAD_DIM} elements. A job with the model itself is refused on "
-        f"this machine: {violation.problem}"
+        f"The small model has heads of {HEAD_DIM} elements. "
+        f"A job with the model itself is refused on this machine: {violation.problem}"
         for violation in heads_without_kernel(head_size)
     ]
 

@@ -57,7 +57,8 @@ def _alone(core: Any) -> Iterator[None]:
     scheduler = core.scheduler
     if getattr(scheduler, "kv_holding_waiting", None):
         raise StateError(
-            "requests wait that hold blocks of a KV connector: start the server without --kv-transfer-config",
+            "requests wait that hold blocks of a KV connector: "
+            "start the server without --kv-transfer-config",
             code="kv-connector",
         )
     state = scheduler.pause_state

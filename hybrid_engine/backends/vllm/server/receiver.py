@@ -46,7 +46,8 @@ class HybridEngineReceiver(_TransferEngine):
         captured = take_captured(model)
         if vllm_config.speculative_config is not None:
             raise StateError(
-                "a draft model's weights are not resharded: start the server without speculative decoding",
+                "a draft model's weights are not resharded: "
+                "start the server without speculative decoding",
                 code="speculative-decoding",
             )
         parallel = vllm_config.parallel_config
@@ -168,8 +169,8 @@ def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, in
         receiver = engine.receiver
         return receiver.obstacle(also_uncompared), receiver.job, receiver.version
     obstacle = (
-        "the load format is hybrid_engine, but there is no weight transfer backend of that name: no "
-        "weights arrive"
+        "the load format is hybrid_engine, but there is no weight transfer "
+        "backend of that name: no weights arrive"
     )
     return obstacle, "", -1
 

@@ -110,7 +110,8 @@ class VllmAdaptor:
         if self._unforgotten:
             lines = "\n".join(f"  - {fault}" for fault in self._unforgotten)
             raise ModelError(
-                f"vLLM computes with state that cannot be renewed ({len(self._unforgotten)}):\n{lines}",
+                "vLLM computes with state that cannot be renewed "
+                f"({len(self._unforgotten)}):\n{lines}",
                 code="state-not-renewable",
             )
         self._states.advance(GroupEvent.ALLOCATE, groups)
@@ -209,7 +210,8 @@ class VllmAdaptor:
                 verified = self._verified_tensors(name)
                 if verified and self._live_digest(name) != self._live_digests[name]:
                     unproven(
-                        f"{verified}: on rank {self.rank}, vLLM's weights changed after they were committed"
+                        f"{verified}: on rank {self.rank}, vLLM's weights changed "
+                        "after they were committed"
                     )
         finally:
             self._verified = ()
@@ -234,7 +236,8 @@ class VllmAdaptor:
                 bound = binding.find(self._processed.modules)
                 if bound is None or (bound.data_ptr(), bound.shape) != filled:
                     self._report_mismatch(
-                        f"{verified}: on rank {self.rank}, vLLM's {binding.name} is not the tensor that was filled"
+                        f"{verified}: on rank {self.rank}, vLLM's {binding.name} "
+                        "is not the tensor that was filled"
                     )
 
     def _live_digest(self, group: str) -> tuple[int, ...]:

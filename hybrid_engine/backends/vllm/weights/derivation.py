@@ -180,7 +180,8 @@ class Derivation:
         additional = tensors.keys() - self.results.keys()
         faults = [f"{display(path)} is an additional tensor" for path in additional]
         faults += [
-            f"{display(path)} is a number that depends on the weights ({number}, then {numbers[path]})"
+            f"{display(path)} is a number that depends on the weights "
+            f"({number}, then {numbers[path]})"
             for path, number in self.numbers.items()
             if not _same_number(numbers.get(path, number), number)
         ]

@@ -211,7 +211,8 @@ class GroupStates:
         missing = sorted(self.among(GroupState.RELEASED, GroupState.FILLING, GroupState.VOID))
         if missing and len(self.among(GroupState.RELEASED)) == len(self._states):
             raise StateError(
-                "the inference weights are released: reshard (allocate, fill, commit) before generating",
+                "the inference weights are released: "
+                "reshard (allocate, fill, commit) before generating",
                 code="weights-released",
             )
         if missing:

@@ -57,7 +57,10 @@ def described(module: torch.nn.Module) -> tuple[str, str]:
     kernels = [value.name for value in vars(method).values() if isinstance(value, enum.Enum)]
     kind = ", ".join([type(method).__name__, *kernels])
     if isinstance(method, internals.EXPERTS_METHOD.load()):
-        remedy = "Set generate_config.vllm.moe_backend to another; triton computes with the loader's own layout"
+        remedy = (
+            "Set generate_config.vllm.moe_backend to another; "
+            "triton computes with the loader's own layout"
+        )
     else:
         remedy = "Set generate_config.vllm.linear_backend to another"
     if getattr(method, "uses_meta_device", False):  # vLLM quantises while it loads

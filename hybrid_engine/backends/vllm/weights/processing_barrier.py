@@ -90,7 +90,8 @@ class ProcessingBarrier:
             return wish
         if self._is_over:
             raise StateError(
-                f"{what}: the ranks that process weights together have finished or failed; release the weights first",
+                f"{what}: the ranks that process weights together have finished or failed; "
+                "release the weights first",
                 code="processing-is-over",
             )
         checksum = zlib.crc32(what.encode())

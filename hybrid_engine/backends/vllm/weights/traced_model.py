@@ -115,7 +115,8 @@ def trace_model(
     staged = records.trace.staged
     if staged:
         logger.warning(
-            "%d canonical tensors cannot be traced and go through the model's own loader at every reshard: %s",
+            "%d canonical tensors cannot be traced and go through the model's "
+            "own loader at every reshard: %s",
             len(staged),
             ", ".join(staged),
         )
@@ -219,9 +220,9 @@ def _require_separate_loads(
         problems += [f"also writes {name}" for name in sorted(surplus)]
         if problems:
             findings.append(
-                f"{first_of(group.staged, 4)}: only the model's own loader can write it, and offered "
-                f"it without the other tensors the loader {' and '.join(problems)}. Serve this "
-                "model with a loader that treats tensors one by one"
+                f"{first_of(group.staged, 4)}: only the model's own loader can write it, "
+                f"and offered it without the other tensors the loader {' and '.join(problems)}. "
+                "Serve this model with a loader that treats tensors one by one"
             )
     if findings:
         raise ParameterMismatchError(findings)
@@ -398,7 +399,8 @@ def _last_writes(
                 continue
             if subtract_all(earlier.boxes, later.boxes):
                 faults.append(
-                    f"{storage.name}: {earlier.copy.tensor} and {later.copy.tensor} write some of the same elements"
+                    f"{storage.name}: {earlier.copy.tensor} and {later.copy.tensor} "
+                    "write some of the same elements"
                 )
             else:
                 overwritten.add(min(index, other))

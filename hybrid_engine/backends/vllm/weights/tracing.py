@@ -488,7 +488,8 @@ def take_inventory(model: torch.nn.Module, written: Iterable[int]) -> list[Weigh
                 places.setdefault(key, []).append((binding, tensor))
     storages = [_storage_of(key, bound) for key, bound in places.items()]
     faults = [
-        f"{storage.name}: shape {storage.view.shape} with strides {storage.view.strides} leaves gaps"
+        f"{storage.name}: shape {storage.view.shape} with strides "
+        f"{storage.view.strides} leaves gaps"
         for storage in storages
         if dense_order(storage.view) is None
     ]

@@ -274,7 +274,7 @@ def _without_collections() -> contextlib.AbstractContextManager[None]:
 
 
 def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap vLLM's `Worker.load_model`: what outlives the engine gets memory outside the pool that sleeps.
+    """Wrap `Worker.load_model`: state that outlives the engine is outside the pool that sleeps.
 
     Loading computes products, at least for digests of the model's constants, and takes all memory
     from the pool that sleeps. torch allocates its matrix-product workspaces before it: a workspace
