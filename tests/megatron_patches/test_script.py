@@ -16,9 +16,9 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -505,7 +505,8 @@ def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: st
 def test_rank_0_reports_errors_before_the_other_ranks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher then ends the other ranks; a rank that fails alone reports after the wait."""
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    # of the script alone: a thread of another test may sleep in a loop
+    monkeypatch.setattr(script, "time", SimpleNamespace(sleep=waits.append))
     for rank, expected in (("0", []), ("1", [10.0])):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit, match="--resharding-engine json cannot be imported"):
