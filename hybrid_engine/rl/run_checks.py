@@ -327,6 +327,10 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
         key = f"{config.name}.pack"
         problem = "is true, but a ratio for a sequence needs one sequence a row"
         yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
+    if config.pack and "loss" in arguments.callbacks:
+        key = f"{config.name}.pack"
+        problem = "is true, but a `loss` of your own may take a row for a sequence"
+        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
     if config.overlong_tokens > config.max_tokens:
         key = f"{config.name}.overlong_tokens"
         problem = f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}"

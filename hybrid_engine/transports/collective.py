@@ -199,7 +199,7 @@ class CollectiveTransport:
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
-            self._complete(bucket, exchange.incoming)
+            self._complete(bucket, exchange)
             self._unpack(bucket, share, exchange.incoming, destination)
             copy_straight(
                 self.name,
@@ -344,7 +344,7 @@ class CollectiveTransport:
             awaited.append(StagedMessage(message, body, tuple(images)))
         return awaited
 
-    def _complete(self, bucket: int, incoming: Sequence[StagedMessage]) -> None:
+    def _complete(self, bucket: int, exchange: InFlight) -> None:
         """Complete messages that do not arrive as they were packed; here all do."""
 
     def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:

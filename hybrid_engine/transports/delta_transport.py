@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,19 @@ from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import Message, StagedMessage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltasInFlight(InFlight):
+    """The messages of a bucket in a fill of deltas.
+
+    Attributes:
+        contents: parts to send after the headers of the incoming messages have arrived.
+        deltas: deltas received in place of contents, by peer.
+    """
+
+    contents: Sequence[Part] = ()
+    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class DeltaTransport(CollectiveTransport):
@@ -40,10 +53,6 @@ class DeltaTransport(CollectiveTransport):
         self.deltas = Deltas()
         # On the host, messages are received directly into the copies that deltas are applied to.
         self._receives_copies = self._device.type == "cpu"
-        # By bucket: the parts that follow the headers.
-        self._contents: dict[int, list[Part]] = {}
-        # By peer: deltas received in place of contents, in the current bucket.
-        self._received: dict[int, torch.Tensor] = {}
 
     def start(
         self,
@@ -75,8 +84,6 @@ class DeltaTransport(CollectiveTransport):
                 reason = str(failure)
             contents, delta_failure = self._write_headers(bucket, sent, reason)
         headers_first = not self.deltas.is_whole
-        if headers_first:
-            self._contents[bucket] = contents
         posted = self._post(
             bucket,
             "transfer",
@@ -84,7 +91,10 @@ class DeltaTransport(CollectiveTransport):
             parts_of(sent, headers=headers_first),
             self._group,
         )
-        return InFlight(received, posted, failure or delta_failure)
+        failure = failure or delta_failure
+        if headers_first:
+            return DeltasInFlight(received, posted, failure, contents)
+        return InFlight(received, posted, failure)
 
     def _write_headers(
         self, bucket: int, sent: Sequence[StagedMessage], reason: str
@@ -141,20 +151,16 @@ class DeltaTransport(CollectiveTransport):
         """Exchange the headers of a bucket, then the contents that they announce."""
         # Both batches share the timeout.
         deadline = time.monotonic() + self._timeout
-        self._received = {}
         exchange = super()._exchange(bucket, transfers, source, reason)
-        contents = self._contents.pop(bucket, None)
-        if contents is None:
-            # a whole fill
+        # a whole fill has no second batch
+        if not isinstance(exchange, DeltasInFlight):
             return exchange
-        announced, failure = self._announced(exchange.incoming)
-        rest = self._post(bucket, "transfer", announced, contents, self._group)
+        announced, failure = self._announced(exchange)
+        rest = self._post(bucket, "transfer", announced, exchange.contents, self._group)
         self._wait(bucket, "transfer", rest, deadline)
         return replace(exchange, failure=exchange.failure or failure)
 
-    def _announced(
-        self, incoming: Sequence[StagedMessage]
-    ) -> tuple[list[Part], TransportError | None]:
+    def _announced(self, exchange: DeltasInFlight) -> tuple[list[Part], TransportError | None]:
         """Return memory for the contents that the received headers announce, and a failure.
 
         The failure is a lack of memory. The peers send the contents nevertheless, and they must be
@@ -162,6 +168,7 @@ class DeltaTransport(CollectiveTransport):
         the message is not the copy, a delta is received into the memory of the message.
         """
         failure = None
+        incoming = exchange.incoming
         headers = [staged.read_header() for staged in incoming]
         # A delta is always shorter than its message.
         rooms = [staged.contents for staged in incoming]
@@ -177,17 +184,18 @@ class DeltaTransport(CollectiveTransport):
             memory = staged.contents
             if header.delta_nbytes >= 0:
                 memory = room[: header.delta_nbytes]
-                self._received[peer] = memory
+                exchange.deltas[peer] = memory
             # The contents of a void message are not sent.
             if not header.failure:
                 parts.append((peer, memory))
         return parts, failure
 
-    def _complete(self, bucket: int, incoming: Sequence[StagedMessage]) -> None:
+    def _complete(self, bucket: int, exchange: InFlight) -> None:
         """Turn received deltas into messages, and copy relay images into their relay buffers."""
-        for staged in incoming:
+        deltas = exchange.deltas if isinstance(exchange, DeltasInFlight) else {}
+        for staged in exchange.incoming:
             peer = staged.message.peer
-            delta = self._received.get(peer)
+            delta = deltas.get(peer)
             digest = staged.read_header().digest
             self.deltas.arrived(bucket, peer, staged.contents, delta, digest)
             for image, flat in zip(staged.message.images, staged.images, strict=True):

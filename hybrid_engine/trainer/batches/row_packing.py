@@ -16,6 +16,7 @@ Of a batch with one sequence a row, for one call; results return to its rows:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,9 +150,10 @@ def pack(
 def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> PackedRows:
     """Pack rows [B, S] of one sequence each into fewer rows of S tokens.
 
-    Long sequences are placed first, each into the first row in which it fits. An update of the
-    packed rows is that of the rows, up to rounding: `weights` and `token_weights`, whose sums are
-    averaged over rows, are scaled to the number of packed rows.
+    Long sequences are placed first, each into the first row in which it fits. If `multiple_of` adds
+    rows, each is placed into the row with the fewest tokens instead. An update of the packed rows
+    is that of the rows, up to rounding: `weights` and `token_weights`, whose sums are averaged over
+    rows, are scaled to the number of packed rows.
 
     Args:
         batch: `tokens` [B, S], keys that define the sequences, and tensors [B], one value a row, or
@@ -173,9 +175,12 @@ def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> P
     lengths = is_real.sum(1).tolist()
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
-    places = tuple(_first_fit(lengths, width))
+    places = _first_fit(lengths, width)
     num_used_rows = max((place.row + 1 for place in places), default=0)
     num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
+    if num_rows > num_used_rows:
+        # a micro batch is computed as long as its longest row, so sequences move to added rows
+        places = _balanced(lengths, num_rows, width) or places
 
     taken = _positions(sources)
     placed = _positions(places)
@@ -191,7 +196,7 @@ def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> P
     for name in _MEANS_OVER_ROWS:
         if name in packed:
             packed[name] *= num_rows / max(num_sequences, 1)
-    return PackedRows(packed, places, sources, width)
+    return PackedRows(packed, tuple(places), sources, width)
 
 
 def _require_count(multiple_of: int) -> None:
@@ -223,6 +228,23 @@ def _positions(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
         lengths
     )
     return rows.repeat_interleave(lengths), starts.repeat_interleave(lengths) + offsets
+
+
+def _balanced(lengths: Sequence[int], num_rows: int, size: int) -> list[RowSlice] | None:
+    """Return a place for each length: the longest first, into the row with the fewest tokens.
+
+    Returns None if one does not fit there.
+    """
+    used = [(0, row) for row in range(num_rows)]
+    places: dict[int, RowSlice] = {}
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        num_used, row = used[0]
+        if num_used + length > size:
+            return None
+        heapq.heapreplace(used, (num_used + length, row))
+        places[index] = RowSlice(row, num_used, length)
+    return [places[index] for index in range(len(lengths))]
 
 
 def _first_fit(lengths: Sequence[int], size: int) -> list[RowSlice]:

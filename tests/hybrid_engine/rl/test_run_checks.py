@@ -80,6 +80,11 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
         ({"config": GrpoConfig(max_tokens=8, evaluate_first=True)}, "GrpoConfig.evaluate_first", "needs-evaluate"),
         ({"config": GrpoConfig(max_tokens=8, overlong_tokens=9)}, "GrpoConfig.overlong_tokens", "beyond-max-tokens"),
         ({"config": GrpoConfig(max_tokens=8, pack=True, ratio="sequence")}, "GrpoConfig.pack", "conflicting-keys"),
+        (
+            {"config": GrpoConfig(max_tokens=8, pack=True), "loss": lambda micro_batch, log_probs: None},
+            "GrpoConfig.pack",
+            "conflicting-keys",
+        ),
         ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
         ({"reward": None}, "reward", "not-callable"),
         ({"reward": {"length": 5}}, "reward length", "not-callable"),

@@ -64,9 +64,9 @@ def test_packed_rows_contain_the_same_sequences() -> None:
 def test_empty_rows_are_added_up_to_the_multiple() -> None:
     packed = pack(PROMPTS, COMPLETIONS, S, multiple_of=4)
     assert packed.batch["tokens"].shape == (4, S)
-    assert packed.batch["weights"][2:].eq(0).all()  # added rows have no weight
+    is_padding = packed.batch["sequence_ids"] == 0
+    assert packed.batch["weights"][is_padding].eq(0).all()
     assert packed.batch["weights"].sum(1).mean().item() == pytest.approx(1.0)
-    assert [place.row for place in packed.places] == [place.row for place in pack(PROMPTS, COMPLETIONS, S).places]
 
 
 def test_long_sequences_are_packed_first() -> None:

@@ -84,6 +84,18 @@ def test_long_rows_come_first_and_few_are_needed(batch: dict[str, torch.Tensor])
     assert sum(lengths) == sum(by_row.values())
 
 
+def test_added_rows_shorten_the_others() -> None:
+    """All 16 rows of a micro batch are computed as long as the longest."""
+    lengths = torch.arange(100, 116)
+    batch = {
+        "tokens": torch.ones(16, 1024, dtype=torch.int64),
+        "attention_mask": (torch.arange(1024) < lengths[:, None]).long(),
+    }
+    counts = (pack_rows(batch, multiple_of=16).batch["sequence_ids"] > 0).sum(dim=1)
+    assert counts.max() == 115
+    assert (pack_rows(batch).batch["sequence_ids"] > 0).sum(dim=1).max() > 900
+
+
 def refused() -> dict[str, tuple[dict[str, Any], tuple[str, str]]]:
     tokens = torch.ones(2, 4, dtype=torch.int64)
     return {
