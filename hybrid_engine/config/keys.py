@@ -8,7 +8,7 @@ defaults, which a test compares.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
@@ -129,6 +129,19 @@ class Section(pydantic.BaseModel):
         allow_inf_nan=False,
         hide_input_in_errors=True,
     )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _names_of_false(cls, values: Any) -> Any:
+        """Return `off` or `no` where a key has that value: YAML reads both words as false."""
+        if not isinstance(values, dict):
+            return values
+        replaced = dict(values)
+        for name, field in cls.model_fields.items():
+            if replaced.get(name) is False:
+                words = {"off", "no"}.intersection(get_args(field.annotation))
+                replaced[name] = next(iter(words), False)
+        return replaced
 
 
 # -- sections --------------------------------------------------------------------------------------

@@ -113,16 +113,7 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.2's booleans, true and false, and an error for repeated keys.
-
-        For PyYAML `off` and `no`, which are values of several keys, are booleans too, and of
-        repeated keys it takes the last.
-        """
-
-        yaml_implicit_resolvers = {  # noqa: RUF012  # an instance variable of the base class
-            first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:bool"]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
+        """Loader that rejects repeated keys, which YAML forbids and PyYAML accepts."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = Counter(name.value for name, _ in node.value if name.value != "<<")
@@ -132,8 +123,6 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
                     raise ValueError(f"{shortened(name)} is there twice (line {line} and below)")
             return super().construct_mapping(node, deep)
 
-    booleans = re.compile("true|True|TRUE|false|False|FALSE")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:bool", booleans, list("tTfF"))
     return Loader
 
 

@@ -20,6 +20,7 @@ from hybrid_engine.files.documents import MOST_YAML_BYTES, apply_overrides, read
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
 from tests.harness.errors import has_violations
+from tests.harness.launch import REPO_ROOT
 
 LONGEST_MESSAGE = 4000
 
@@ -157,17 +158,18 @@ def test_a_message_shows_the_beginning_of_a_value_only() -> None:
     assert shortened("x" * 300)[0] == "'"
 
 
-def test_only_true_and_false_are_booleans(tmp_path: Path) -> None:
-    """`off` and `no` are values of keys, such as `verify`; PyYAML reads them as booleans."""
+def test_off_and_no_are_words_where_a_key_has_them(tmp_path: Path) -> None:
+    """YAML reads both as false, which other keys, such as vLLM's arguments, mean."""
     path = tmp_path / "config.yaml"
-    path.write_text("verify: off\nmixed_precision: no\nuse: true\nquoted: 'false'\n")
+    path.write_text(
+        "model: examples/gpt_rl/model\nrandom_weights: yes\n"
+        "generate_config: {verify: off, prefetch: off, vllm: {enable_chunked_prefill: no}}\n"
+    )
     values = read_yaml(path, "configuration")
-    assert list(apply_overrides(values, ["check_compute=off", "other=False"])) == []
-    assert values == {
-        "verify": "off",
-        "mixed_precision": "no",
-        "use": True,
-        "quoted": "false",
-        "check_compute": "off",
-        "other": False,
-    }
+    values["model"] = str(REPO_ROOT / "examples" / "gpt_rl" / "model")
+    assert list(apply_overrides(values, ["generate_config.check_compute=off"])) == []
+    config = load_config(values, 1)
+    generate = config.generate_config
+    assert (generate.verify, generate.prefetch, generate.check_compute) == ("off",) * 3
+    assert config.random_weights is True
+    assert generate.vllm == {"enable_chunked_prefill": False}
