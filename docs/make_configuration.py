@@ -80,7 +80,7 @@ _INTRODUCTION = """# Configuration
 
 All [keys](#keys-at-the-top), [other settings of Megatron](#overrides) and [of vLLM](#vllms-other-settings), the
 [rules](#rules), and [fields of Megatron](#megatrons-configuration-fields) that do not go with a switch. `model` is the
-only required key. Quote `"off"` and `"no"`, which YAML reads as false.
+only required key.
 """
 
 _RULES = """## Rules
