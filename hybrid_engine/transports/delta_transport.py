@@ -149,9 +149,12 @@ class DeltaTransport(CollectiveTransport):
         reason: str = "",
     ) -> InFlight:
         """Exchange the headers of a bucket, then the contents that they announce."""
-        # Both batches share the timeout.
+        exchange = self._in_flight.pop(bucket, None)
+        if exchange is None:
+            exchange = self._launch(bucket, transfers, source, reason)
+        # Both batches share the timeout, which begins after packing and comparing.
         deadline = time.monotonic() + self._timeout
-        exchange = super()._exchange(bucket, transfers, source, reason)
+        self._wait(bucket, "transfer", exchange.posted, deadline)
         # a whole fill has no second batch
         if not isinstance(exchange, DeltasInFlight):
             return exchange
