@@ -439,7 +439,12 @@ class CollectiveTransport:
         exchange = self._in_flight.pop(bucket, None)
         if exchange is None:
             exchange = self._launch(bucket, transfers, source, reason)
-        self._wait(bucket, "transfer", exchange.posted, time.monotonic() + self._timeout)
+        deadline = time.monotonic() + self._timeout
+        self._wait(bucket, "transfer", exchange.posted, deadline)
+        return self._finish(bucket, exchange, deadline)
+
+    def _finish(self, bucket: int, exchange: InFlight, deadline: float) -> InFlight:
+        """Exchange what follows the posted messages; here nothing does."""
         return exchange
 
     def _post(

@@ -8,7 +8,6 @@ arrived, so each bucket takes two batches, both within `run` or `abandon`:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -141,20 +140,8 @@ class DeltaTransport(CollectiveTransport):
             parts = self._staged_parts(side, [message.staged_nbytes for message in messages])
         return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
 
-    def _exchange(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers | None,
-        reason: str = "",
-    ) -> InFlight:
-        """Exchange the headers of a bucket, then the contents that they announce."""
-        exchange = self._in_flight.pop(bucket, None)
-        if exchange is None:
-            exchange = self._launch(bucket, transfers, source, reason)
-        # Both batches share the timeout, which begins after packing and comparing.
-        deadline = time.monotonic() + self._timeout
-        self._wait(bucket, "transfer", exchange.posted, deadline)
+    def _finish(self, bucket: int, exchange: InFlight, deadline: float) -> InFlight:
+        """Exchange the contents that the headers have announced, within the same deadline."""
         # a whole fill has no second batch
         if not isinstance(exchange, DeltasInFlight):
             return exchange
