@@ -65,7 +65,9 @@ def build_actor(
         copy_weights(engine.model, copy.model)
         return copy
 
-    return ActorParts(engine, RankCheckpoints(engine.model, actor, job), frozen_copy)
+    return ActorParts(
+        engine, RankCheckpoints(engine.model, engine.optimizer, actor, job), frozen_copy
+    )
 
 
 @dataclass(frozen=True)
@@ -104,4 +106,6 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
         seq_length=critic.actor.seq_length,
         conclude=job.agreement.conclude,
     )
-    return CriticParts(engine, RankCheckpoints(engine.model, actor, job), critic.table)
+    return CriticParts(
+        engine, RankCheckpoints(engine.model, engine.optimizer, actor, job), critic.table
+    )

@@ -57,14 +57,17 @@ class RankCheckpoints:
 
     Args:
         model: weights of the trainer.
+        optimizer: of the trainer, whose schedule is resumed.
         actor: its Megatron objects.
         job: of all ranks.
     """
 
-    def __init__(self, model: LiveModel, actor: Actor, job: Job) -> None:
+    def __init__(
+        self, model: LiveModel, optimizer: ScheduledOptimizer, actor: Actor, job: Job
+    ) -> None:
         self._model = model
+        self._optimizer = optimizer
         self._actor = actor
-        self._optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
         self._job = job
 
     def save(self, directory: str | Path, *, check_nan: bool = True) -> None:
@@ -132,48 +135,36 @@ class RankCheckpoints:
 
     def _live_state(self) -> dict[str, Any]:
         """Return all tensors and values to save: views of live memory."""
-        return {
-            **_tensors_of(self._actor),
-            _VALUES: {
-                **_values_of(self._actor, self._job),
-                "num_scheduled_updates": self._optimizer.num_scheduled_updates,
-            },
+        actor = self._actor
+        members = _members(actor.optimizer)
+        # read once, because an optimizer may convert its moments for it
+        optimizer_states = [member.optimizer.state_dict() for member in members]
+        state: dict[str, Any] = {}
+        for index, chunk in enumerate(actor.chunks):
+            for name, value in unwrap_model(chunk).state_dict().items():
+                # Transformer Engine's `_extra_state` is for fp8, and may be something else
+                if isinstance(value, torch.Tensor):
+                    state[f"model.{index}.{name}"] = value
+        for index, optimizer_state in enumerate(optimizer_states):
+            for param, param_state in optimizer_state["state"].items():
+                for key, value in param_state.items():
+                    state[f"{_OPTIMIZER}{index}.{param}.{key}"] = value
+        for main_param in _main_params(actor.optimizer):
+            state[_MAIN_PARAM + main_param.path] = main_param.tensor
+        for name, value in get_cuda_rng_tracker().get_states().items():
+            state[_TRACKER + name] = value
+        state[_GENERATOR] = torch.get_rng_state()
+        state[_VALUES] = {
+            "layout": _layout_of(actor, self._job),
+            "param_groups": [saved["param_groups"] for saved in optimizer_states],
+            "grad_scaler": _grad_scaler_state(members),
+            "weight_version": optimizers.weight_version(actor.optimizer),
+            "num_scheduled_updates": self._optimizer.num_scheduled_updates,
         }
+        return state
 
 
 # -- contents of a checkpoint ----------------------------------------------------------------------
-
-
-def _tensors_of(actor: Actor) -> dict[str, Any]:
-    """Return all tensors to save, and numbers of the optimizers' state."""
-    optimizer_states = [member.optimizer.state_dict() for member in _members(actor.optimizer)]
-    state: dict[str, Any] = {}
-    for index, chunk in enumerate(actor.chunks):
-        for name, value in unwrap_model(chunk).state_dict().items():
-            # Transformer Engine's `_extra_state` is for fp8, and may be something else
-            if isinstance(value, torch.Tensor):
-                state[f"model.{index}.{name}"] = value
-    for index, optimizer_state in enumerate(optimizer_states):
-        for param, param_state in optimizer_state["state"].items():
-            for key, value in param_state.items():
-                state[f"{_OPTIMIZER}{index}.{param}.{key}"] = value
-    for main_param in _main_params(actor.optimizer):
-        state[_MAIN_PARAM + main_param.path] = main_param.tensor
-    for name, value in get_cuda_rng_tracker().get_states().items():
-        state[_TRACKER + name] = value
-    state[_GENERATOR] = torch.get_rng_state()
-    return state
-
-
-def _values_of(actor: Actor, job: Job) -> dict[str, Any]:
-    """Return layout, hyperparameters and counters to save."""
-    members = _members(actor.optimizer)
-    return {
-        "layout": _layout_of(actor, job),
-        "param_groups": [member.optimizer.state_dict()["param_groups"] for member in members],
-        "grad_scaler": _grad_scaler_state(members),
-        "weight_version": optimizers.weight_version(actor.optimizer),
-    }
 
 
 def _layout_of(actor: Actor, job: Job) -> dict[str, int | str]:

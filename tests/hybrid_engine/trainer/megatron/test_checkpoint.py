@@ -105,7 +105,7 @@ def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refus
 def checkpoints_of(run: Any, job: Job) -> Any:
     from hybrid_engine.trainer.megatron.rank_checkpoint import RankCheckpoints
 
-    return RankCheckpoints(run.engine.model, run.actor, job)
+    return RankCheckpoints(run.engine.model, run.engine.optimizer, run.actor, job)
 
 
 def configured(settings: dict[str, Any], **changes: Any) -> ActorConfig:
