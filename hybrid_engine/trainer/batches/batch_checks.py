@@ -99,9 +99,9 @@ def _violations(
         yield Violation("batch", problem, remedy, code="not-a-dict")
         return
     required = ("tokens", "labels") if needs_labels else ("tokens",)
-    shape_violations = list(_shape_violations(batch, required))
-    yield from shape_violations
-    if shape_violations:
+    violations = list(shape_violations(batch, required))
+    yield from violations
+    if violations:
         return
     # a local batch is not divided over ranks
     num_parts = limits.dp_size if data == "global" else 1
@@ -123,7 +123,7 @@ def _violations(
         yield Violation(key, problem, remedy, code="packing-unsupported")
 
 
-def _shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Iterator[Violation]:
+def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Iterator[Violation]:
     """Yield violations unless every value is a tensor with one row per sequence.
 
     Keys that the engine reads must have the shape of `tokens`; all of these but `mask` must hold

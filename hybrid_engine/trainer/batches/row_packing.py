@@ -27,6 +27,7 @@ from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
     require_one_sequence_a_row,
+    sequence_faults,
     sequence_ids_of,
 )
 from hybrid_engine.trainer.batches.batch_building import (
@@ -38,6 +39,7 @@ from hybrid_engine.trainer.batches.batch_building import (
     required_whole,
     samples_of,
 )
+from hybrid_engine.trainer.batches.batch_checks import shape_violations
 
 _MEANS_OVER_ROWS = ("weights", "token_weights")
 """Keys of weights whose weighted sums are averaged over rows (`mean_weights`)."""
@@ -139,16 +141,20 @@ def pack(
     """
     _require_count(multiple_of)
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
-    batch = batch_of(samples, seq_length, pad_token_id)
     lengths = torch.tensor([sample.length for sample in samples])
-    batch["attention_mask"] = (torch.arange(seq_length) < lengths[:, None]).long()
-    packed = pack_rows(batch, multiple_of=multiple_of, pad_token_id=pad_token_id)
+    # no wider than needed, because there is a row for each sequence
+    width = max((sample.length for sample in samples), default=1)
+    batch = batch_of(samples, width, pad_token_id)
+    batch["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+    packed = pack_rows(batch, seq_length, multiple_of=multiple_of, pad_token_id=pad_token_id)
     packed.batch["weights"] = mean_weights(packed.batch["mask"])
     return packed
 
 
-def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> PackedRows:
-    """Pack rows [B, S] of one sequence each into fewer rows of S tokens.
+def pack_rows(
+    batch: Batch, seq_length: int | None = None, *, multiple_of: int = 1, pad_token_id: int = 0
+) -> PackedRows:
+    """Pack rows [B, S] of one sequence each into fewer rows.
 
     Long sequences are placed first, each into the first row in which it fits. If `multiple_of` adds
     rows, each is placed into the row with the fewest tokens instead. An update of the packed rows
@@ -158,13 +164,19 @@ def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> P
     Args:
         batch: `tokens` [B, S], keys that define the sequences, and tensors [B], one value a row, or
             [B, S, ...], one value a token.
+        seq_length: columns of the packed rows; default: S.
         multiple_of: the number of rows is a multiple of this. `update` requires data parallel
             ranks times micro batch size. Added rows are padding, with weights of 0.
         pad_token_id: token id of padding.
 
-    Raises BatchError for rows of several sequences, and for tensors of another shape.
+    Raises BatchError for rows of several sequences, keys that do not define them as
+    `worker.update` requires, and tensors of another shape.
     """
     _require_count(multiple_of)
+    keys = {name: tensor for name, tensor in batch.items() if name in ("tokens", *KEYS)}
+    faults = [*shape_violations(keys, ["tokens"])] or [*sequence_faults(keys)]
+    if faults:
+        raise BatchError(faults)
     require_one_sequence_a_row(batch, "pack_rows")
     tokens = batch["tokens"]
     num_sequences, width = tokens.shape
@@ -173,29 +185,34 @@ def pack_rows(batch: Batch, *, multiple_of: int = 1, pad_token_id: int = 0) -> P
     columns = {name: tensor for name, tensor in batch.items() if name not in KEYS}
     _require_columns(columns, num_sequences, width)
     lengths = is_real.sum(1).tolist()
+    size = width if seq_length is None else seq_length
+    if max(lengths) > size:
+        problem = f"has a sequence of {max(lengths)} tokens, but rows have {size}"
+        remedy = "Raise seq_length"
+        raise BatchError([Violation("tokens", problem, remedy, code="sequence-too-long")])
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
-    places = _first_fit(lengths, width)
+    places = _first_fit(lengths, size)
     num_used_rows = max((place.row + 1 for place in places), default=0)
     num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
     if num_rows > num_used_rows:
         # a micro batch is computed as long as its longest row, so sequences move to added rows
-        places = _balanced(lengths, num_rows, width) or places
+        places = _balanced(lengths, num_rows, size) or places
 
     taken = _positions(sources)
     placed = _positions(places)
     numbers = torch.arange(1, num_sequences + 1, device=tokens.device)
-    packed_ids = torch.zeros(num_rows, width, dtype=torch.int64, device=tokens.device)
+    packed_ids = torch.zeros(num_rows, size, dtype=torch.int64, device=tokens.device)
     packed_ids[placed] = numbers[taken[0]]
     packed = {"sequence_ids": packed_ids}
     for name, tensor in columns.items():
         padding = {"tokens": pad_token_id, "labels": pad_token_id, "temperature": 1}.get(name, 0)
-        column = tensor.new_full((num_rows, width, *tensor.shape[2:]), padding)
+        column = tensor.new_full((num_rows, size, *tensor.shape[2:]), padding)
         column[placed] = tensor[taken[0]] if tensor.dim() == 1 else tensor[taken]
         packed[name] = column
     for name in _MEANS_OVER_ROWS:
         if name in packed:
-            packed[name] *= num_rows / max(num_sequences, 1)
+            packed[name] = packed[name] * (num_rows / num_sequences)
     return PackedRows(packed, tuple(places), sources, width)
 
 
@@ -210,7 +227,8 @@ def _require_columns(columns: Mapping[str, torch.Tensor], num_rows: int, width: 
     """Raise BatchError unless each tensor has a value for each row, or for each token."""
     violations = []
     for name, tensor in columns.items():
-        if tensor.shape != (num_rows,) and tensor.shape[:2] != (num_rows, width):
+        shape = getattr(tensor, "shape", ())
+        if shape != (num_rows,) and shape[:2] != (num_rows, width):
             problem = f"{described(tensor)}, but the rows are [{num_rows}, {width}]"
             remedy = f"Pass [{num_rows}], or [{num_rows}, {width}, ...]"
             violations.append(Violation(name, problem, remedy, code="wrong-shape"))

@@ -103,6 +103,24 @@ def refused() -> dict[str, tuple[dict[str, Any], tuple[str, str]]]:
             {"tokens": tokens, "sequence_ids": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]])},
             ("sequence_ids", "several-sequences"),
         ),
+        "positions that do not count": (
+            {"tokens": tokens, "position_ids": torch.tensor([[1, 2, 3, 4], [0, 1, 2, 3]])},
+            ("position_ids", "positions-do-not-count"),
+        ),
+        "keys that disagree": (
+            {
+                "tokens": tokens,
+                "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+                "sequence_ids": torch.ones(2, 4, dtype=torch.int64),
+            },
+            ("sequence_ids", "keys-disagree"),
+        ),
+        "a mask of another width": (
+            {"tokens": tokens, "attention_mask": torch.ones(2, 3, dtype=torch.int64)},
+            ("attention_mask", "wrong-shape"),
+        ),
+        "no tokens": ({"labels": tokens}, ("tokens", "missing-key")),
+        "a list": ({"tokens": tokens, "values": [1, 2]}, ("values", "wrong-shape")),
         "another width": ({"tokens": tokens, "values": torch.ones(2, 3)}, ("values", "wrong-shape")),
         "other rows": ({"tokens": tokens, "advantages": torch.ones(3)}, ("advantages", "wrong-shape")),
     }
@@ -113,3 +131,12 @@ def test_other_batches_are_refused(name: str) -> None:
     batch, violation = refused()[name]
     with pytest.raises(BatchError, check=has_violations(violation)):
         pack_rows(batch)
+
+
+def test_sequences_need_room_in_the_packed_rows() -> None:
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(BatchError, check=has_violations(("tokens", "sequence-too-long"))):
+        pack_rows({"tokens": tokens}, 3)
+    packed = pack_rows({"tokens": tokens}, 9)
+    assert packed.batch["tokens"].shape == (1, 9)
+    assert torch.equal(packed.restore(packed.batch["tokens"]), tokens)
