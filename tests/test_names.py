@@ -39,7 +39,7 @@ IN_LIBRARIES = {
 # Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
-    "TRL, options": "eval_on_start log_completions num_completions_to_print save_total_limit",
+    "TRL, options": "eval_on_start log_completions num_completions_to_print",
     "environment variables of trackers": "MLFLOW_TRACKING_URI",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo ref_log_prob",

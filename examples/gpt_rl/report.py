@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_engine.rl.run_files import Events, Row, RunFiles
+from hybrid_engine.rl.run_files import Row, RunFiles
+from hybrid_engine.rl.trackers import Events
 
 # Heading, key of the row, format, width. A line has at most 80 characters.
 _COLUMNS = (

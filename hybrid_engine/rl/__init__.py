@@ -5,6 +5,7 @@
     before the engines are built: everything that would end the run later       run_checks.py
 
     Loop.learn(n)
+      prompts           all ranks   a list, a function or a stream              prompt_source.py
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
                                     conversations with an environment           conversations.py
       reward            rank 0      functions and coroutines of the user        rewards.py,
@@ -20,7 +21,7 @@
                                     same call resumes            run_files.py, run_record.py
       rows of metrics   all ranks   figures, seconds, bytes, memory             step_metrics.py
       completions       rank 0      texts and rewards of logged steps           completion_log.py
-      trackers          rank 0      W&B, MLflow, trackio, TensorBoard           trackers.py
+      trackers          rank 0      W&B, MLflow, Prometheus, ...                trackers.py
       signals           all ranks   end after a step, with a checkpoint         stop_signals.py
 
 config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the

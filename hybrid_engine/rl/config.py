@@ -43,6 +43,9 @@ _FREE = (
     "evaluate_first",
     "save_every",
     "keep_checkpoints",
+    "keep_best",
+    "best",
+    "export_every",
     "log_completions_every",
     "show_completions",
 )
@@ -129,6 +132,12 @@ class LoopConfig(Section):
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints that are kept."""
+    keep_best: str | None = None
+    """Column, such as a figure of `evaluate`, by which the best checkpoint is kept in addition."""
+    best: Literal["highest", "lowest"] = "highest"
+    """Figure of `keep_best` that is the best."""
+    export_every: Steps = 0
+    """Steps between two Hugging Face checkpoints, which are all kept; 0: one at the end."""
     log_completions_every: Steps = 10
     """Steps between two logs of completions, beginning with step 1; 0: none."""
     show_completions: Steps = 0
@@ -145,7 +154,7 @@ class LoopConfig(Section):
     def with_steps(self, num_prompts: int | None) -> Self:
         """Return these settings with `steps` in place of `passes`.
 
-        `num_prompts`: number of all prompts; None: they come from a function.
+        `num_prompts`: number of all prompts; None: they come from a function or a stream.
 
         Raises ConfigError if both are set, or if there is no number of prompts.
         """
@@ -155,7 +164,7 @@ class LoopConfig(Section):
         if "steps" in self.model_fields_set:
             problem = f"is {self.passes:g}, and steps is {self.steps}"
         elif num_prompts is None:
-            problem = "needs a list of prompts, but prompts is a function"
+            problem = "needs a list of prompts, but prompts is a function or a stream"
         if problem:
             key = f"{self.name}.passes"
             raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])

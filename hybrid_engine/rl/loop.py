@@ -19,11 +19,10 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +39,7 @@ from hybrid_engine.errors import (
     LostRankError,
     Violation,
     collect,
+    first_of,
     shortened,
 )
 from hybrid_engine.files.documents import given_path
@@ -52,6 +52,7 @@ from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Environment, converse, prompt_of
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.packed_calls import PackedCalls
+from hybrid_engine.rl.prompt_source import PromptSource, is_stream, source_of
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
 from hybrid_engine.rl.run_checks import (
     RunArguments,
@@ -82,8 +83,8 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Sampling
     from hybrid_engine.backends.vllm.prompts import ChatArguments
 
-Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
-"""All prompts, or (number of a step) -> the prompts of that step."""
+Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
+"""All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
 PolicyLoss = Callable[[Batch, torch.Tensor], losses.Loss]
@@ -140,7 +141,7 @@ def train(
     setting that would end the run later, if `out` has another run, or if another job writes to it;
     later the errors of `Loop.learn`.
     """
-    if not callable(prompts):
+    if not callable(prompts) and not is_stream(prompts):
         prompts = _listed(prompts)
     arguments = RunArguments.of(
         prompts,
@@ -158,7 +159,12 @@ def train(
     with ExitStack() as ends:
         files = None
         if out is not None:
-            files = RunFiles(given_path(out, "out"), num_kept=config.keep_checkpoints)
+            files = RunFiles(
+                given_path(out, "out"),
+                num_kept=config.keep_checkpoints,
+                best=config.keep_best,
+                is_lowest_best=config.best == "lowest",
+            )
         if isinstance(model, ActorHybridWorker):
             require_arguments(arguments)
             record = RunRecord(model.job, config, model.config, files, ends, trackers)
@@ -212,7 +218,9 @@ class Loop:
         prompts: texts, chats or lists of token ids, or mappings that have one of these under
             "prompt" and further values for the reward. Each pass over all prompts has a new order.
             If it is a function, it is called for the prompts of each step, on every rank; it must
-            return the same prompts on all ranks, and for every call with the same step.
+            return the same prompts on all ranks, and for every call with the same step. If it is a
+            stream with `state_dict` and `load_state_dict`, each rank reads its own, with the same
+            elements in the same order; its place is saved in checkpoints.
         reward: a function of an element of `prompts` and a `Completion`, or with an environment, a
             `Conversation`; or several, by name or in a list. See rewards.py.
         config: the settings; their type selects the algorithm.
@@ -224,7 +232,7 @@ class Loop:
 
     Raises ConfigError for settings or prompts that do not fit the worker, for example prompts that
     leave no room for `max_tokens` in vLLM or in `actor_config.seq_length`. If `prompts` is a
-    function, `learn` raises the error.
+    function or a stream, `learn` raises the error.
 
     Attributes:
         done: number of the last step that was run or loaded.
@@ -245,14 +253,15 @@ class Loop:
         **chat: Unpack[ChatArguments],
     ) -> None:
         self.worker = worker
-        self.prompts = prompts if callable(prompts) else list(prompts)
+        if not callable(prompts) and not is_stream(prompts):
+            prompts = list(prompts)
         self.environment = environment
         self.done = 0
         self.samples: list[ScoredCompletion] = []
         self._chat = chat
         self._are_weights_unchanged = True
         self._arguments = RunArguments.of(
-            self.prompts,
+            prompts,
             reward,
             config,
             chat,
@@ -267,6 +276,9 @@ class Loop:
         if violations:
             raise ConfigError(violations)
         config = self.config
+        self._prompts: PromptSource = source_of(prompts, config.prompts_per_step, config.seed)
+        # Others were checked above.
+        self._checks_each_step = callable(prompts) or is_stream(prompts)
         self._rewards = RewardFunctions(reward, config)
         self._calls = PackedCalls(worker.actor.engine.limits, config.pack)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
@@ -320,7 +332,13 @@ class Loop:
 
         def finished(row: Row) -> Row:
             is_due = config.is_due(row["step"], config.evaluate_every)
-            return self.finish(row, evaluate if is_due else None)
+            row = self.finish(row, evaluate if is_due else None)
+            if (is_due or evaluate is None) and config.keep_best not in (None, *row):
+                problem = f"there is no column {config.keep_best!r}"
+                remedy = f"Use one of {first_of(sorted(row), 60)}"
+                key = f"{config.name}.keep_best"
+                raise ConfigError([Violation(key, problem, remedy, code="unknown-column")])
+            return row
 
         is_saved = True
         row: Row = {}
@@ -356,6 +374,9 @@ class Loop:
             is_saved = files is None or config.is_due(self.done, config.save_every) or must_stop
             if files is not None and is_saved:
                 self.save(files, row)
+            # Before `finished`, which moves the training state away.
+            if files is not None and config.export_every and self.done % config.export_every == 0:
+                self.export(files)
             yield finished(row)
         # `should_stop` ended the loop before a step, so the last step may have no checkpoint yet.
         if files is not None and not is_saved:
@@ -372,8 +393,8 @@ class Loop:
         worker, config, meter = self.worker, self.config, self._meter
         meter.begin(number)
         self._are_weights_unchanged = True
-        names, prompts = self._prompts_of(number)
-        if callable(self.prompts):
+        names, prompts = self._prompts.take(number)
+        if self._checks_each_step:
             require_room(prompts, self._arguments, self._limits)
         version = worker.train.version
         with worker.rollout_context():
@@ -444,7 +465,13 @@ class Loop:
             # Last: a checkpoint counts once it is completed.
             with self.worker.job.agreement.phase("completing the checkpoint"):
                 if self.worker.rank == 0:
+                    self._prompts.save(files.checkpoint(step), step)
                     files.complete(Progress(step, row, self._reference_digest))
+
+    def export(self, files: RunFiles) -> None:
+        """Write the present weights as a Hugging Face checkpoint of the last step."""
+        with self._meter.phase("checkpoint"), self.worker.train_context():
+            self.worker.save_hf_checkpoint(files.export(self.done))
 
     def load(self, files: RunFiles, step: int) -> None:
         """Load the checkpoint of a step."""
@@ -455,6 +482,8 @@ class Loop:
                 self.worker.load_checkpoint(files.weights(step))
             if self.critic is not None:
                 self.critic.load(files.critic(step))
+            with self.worker.job.agreement.phase("reading the place in the prompts"):
+                self._prompts.load(files.checkpoint(step), step)
 
     def _newest(self, files: RunFiles) -> tuple[Progress, bool] | None:
         """Return the newest checkpoint and whether its row was written, as rank 0 reads them."""
@@ -490,24 +519,6 @@ class Loop:
     def _must_stop(self, should_stop: ShouldStop) -> bool:
         """Return whether `should_stop` is True on any rank. Collective."""
         return self.worker.job.agreement.total(int(should_stop())) > 0
-
-    def _prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
-        """Return the prompts of a step and their indices, which name them in messages."""
-        count = self.config.prompts_per_step
-        if callable(self.prompts):
-            prompts = list(self.prompts(number))
-            if len(prompts) != count:
-                problem = f"{len(prompts)} for step {number}"
-                remedy = f"Return {count}, which is prompts_per_step"
-                raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-length")])
-            return range(count), prompts
-        # Positions in the sequence of all passes over the prompts; a step may span two passes.
-        size = len(self.prompts)
-        indices = []
-        for position in range((number - 1) * count, number * count):
-            epoch, offset = divmod(position, size)
-            indices.append(_order(self.config.seed, size, epoch)[offset])
-        return indices, [self.prompts[index] for index in indices]
 
     def _draw_and_score(
         self, number: int, names: Sequence[int], prompts: Sequence[Any]
@@ -645,14 +656,6 @@ class Loop:
     def _generator(self, number: int, purpose: str) -> torch.Generator:
         """Return torch's random numbers of a step for one purpose."""
         return torch.Generator().manual_seed(self._random(number, purpose).getrandbits(30))
-
-
-@functools.lru_cache(maxsize=2)  # a step may begin in one pass and end in the next
-def _order(seed: int, size: int, epoch: int) -> list[int]:
-    """Return the order of the prompts in a pass over all of them."""
-    order = list(range(size))
-    random.Random(f"{seed}/{epoch}/prompts").shuffle(order)
-    return order
 
 
 def _without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:

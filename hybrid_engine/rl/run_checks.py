@@ -23,6 +23,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
+from hybrid_engine.rl.prompt_source import is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
@@ -80,9 +81,9 @@ class RunArguments:
             remedy = "Call train(model, prompts, reward, GrpoConfig(...))"
             raise ConfigError([Violation("config", problem, remedy, code="not-a-config")])
         num_prompts = None
-        if callable(prompts):
+        if callable(prompts) and not is_stream(prompts):
             callbacks["prompts"] = prompts
-        elif hasattr(prompts, "__len__"):
+        elif not is_stream(prompts) and hasattr(prompts, "__len__"):
             num_prompts = len(prompts)
         config = config.with_steps(num_prompts)
         passed = {name: function for name, function in callbacks.items() if function is not None}
@@ -214,6 +215,14 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
         key = f"{config.name}.evaluate_first"
         problem = "is set, but there is no `evaluate`"
         violations.append(Violation(key, problem, "Pass one", code="needs-evaluate"))
+    is_uneven = config.save_every % config.evaluate_every != 0
+    if config.keep_best is not None and "evaluate" in arguments.callbacks and is_uneven:
+        key = f"{config.name}.save_every"
+        problem = (
+            f"is {config.save_every}, no multiple of evaluate_every, {config.evaluate_every}, so "
+            "there are checkpoints without a figure for keep_best"
+        )
+        violations.append(Violation(key, problem, "Change one of them", code="not-divisible"))
     return violations
 
 
@@ -245,7 +254,7 @@ def limit_violations(
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts
-    if callable(prompts):
+    if callable(prompts) or is_stream(prompts):
         return violations
     prompts = prompts[:most_prompts]
     if not prompts:

@@ -7,7 +7,9 @@
     OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
     OUT/metrics.1.events.*, ...     their events, under a name that TensorBoard does not read
     OUT/first-checkpoint            written after the first checkpoint, has its step; never removed
-    OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json
+    OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json;
+                                    the place in a stream of prompts
+    OUT/exports/step-000050/        Hugging Face checkpoints, written on request
 
 progress.json is written last and atomically: a checkpoint without it is incomplete, and is removed
 when the run is resumed. Rows of steps after the newest checkpoint are dropped then, because those
@@ -20,17 +22,16 @@ All files are read as untrusted input: damage is a FileError that names the file
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import socket
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -195,78 +196,6 @@ class MetricsFile:
                     path.unlink()
 
 
-class Events:
-    """Rows as TensorBoard's scalars. Does nothing if TensorBoard is not installed.
-
-    Args:
-        out: directory of the events.
-        groups: groups of the tags of further figures by their names, e.g. {"accuracy": "eval"}.
-        left_out: names in a row that are not figures.
-    """
-
-    def __init__(
-        self,
-        out: Path,
-        groups: Mapping[str, str] | None = None,
-        left_out: Collection[str] = ("step",),
-    ) -> None:
-        self._out = out
-        self._groups = dict(groups or {})
-        self._left_out = left_out
-        self._writer: Any = None
-
-    def add(self, number: int, row: Row) -> None:
-        """Write the figures of a row.
-
-        The first call hides what an interrupted run wrote for this and later numbers.
-
-        Raises FileError.
-        """
-        with self._naming():
-            if self._writer is None and importlib.util.find_spec("tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._writer = SummaryWriter(str(self._out), purge_step=number)
-            if self._writer is None:
-                return
-            for name, value in row.items():
-                if value is not None and name not in self._left_out:
-                    self._writer.add_scalar(self.tag(name), value, number)
-            self._writer.flush()
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Raise FileError for errors of TensorBoard's writer, once."""
-        try:
-            with naming("writing TensorBoard's events in", self._out):
-                yield
-        except FileError:
-            # The writer's thread keeps its error: closing the writer would raise it again.
-            self._writer = None
-            raise
-
-    def tag(self, name: str) -> str:
-        """Return group/name; the group is reshard, time, memory, check, one of `groups` or train.
-
-        Figures of the group time are in seconds.
-        """
-        if name.startswith(("reshard", "bytes")):
-            return f"reshard/{name.removeprefix('reshard_')}"
-        if name.endswith("seconds"):
-            return f"time/{name.removesuffix('_seconds')}"
-        if name in ("peak_bytes", "rss_bytes"):
-            return f"memory/{name}"
-        if name.startswith("logprob_diff"):
-            return f"check/{name}"
-        return f"{self._groups.get(name, 'train')}/{name}"
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """Close the file. Raises FileError."""
-        with self._naming():
-            if self._writer is not None:
-                self._writer.close()
-
-
 class RunFiles:
     """Files of one run. Any rank may read them; only rank 0 may call the methods that write.
 
@@ -275,16 +204,28 @@ class RunFiles:
         key: name of a step: the key of its number in a row, and the prefix of its checkpoint.
         num_kept: number of newest checkpoints to keep. The checkpoint of step 0, with which a run
             began, is kept in addition.
+        best: column of the rows; the checkpoint with the best figure is kept in addition. None:
+            no column.
+        is_lowest_best: whether the lowest figure is the best.
         others: names of further files of the run, which are removed when it is started over.
     """
 
     def __init__(
-        self, out: Path, key: str = "step", *, num_kept: int = 1, others: Sequence[str] = ()
+        self,
+        out: Path,
+        key: str = "step",
+        *,
+        num_kept: int = 1,
+        best: str | None = None,
+        is_lowest_best: bool = False,
+        others: Sequence[str] = (),
     ) -> None:
         self.out = out
         self.metrics = MetricsFile(out / "metrics.jsonl", key)
         self.checkpoints = out / "checkpoints"
         self._num_kept = num_kept
+        self._best = best
+        self._is_lowest_best = is_lowest_best
         self._others = tuple(others)
         self._settings_file = out / "run.json"
         self._first_checkpoint_file = out / "first-checkpoint"
@@ -296,6 +237,10 @@ class RunFiles:
     def weights(self, step: int) -> Path:
         """Return the directory for `ActorHybridWorker.save_checkpoint`."""
         return self.checkpoint(step) / "weights"
+
+    def export(self, step: int) -> Path:
+        """Return the directory of a Hugging Face checkpoint that is written during the run."""
+        return self.out / "exports" / f"{self.metrics.key}-{step:06d}"
 
     def critic(self, step: int) -> Path:
         """Return the directory for `ValueModel.save_checkpoint`."""
@@ -538,9 +483,33 @@ class RunFiles:
         write_text(self._progress_file(progress.step), json.dumps(asdict(progress)) + "\n")
         if not os.path.lexists(self._first_checkpoint_file):
             write_text(self._first_checkpoint_file, f"{progress.step}\n")
-        for step in self._complete_steps()[: -self._num_kept]:
-            if step:
+        steps = self._complete_steps()
+        kept = {0, *steps[-self._num_kept :], self.best_step()}
+        for step in steps:
+            if step not in kept:
                 self._remove(step)
+
+    def best_step(self) -> int | None:
+        """Return the step of the best complete checkpoint, the first of several that are equal.
+
+        None if no column was named, or none of their rows has a finite figure in it. The row of a
+        step is written after its checkpoint, so the newest may not count yet. Raises FileError.
+        """
+        if self._best is None:
+            return None
+        steps = set(self._complete_steps())
+        figures = {
+            row[self.metrics.key]: row.get(self._best)
+            for row in self.metrics.rows()
+            if row[self.metrics.key] in steps
+        }
+        finite = {
+            step: figure
+            for step, figure in figures.items()
+            if isinstance(figure, int | float) and math.isfinite(figure)
+        }
+        choose = min if self._is_lowest_best else max
+        return choose(finite, key=finite.__getitem__, default=None)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint. Of a link only the link: its target was moved away to be kept."""

@@ -140,6 +140,7 @@ class StepMeter:
             "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
             "rss_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
             "reshard_seconds": sum(report.seconds for report in self.switches),
+            **_seconds_of_switches(self.switches),
             **self._seconds,
             "seconds": time.perf_counter() - self._start,
         }
@@ -158,11 +159,22 @@ def combine_ranks(
     """
     total = max if are_totals else sum
     combined = {}
-    for name in of_ranks[0]:
+    # A phase of a switch may have run on some ranks only.
+    for name in dict.fromkeys(name for measured in of_ranks for name in measured):
         # A step takes as long, and needs as much memory, as its worst rank.
         combine = total if name in _TOTALS else max
-        combined[name] = combine(measured[name] for measured in of_ranks)
+        combined[name] = combine(measured.get(name, 0) for measured in of_ranks)
     return combined
+
+
+def _seconds_of_switches(switches: Sequence[ReshardReport]) -> dict[str, float]:
+    """Return the seconds of each phase of the switches as columns."""
+    seconds: dict[str, float] = {}
+    for report in switches:
+        for phase, duration in report.seconds_by_phase.items():
+            column = f"reshard_{phase.replace(' ', '_')}_seconds"
+            seconds[column] = seconds.get(column, 0.0) + duration
+    return seconds
 
 
 def add_measurements(row: dict[str, Any], measured: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Trackers of experiments, by their own libraries: TensorBoard, W&B, MLflow and trackio.
+"""Trackers of runs, by their own libraries: TensorBoard, W&B, MLflow, trackio and Prometheus.
 
     train(..., trackers=["wandb"])
 
@@ -15,14 +15,15 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_engine.errors import Violation, first_of
+from hybrid_engine.errors import FileError, Violation, first_of
 from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
-from hybrid_engine.rl.run_files import Events, Row
+from hybrid_engine.rl.run_files import Row
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -32,6 +33,7 @@ _RUN_FILE = "tracker-run"
 _MOST_CHARACTERS = 60
 """Characters of the directory's name in the name of a run."""
 _MAX_NAME_NBYTES = 200
+_NOT_IN_METRICS = re.compile(r"[^A-Za-z0-9_]")
 
 
 class Tracker(Protocol):
@@ -42,6 +44,78 @@ class Tracker(Protocol):
 
     def close(self, *, has_failed: bool = False) -> None:
         """End the record of this process."""
+
+
+class Events:
+    """Rows as TensorBoard's scalars. Does nothing if TensorBoard is not installed.
+
+    Args:
+        out: directory of the events.
+        groups: groups of the tags of further figures by their names, e.g. {"accuracy": "eval"}.
+        left_out: names in a row that are not figures.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        groups: Mapping[str, str] | None = None,
+        left_out: Collection[str] = ("step",),
+    ) -> None:
+        self._out = out
+        self._groups = dict(groups or {})
+        self._left_out = left_out
+        self._writer: Any = None
+
+    def add(self, number: int, row: Row) -> None:
+        """Write the figures of a row.
+
+        The first call hides what an interrupted run wrote for this and later numbers.
+
+        Raises FileError.
+        """
+        with self._naming():
+            if self._writer is None and importlib.util.find_spec("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(self._out), purge_step=number)
+            if self._writer is None:
+                return
+            for name, value in row.items():
+                if value is not None and name not in self._left_out:
+                    self._writer.add_scalar(self.tag(name), value, number)
+            self._writer.flush()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Raise FileError for errors of TensorBoard's writer, once."""
+        try:
+            with naming("writing TensorBoard's events in", self._out):
+                yield
+        except FileError:
+            # The writer's thread keeps its error: closing the writer would raise it again.
+            self._writer = None
+            raise
+
+    def tag(self, name: str) -> str:
+        """Return group/name; the group is reshard, time, memory, check, one of `groups` or train.
+
+        Figures of the group time are in seconds.
+        """
+        if name.startswith(("reshard", "bytes")):
+            return f"reshard/{name.removeprefix('reshard_')}"
+        if name.endswith("seconds"):
+            return f"time/{name.removesuffix('_seconds')}"
+        if name in ("peak_bytes", "rss_bytes"):
+            return f"memory/{name}"
+        if name.startswith("logprob_diff"):
+            return f"check/{name}"
+        return f"{self._groups.get(name, 'train')}/{name}"
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close the file. Raises FileError."""
+        with self._naming():
+            if self._writer is not None:
+                self._writer.close()
 
 
 class _WandbLike:
@@ -96,12 +170,37 @@ class _Mlflow:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
 
 
+class _Prometheus:
+    """Figures of the last row in OUT/metrics.prom, in Prometheus' text format.
+
+    node_exporter's textfile collector reads the file, which is replaced atomically.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._library = importlib.import_module("prometheus_client")
+        self._path = out / "metrics.prom"
+
+    def add(self, step: int, row: Row) -> None:
+        # New in each step: a figure that has no value now must not keep its last one.
+        registry = self._library.CollectorRegistry()
+        for name, value in {"step": step, **_figures(row)}.items():
+            label = _NOT_IN_METRICS.sub("_", f"hybrid_engine_{name}")
+            gauge = self._library.Gauge(label, f"{name} of the last step", registry=registry)
+            gauge.set(value)
+        self._library.write_to_textfile(str(self._path), registry)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Leave the file."""
+
+
 _LIBRARIES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
     "trackio": _Trackio,
 }
-_NAMES = ("tensorboard", *_LIBRARIES)
+_NAMES = ("tensorboard", "prometheus", *_LIBRARIES)
+_MODULES = {"prometheus": "prometheus_client"}
+"""Names of modules that differ from those of the trackers."""
 
 
 def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Violation]:
@@ -117,12 +216,12 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Viola
         elif name == "tensorboard":
             # It is the default, and is left out where it is not installed.
             continue
-        elif not _is_installed(name):
+        elif not _is_installed(_MODULES.get(name, name)):
             problem = f"{name} is not installed"
-            remedy = f"pip install {name}"
+            remedy = f"pip install {_MODULES.get(name, name)}"
             yield Violation("trackers", problem, remedy, code="tracker-not-installed")
         elif out is None:
-            problem = f"{name} needs the name of the run, but there is no `out`"
+            problem = f"{name} needs the directory of the run, but there is no `out`"
             yield Violation("trackers", problem, "Pass `out`", code="needs-out")
 
 
@@ -165,6 +264,8 @@ def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
     """Open a tracker. Call it on rank 0, after `tracker_violations` has yielded none."""
     if name == "tensorboard":
         return Events(out)
+    if name == "prometheus":
+        return SafeTracker(name, _Prometheus(out))
     return SafeTracker(name, _LIBRARIES[name](_run_name(out), settings))
 
 

@@ -326,22 +326,6 @@ def test_each_step_of_each_run_has_its_own_seed() -> None:
     assert len(set(seeds)) == 10
 
 
-def test_each_epoch_shuffles_all_prompts() -> None:
-    loop = loop_without_engines(prompts_per_step=2)
-    drawn = [prompt for step in range(1, 11) for prompt in loop._prompts_of(step)[1]]
-    passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
-    assert {"".join(sorted(prompts)) for prompts in passes} == {"abcde"}
-    assert all("abcde"[name] == prompt for name, prompt in zip(*loop._prompts_of(3), strict=True))
-    assert len(passes) > 1
-
-
-def test_a_prompt_function_must_return_one_step_of_prompts() -> None:
-    loop = loop_without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
-    assert loop._prompts_of(7) == (range(2), [7, 7])
-    with pytest.raises(ArgumentError, check=has_violation("prompts", "wrong-length", "1 for step 1", "Return 2")):
-        loop._prompts_of(1)
-
-
 def test_prompts_without_room_are_refused_before_generation() -> None:
     """A row of seq_length 300 holds 301 tokens, since the first is only an input."""
     loop_without_engines(["a" * 45], max_tokens=256)

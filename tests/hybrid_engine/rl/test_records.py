@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import prometheus_client.parser
 import pytest
 
 from hybrid_engine.errors import ConfigError
@@ -87,6 +88,18 @@ def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path) -> None:
     assert (first["project"], first["config"], first["resume"]) == ("mine", {"steps": 5}, "allow")
     assert wandb.log.call_args == mock.call({"reward": 0.5}, step=1)
     assert wandb.finish.call_count == 2
+
+
+def test_prometheus_reads_the_last_row(tmp_path: Path) -> None:
+    tracker = opened("prometheus", tmp_path, {})
+    tracker.add(1, {"step": 1, "reward": 0.5, "held out/accuracy": 0.25, "kl": None})
+    tracker.add(2, {"step": 2, "reward": 0.75})
+    tracker.close()
+    text = (tmp_path / "metrics.prom").read_text()
+    values = {
+        family.name: family.samples[0].value for family in prometheus_client.parser.text_string_to_metric_families(text)
+    }
+    assert values == {"hybrid_engine_step": 2.0, "hybrid_engine_reward": 0.75}
 
 
 def test_a_failed_run_is_recorded_as_one(tmp_path: Path) -> None:

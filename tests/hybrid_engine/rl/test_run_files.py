@@ -18,7 +18,8 @@ from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.config import free_engine_settings, shared_engine_settings
-from hybrid_engine.rl.run_files import Events, Progress, RunFiles, defaults_of
+from hybrid_engine.rl.run_files import Progress, RunFiles, defaults_of
+from hybrid_engine.rl.trackers import Events
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.small_disks import file_size_limit
 
@@ -66,6 +67,25 @@ def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: 
         complete(run, step)
     numbers = ["1000000", "1000010"][-num_kept:]
     assert step_names(run) == ["000000", *numbers], "sorted by number, not by name"
+
+
+@pytest.mark.parametrize(("is_lowest_best", "expected"), [(False, "000020"), (True, "000030")])
+def test_the_best_checkpoint_is_kept(tmp_path: Path, is_lowest_best: bool, expected: str) -> None:
+    run = RunFiles(tmp_path / "run", best="accuracy", is_lowest_best=is_lowest_best)
+    run.lock().close()
+    run.begin(SETTINGS)
+    rows = {10: 0.5, 20: 0.9, 30: 0.1, 40: 0.9, 50: float("nan"), 60: 0.5}
+    for step, accuracy in rows.items():
+        complete(run, step)
+        run.metrics.append({"step": step, "accuracy": accuracy})
+        run.metrics.append({"step": step + 1, "reward": 1.0})  # without a checkpoint, and without the column
+    assert step_names(run) == [expected, "000060"]
+    assert run.best_step() == int(expected)
+    # The rows decide, so a resumed run goes on with the best checkpoint of the run before.
+    run = RunFiles(run.out, best="accuracy", is_lowest_best=is_lowest_best)
+    run.begin(SETTINGS)
+    complete(run, 70)
+    assert step_names(run) == [expected, "000070"]
 
 
 def test_a_resumed_run_repeats_steps_after_the_last_complete_checkpoint(run: RunFiles) -> None:

@@ -1,0 +1,200 @@
+"""Prompts of each step: from a list, a function of the step, or a stream with a place.
+
+A list is shuffled anew in each pass. A stream is an object that is iterated and has `state_dict`
+and `load_state_dict`, such as an IterableDataset of datasets or a StatefulDataLoader of torchdata
+without batches. Its place is a file of each checkpoint:
+
+    OUT/checkpoints/step-000050/prompts.pt
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hybrid_engine.errors import ArgumentError, Violation, clipped
+from hybrid_engine.files.durable import naming, write_bytes
+from hybrid_engine.files.reading import read_regular
+
+_FILE = "prompts.pt"
+_MAX_PLACE_NBYTES = 1 << 28
+
+
+class PromptSource(Protocol):
+    """Prompts of each step, the same on all ranks."""
+
+    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """Return the prompts of a step, and the numbers that name them in messages.
+
+        Steps are taken in ascending order. Raises ArgumentError if there are no such prompts.
+        """
+
+    def save(self, directory: Path, step: int) -> None:
+        """Write the place after a step, if there is one; on rank 0. Raises FileError."""
+
+    def load(self, directory: Path, step: int) -> None:
+        """Go on from the place that `save` wrote; on all ranks. Raises FileError."""
+
+
+class _WithoutPlace:
+    """A source whose prompts follow from the number of the step."""
+
+    def save(self, directory: Path, step: int) -> None:
+        """Write nothing."""
+
+    def load(self, directory: Path, step: int) -> None:
+        """Read nothing."""
+
+
+class ListedPrompts(_WithoutPlace):
+    """A list, in another order in each pass. A step may span two passes."""
+
+    def __init__(self, prompts: Sequence[Any], count: int, seed: int) -> None:
+        self._prompts = prompts
+        self._count = count
+        self._seed = seed
+
+    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """Return the prompts of a step and their indices in the list."""
+        size = len(self._prompts)
+        indices = []
+        # Positions in the sequence of all passes.
+        for position in range((number - 1) * self._count, number * self._count):
+            epoch, offset = divmod(position, size)
+            indices.append(_order(self._seed, size, epoch)[offset])
+        return indices, [self._prompts[index] for index in indices]
+
+
+class CalledPrompts(_WithoutPlace):
+    """A function of the step's number."""
+
+    def __init__(self, function: Callable[[int], Sequence[Any]], count: int) -> None:
+        self._function = function
+        self._count = count
+
+    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """Return the prompts of a step. Raises ArgumentError for another number of prompts."""
+        prompts = list(self._function(number))
+        if len(prompts) != self._count:
+            problem = f"{len(prompts)} for step {number}"
+            remedy = f"Return {self._count}, which is prompts_per_step"
+            raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-length")])
+        return range(self._count), prompts
+
+
+class StreamedPrompts:
+    """A stream, read again from its beginning when it ends.
+
+    A stream with `set_epoch` gets the number of each pass, from 0, and its first place: an
+    IterableDataset that has loaded a place begins each later pass there, too.
+    """
+
+    def __init__(self, stream: Any, count: int) -> None:
+        self._stream = stream
+        self._count = count
+        self._pass = 0
+        self._has_passes = hasattr(stream, "set_epoch")
+        self._beginning = stream.state_dict() if self._has_passes else None
+        self._iterator: Iterator[Any] | None = None
+        # Step -> place after it. Prompts of later steps may be taken before a step is saved.
+        self._places: dict[int, bytes] = {}
+
+    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """Return the next prompts of the stream.
+
+        Raises ArgumentError if the stream is empty, or if its place cannot be saved.
+        """
+        if self._iterator is None:
+            self._iterator = self._begin_pass(self._beginning)
+        prompts = list(itertools.islice(self._iterator, self._count))
+        while len(prompts) < self._count:
+            self._pass += 1
+            self._iterator = self._begin_pass(self._beginning)
+            part = list(itertools.islice(self._iterator, self._count - len(prompts)))
+            if not part:
+                problem = "the stream has no prompts"
+                remedy = "Pass a stream of prompts"
+                raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
+            prompts += part
+        self._places[number] = self._place()
+        return range(self._count), prompts
+
+    def save(self, directory: Path, step: int) -> None:
+        """Write the place after a step. Raises FileError."""
+        write_bytes(directory / _FILE, self._places[step])
+        for earlier in [number for number in self._places if number < step]:
+            del self._places[earlier]
+
+    def load(self, directory: Path, step: int) -> None:
+        """Go on from the place in the checkpoint of a step. Raises FileError."""
+        path = directory / _FILE
+        remedy = "Resume from the checkpoint before it, or begin a new run"
+        with naming("reading the place in the prompts from", path, remedy):
+            content = read_regular(path, _MAX_PLACE_NBYTES)
+            try:
+                place = _decoded(content)
+            except Exception as error:  # the reader has errors of many types for damaged contents
+                raise ValueError(clipped(str(error))) from error
+            if not isinstance(place, dict) or place.keys() != {"pass", "state"}:
+                raise ValueError("it has no place")
+        self._pass = place["pass"]
+        self._places[step] = content
+        self._iterator = self._begin_pass(place["state"])
+
+    def _begin_pass(self, state: Any) -> Iterator[Any]:
+        if state is not None:
+            self._stream.load_state_dict(state)
+        if self._has_passes:
+            # After the place, which can have the number of another pass.
+            self._stream.set_epoch(self._pass)
+        return iter(self._stream)
+
+    def _place(self) -> bytes:
+        """Return the place as bytes. Raises ArgumentError if it could not be read again."""
+        buffer = io.BytesIO()
+        try:
+            torch.save({"pass": self._pass, "state": self._stream.state_dict()}, buffer)
+            if not self._places:
+                # Fail in the first step, not when the run is resumed.
+                _decoded(buffer.getvalue())
+        except Exception as error:  # of pickle, of torch or of the stream's objects
+            problem = f"the stream's state_dict cannot be saved: {clipped(str(error))}"
+            remedy = "Let it return numbers, texts, lists, mappings and tensors"
+            violation = Violation("prompts", problem, remedy, code="unsavable-place")
+            raise ArgumentError([violation]) from error
+        return buffer.getvalue()
+
+
+def is_stream(prompts: Any) -> bool:
+    """Return whether prompts are a stream that has a place."""
+    names = ("__iter__", "state_dict", "load_state_dict")
+    return all(hasattr(prompts, name) for name in names)
+
+
+def source_of(prompts: Any, count: int, seed: int) -> PromptSource:
+    """Return the source of prompts: a list, a function of the step, or a stream."""
+    if is_stream(prompts):
+        return StreamedPrompts(prompts, count)
+    if callable(prompts):
+        return CalledPrompts(prompts, count)
+    return ListedPrompts(prompts, count, seed)
+
+
+def _decoded(content: bytes) -> Any:
+    # No pickled objects: files are untrusted.
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+@functools.lru_cache(maxsize=2)  # a step may begin in one pass and end in the next
+def _order(seed: int, size: int, epoch: int) -> list[int]:
+    """Return the order of the prompts in a pass over all of them."""
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}/prompts").shuffle(order)
+    return order
