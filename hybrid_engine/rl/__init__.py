@@ -8,6 +8,7 @@
       prompts           all ranks   a list, a function or a stream              prompt_source.py
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
                                     conversations with an environment           conversations.py
+      tools             rank 0      functions that the model calls              tools.py
       reward            rank 0      functions and coroutines of the user        rewards.py,
                                                                                 user_callbacks.py
       forward_context   reference   its log-probabilities, if there is a KL term
@@ -34,5 +35,16 @@ from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Conversation, converse
 from hybrid_engine.rl.loop import Loop, train
 from hybrid_engine.rl.rewards import BatchReward
+from hybrid_engine.rl.tools import ToolEnvironment, by_name
 
-__all__ = ["BatchReward", "Conversation", "GrpoConfig", "Loop", "PpoConfig", "converse", "train"]
+__all__ = [
+    "BatchReward",
+    "Conversation",
+    "GrpoConfig",
+    "Loop",
+    "PpoConfig",
+    "ToolEnvironment",
+    "by_name",
+    "converse",
+    "train",
+]

@@ -112,6 +112,10 @@ SLEEP_BACKEND = Internal(
     "vllm.device_allocator.sleep_mode_backend:CuMemBackend",
     "is the kind of sleep mode that has such segments",
 )
+CHAT_REQUEST = Internal(
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+    "has the tools for a parser of calls",
+)
 CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
 KERNELS = Internal(
     "vllm._custom_ops:torch.ops._C",

@@ -1,0 +1,108 @@
+"""Calls of tools in answers, by vLLM's own parsers of each model's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.backends.vllm.internals import CHAT_REQUEST
+from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: name of the tool.
+        arguments: keyword arguments; empty if there is an `error`.
+        error: why the arguments cannot be read; "" if they can.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+class ToolCallParser:
+    """Parser of the calls in a model's answers.
+
+    Args:
+        name: name of a parser of vLLM, such as "hermes"; as in `vllm serve --tool-call-parser`.
+        tools: functions with type hints and a docstring, or their JSON schemas; some formats need
+            the types of arguments.
+
+    Raises ArgumentError for an unknown name, and for tools that cannot be described.
+    """
+
+    def __init__(
+        self, name: str, tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
+    ) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        known = ToolParserManager.list_registered()
+        if name not in known:
+            suggestion = nearest(name, known)
+            remedy = f"Did you mean {suggestion}?" if suggestion else f"Use one of {known}"
+            problem = f"vLLM has no parser {clipped(str(name))!r}"
+            raise ArgumentError([Violation("parser", problem, remedy, code="unknown-tool-parser")])
+        schemas = _schemas_of(tools)
+        self._class = ToolParserManager.get_tool_parser(name)
+        request = CHAT_REQUEST.load()
+        self._request = request(messages=[], model="", tools=schemas or None)
+
+    def parse(self, answer: Completion) -> tuple[str, list[ToolCall]]:
+        """Return the text beside the calls, and the calls in their order."""
+        text = self._text_of(answer)
+        # New for each answer: parsers keep the state of one answer.
+        parser = self._class(_loaded(answer), self._request.tools)
+        extracted = parser.extract_tool_calls(text, self._request)
+        calls = [_call_of(call.function) for call in extracted.tool_calls]
+        return extracted.content or "", calls
+
+    def _text_of(self, answer: Completion) -> str:
+        """Return the text with special tokens, which begin calls in some formats."""
+        if answer.drawn_text is not None:
+            return answer.drawn_text
+        # The last token of a stopped completion is the stop token.
+        token_ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
+        text: str = _loaded(answer).decode(token_ids, skip_special_tokens=False)
+        return text
+
+
+def _schemas_of(tools: Sequence[Mapping[str, Any] | Callable[..., Any]]) -> list[Any]:
+    """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    violations = []
+    for index, tool in enumerate(tools):
+        try:
+            schemas.append(tool if isinstance(tool, Mapping) else get_json_schema(tool))
+        except Exception as error:  # of transformers' reader of signatures and docstrings
+            problem = f"has no schema: {clipped(str(error))}"
+            remedy = "Give it type hints, and a docstring with a line for each argument"
+            key = f"tools[{index}]"
+            violations.append(Violation(key, problem, remedy, code="no-tool-schema"))
+    if violations:
+        raise ArgumentError(violations)
+    return schemas
+
+
+def _loaded(answer: Completion) -> Any:
+    """Return the tokenizer of transformers."""
+    tokenizer: Any = answer.tokenizer
+    return tokenizer.loaded
+
+
+def _call_of(function: Any) -> ToolCall:
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except ValueError as error:
+        return ToolCall(function.name, {}, f"the arguments are not JSON: {error}")
+    if not isinstance(arguments, dict):
+        return ToolCall(function.name, {}, "the arguments are not an object")
+    return ToolCall(function.name, arguments)

@@ -1,0 +1,154 @@
+"""Tools that a model calls, with vLLM's own parsers and a stand-in for its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine import Completion, Sampling
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+from hybrid_engine.backends.vllm.tool_calls import ToolCall, ToolCallParser
+from hybrid_engine.errors import ArgumentError
+from hybrid_engine.rl import ToolEnvironment, by_name, converse
+from tests.harness.errors import has_violation, has_violations
+from tests.hybrid_engine.rl.test_conversations import CHATML, END, Engine
+from tests.zoo.tokenizers import save_characters
+
+pytestmark = pytest.mark.slow  # imports vLLM's parsers and transformers
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number.
+        b: the second number.
+    """
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: time to wait.
+    """
+    await asyncio.sleep(seconds)
+    return f"waited {seconds}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    path = tmp_path_factory.mktemp("model")
+    save_characters(path, CHATML)
+    return ModelTokenizer(str(path))
+
+
+def answer_of(tokenizer: ModelTokenizer, text: str) -> Completion:
+    token_ids = tokenizer.encode([text + END])[0]
+    return Completion(tuple(token_ids), (), "stop", tokenizer=tokenizer)
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def contents_of(tokenizer: ModelTokenizer, environment: ToolEnvironment, text: str) -> list[str] | None:
+    messages: Any = asyncio.run(environment(None)(answer_of(tokenizer, text)))  # type: ignore[arg-type]
+    return None if messages is None else [message["content"] for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "First. " + called("add", '{"a": 1, "b": 2}')),
+        ("pythonic", "[add(a=1, b=2)]"),
+    ],
+)
+def test_calls_are_read_in_each_format(tokenizer: ModelTokenizer, parser: str, text: str) -> None:
+    content, calls = ToolCallParser(parser).parse(answer_of(tokenizer, text))
+    assert calls == [ToolCall("add", {"a": 1, "b": 2})]
+    assert content.strip() == ("First." if "First" in text else "")
+
+
+def test_special_tokens_that_begin_a_call_are_read(tmp_path: Path) -> None:
+    """Completion.text has no special tokens; here every `<` is one."""
+    save_characters(tmp_path, CHATML, additional_special_tokens=["<"])  # type: ignore[arg-type]
+    answer = answer_of(ModelTokenizer(str(tmp_path)), called("add", '{"a": 1, "b": 2}'))
+    assert "<" not in answer.text
+    assert ToolCallParser("hermes").parse(answer)[1] == [ToolCall("add", {"a": 1, "b": 2})]
+
+
+def test_results_and_mistakes_are_replies(tokenizer: ModelTokenizer) -> None:
+    environment = ToolEnvironment([add, wait], "hermes", timeout_seconds=0.5)
+    calls = [
+        ("add", '{"a": 1, "b": 2}'),
+        ("ad", "{}"),
+        ("add", '{"a": 1}'),
+        ("add", "[1, 2]"),
+        ("wait", '{"seconds": 9}'),
+    ]
+    contents = contents_of(tokenizer, environment, "".join(called(*call) for call in calls))
+    assert contents is not None
+    assert contents[0] == "3"
+    assert all(content.startswith("error: ") for content in contents[1:])
+    assert "but add" in contents[1]
+    assert "missing 1 required" in contents[2]
+    assert "not an object" in contents[3]
+    assert "0.5 s" in contents[4]
+
+
+def test_an_answer_without_calls_ends_the_conversation(tokenizer: ModelTokenizer) -> None:
+    assert contents_of(tokenizer, ToolEnvironment([add], "hermes"), "3") is None
+    assert contents_of(tokenizer, ToolEnvironment([add], "hermes", most_turns=1), called("add", "{}")) is None
+
+
+def test_tools_of_a_turn_run_together(tokenizer: ModelTokenizer) -> None:
+    """Passes only if three calls of a plain function run at once."""
+    barrier = threading.Barrier(3)
+
+    def meet() -> str:
+        """Meet the others."""
+        barrier.wait(timeout=60)
+        return "met"
+
+    contents = contents_of(tokenizer, ToolEnvironment([meet], "hermes"), called("meet", "{}") * 3)
+    assert contents == ["met"] * 3
+
+
+def test_a_conversation_with_tools(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter([called("add", '{"a": 20, "b": 3}'), "23"])
+    engine = Engine(tokenizer)
+    encode = tokenizer.encode
+
+    def generate(prompts: Any, sampling: Any, **chat: Any) -> list[list[Completion]]:
+        monkeypatch.setattr(tokenizer, "encode", lambda _: encode([next(texts) + END]))
+        groups = Engine.generate_sequences(engine, prompts, sampling, **chat)
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        return groups
+
+    engine.generate_sequences = generate  # type: ignore[method-assign]
+    prompt = {"prompt": [{"role": "user", "content": "20 + 3?"}], "environment": "numbers"}
+    environment = by_name({"numbers": ToolEnvironment([add], "hermes"), "other": lambda _: None})  # type: ignore[dict-item,return-value]
+    ((conversation,),) = converse(engine, [prompt], Sampling(max_tokens=200), environment)  # type: ignore[arg-type]
+    assert conversation.text == "23"
+    assert [(message["role"], message["content"]) for message in conversation.messages][2:] == [
+        ("tool", "23"),
+        ("assistant", "23"),
+    ]
+    with pytest.raises(ArgumentError, check=has_violation("prompts", "unknown-environment", "numbers, other")):
+        environment({"prompt": "?", "environment": "chess"})
+
+
+def test_unknown_parsers_and_tools_without_a_schema_are_refused() -> None:
+    with pytest.raises(ArgumentError, check=has_violation("parser", "unknown-tool-parser", "hermes")):
+        ToolEnvironment([add], "hermse")
+    with pytest.raises(
+        ArgumentError, check=has_violations(("tools[1]", "no-tool-schema"), ("tools[2]", "no-tool-schema"))
+    ):
+        ToolEnvironment([add, lambda x: x, time.sleep], "hermes")
