@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
-from hybrid_engine.rl.packed_calls import PackedCalls
+from hybrid_engine.rl.packed_calls import PackedCalls, packing_violations
 from hybrid_engine.trainer.reference_and_critic import (
     ValueModel,
     explained_variance,
@@ -31,8 +32,8 @@ class Critic:
         worker: worker of the actor, in any state.
         config: the settings.
 
-    Raises ConfigError without a `critic_config`, and StateError if that has its own schedule of
-    learning rates.
+    Raises ConfigError without a `critic_config`, or if rows are to be packed and its model cannot
+    compute them; StateError if it has its own schedule of learning rates.
     """
 
     def __init__(self, worker: ActorHybridWorker, config: PpoConfig) -> None:
@@ -46,7 +47,11 @@ class Critic:
         # Fails now, not in the first step, if the critic has its own schedule.
         self.model.set_learning_rate(self._learning_rate)
         self._loss = value_loss(config.value_clip)
-        self._calls = PackedCalls(self.model.engine.limits, config.pack)
+        limits = self.model.engine.limits
+        violations = [*packing_violations(config, limits.no_packing)]
+        if violations:
+            raise ConfigError(violations)
+        self._calls = PackedCalls(limits, config.pack)
         # Only the head is new: the body is the policy's.
         if not has_own_model:
             with worker.forward_context():

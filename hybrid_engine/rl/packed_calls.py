@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hybrid_engine.errors import Violation
 from hybrid_engine.ports import Batch
+from hybrid_engine.rl.config import LoopConfig
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.row_packing import pack_rows
+
+
+def packing_violations(config: LoopConfig, no_packing: str) -> Iterator[Violation]:
+    """Yield a violation if rows are to be packed for a model that cannot compute them.
+
+    `no_packing`: `BatchLimits.no_packing` of the model.
+    """
+    if config.pack and no_packing:
+        key = f"{config.name}.pack"
+        yield Violation(key, no_packing, "Leave it out", code="packing-unsupported")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
+from hybrid_engine.rl.packed_calls import packing_violations
 from hybrid_engine.rl.prompt_source import is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
@@ -247,10 +248,7 @@ def limit_violations(
     violations: list[Violation] = []
     violations += _critic_violations(config, limits)
     violations += _size_violations(config, limits)
-    if config.pack and limits.no_packing:
-        key = f"{config.name}.pack"
-        remedy = "Leave it out"
-        violations.append(Violation(key, limits.no_packing, remedy, code="packing-unsupported"))
+    violations += packing_violations(config, limits.no_packing)
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts

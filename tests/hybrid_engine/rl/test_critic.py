@@ -49,6 +49,14 @@ class Model:
         return {name: float(value) for name, value in loss(part, part["old_values"] + VALUE_CHANGE)[1].items()}
 
 
+def test_a_critic_that_cannot_compute_packed_rows_is_refused() -> None:
+    model = Model(torch.zeros(1, 1))
+    model.engine.limits.no_packing = "MambaLayer mixes tokens of different sequences"
+    build_critic(model, PpoConfig())
+    with pytest.raises(ConfigError, check=has_violation("PpoConfig.pack", "packing-unsupported", "MambaLayer")):
+        build_critic(model, PpoConfig(pack=True))
+
+
 def build_critic(model: Model, config: PpoConfig, *, critic_model: str | None = None) -> Critic:
     worker = mock.MagicMock()
     worker.config.critic_config.model = critic_model
