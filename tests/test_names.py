@@ -38,10 +38,10 @@ IN_LIBRARIES = {
 
 # Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
-    "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
+    "TRL": "response_mask environment_factory generation_batch_size",
     "TRL, options": "eval_on_start log_completions num_completions_to_print",
     "environment variables of trackers": "MLFLOW_TRACKING_URI",
-    "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
+    "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo ref_log_prob",
     "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",
     "verl's trainer": "trainer.test_freq",
