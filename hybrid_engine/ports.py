@@ -55,7 +55,8 @@ Batch = Mapping[str, torch.Tensor]
 
 `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`); if needed,
 `attention_mask`, `position_ids` and `sequence_ids`; the sampling `temperature` [B] or [B, S] if it
-is not 1; and any tensors that a loss function reads.
+is not 1; the experts `routed_experts` [B, S, layers, k] of each token, which routers of the trained
+Megatron model take; and any tensors that a loss function reads.
 """
 Report = dict[str, torch.Tensor]
 """Name -> scalar."""

@@ -72,6 +72,39 @@ def _servers(context: JobContext) -> Iterator[Violation]:
         )
 
 
+@constraint(
+    INFERENCE,
+    "generate_config.router_replay",
+    "router_replay needs a model with experts, Megatron as the trainer, and vLLM in the training "
+    "ranks, with infer_pipeline_parallel_size 1 and prefix caching.",
+)
+def _router_replay(context: JobContext) -> Iterator[Violation]:
+    generate = context.generate
+    if not generate.router_replay:
+        return
+    reasons = {
+        "the model has no experts": not context.table.dims.num_experts,
+        "models that FSDP2 shards select experts themselves": context.actor.fsdp is not None,
+        "servers return no experts": bool(generate.servers),
+        "vLLM returns no experts with infer_pipeline_parallel_size "
+        f"{generate.infer_pipeline_parallel_size}": generate.infer_pipeline_parallel_size > 1,
+        "vLLM keeps them with its cached prefixes, and enable_prefix_caching is off": (
+            generate.vllm.get("enable_prefix_caching") is False
+        ),
+        "Transformer Engine's fused router (moe_router_fusion) selects experts itself": bool(
+            context.actor.overrides.transformer.get("moe_router_fusion")
+        ),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            yield Violation(
+                "generate_config.router_replay",
+                f"true, but {reason}",
+                "Leave it out, or change that",
+                code="replay-unsupported",
+            )
+
+
 @constraint(INFERENCE, "generate_config.prefetch_mb", "prefetch_mb needs prefetch: auto.")
 def _prefetch(context: JobContext) -> Iterator[Violation]:
     if context.generate.prefetch_mb is not None and context.generate.prefetch == "off":
@@ -193,6 +226,7 @@ _KEYS: Final = {
     "data_parallel_size": "infer_data_parallel_size",
     "enable_expert_parallel": "infer_expert_parallel_size",
     "kv_cache_memory_bytes": "kv_cache_mb",
+    "enable_return_routed_experts": "router_replay",
     **dict.fromkeys(
         ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"), "lora_delivery"
     ),

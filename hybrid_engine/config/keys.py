@@ -413,6 +413,9 @@ class GenerateConfig(Section):
     """MiB of KV cache per rank; default: 256 on CPU, the rest of gpu_memory_utilization on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
     """Seed of sampling without `Sampling.seed`."""
+    router_replay: bool = False
+    """Return the experts that vLLM computed each token with, for Megatron's routers
+    (rl.md#router-replay)."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights before sending; adapter sends both, and vLLM adds them in
     its computation."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
@@ -23,6 +24,7 @@ from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
+    from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
     from hybrid_engine.backends.vllm.prompts import ChatArguments, Message, ModelTokenizer
     from hybrid_engine.backends.vllm.requests import Samplings
 
@@ -103,6 +105,17 @@ class Conversation:
     def logprobs(self) -> tuple[float, ...]:
         """Log-probabilities of the tokens that the policy drew."""
         return tuple(value for turn in self.turns for value in turn.logprobs)
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Experts of each token but the last, None without.
+
+        They are those of the turn that drew the token, because later turns computed it again.
+        """
+        known = [turn.routed_experts for turn in self.turns if turn.routed_experts is not None]
+        if len(known) < len(self.turns):
+            return None
+        return reduce(lambda experts, later: experts.followed_by(later), known)
 
     @property
     def temperature(self) -> float:

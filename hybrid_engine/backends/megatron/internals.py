@@ -8,6 +8,7 @@ supported version. Replacements of Megatron's names at run time are patch record
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter.router_replay",
-        "chooses the experts if it is set, the only way to rank groups of experts by another score",
+        "chooses the experts if it is set, the only way to replace the router's own selection",
     ),
     PrivateName(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._resolve_qk_norm_config",
@@ -171,16 +172,80 @@ def restore_float32_bias(router: TopKRouter) -> None:
 
 def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
     """Make a router use `choose` in place of its own selection of experts."""
-    router.router_replay = _ExpertChooser(choose)
+    _chooser_of(router).choose = choose
+
+
+def replayed_choices(router: TopKRouter) -> ReplayedChoices:
+    """Return the queue of choices that a router takes in place of its own selection."""
+    return _chooser_of(router).replayed
+
+
+class ReplayedChoices:
+    """Experts that a router takes in its next forward passes, [tokens, k] int64 each.
+
+    A token with a negative number is left to the router. Recomputation in a backward pass repeats
+    forward passes of the router, in their order and after `end`, and takes the same choices.
+    """
+
+    def __init__(self) -> None:
+        self._current: torch.Tensor | None = None
+        self._recomputed: deque[torch.Tensor] = deque()
+
+    def begin(self, experts: torch.Tensor) -> None:
+        """Take `experts` from now on; call before the forward pass of a micro batch."""
+        self._current = experts
+        if torch.is_grad_enabled():
+            self._recomputed.append(experts)
+
+    def end(self) -> None:
+        """Take no experts in further forward passes, except in recomputed ones."""
+        self._current = None
+
+    def clear(self) -> None:
+        """Forget all experts; call when no backward pass can follow."""
+        self._current = None
+        self._recomputed.clear()
+
+    def take(self) -> torch.Tensor | None:
+        """Return the experts of this forward pass; None: those of the router's own selection."""
+        if self._current is None and self._recomputed:
+            return self._recomputed.popleft()
+        return self._current
 
 
 class _ExpertChooser:
-    """Stand-in for Megatron's `RouterReplay`, which replays recorded choices."""
+    """Selection of experts, in the place of Megatron's `RouterReplay`, which it wraps if there.
 
-    def __init__(self, choose: ExpertChoice) -> None:
-        self._choose = choose
+    Attributes:
+        choose: selects experts; None: the router itself.
+        replayed: choices that are taken instead.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.choose: ExpertChoice | None = None
+        self.replayed = ReplayedChoices()
 
     def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _default: Any
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> TopK:
-        return self._choose(scores, topk, num_groups, group_topk)
+        # A user's RouterReplay records and replays choices, whoever makes them.
+        select: Any = self.choose or default
+        if self._inner is not None:
+            replay = self._inner.get_replay_topk
+            values, experts = replay(scores, topk, num_groups, group_topk, select)
+        else:
+            values, experts = select(scores, topk, num_groups, group_topk)
+        replayed = self.replayed.take()
+        if replayed is None:
+            return values, experts
+        is_replayed = (replayed >= 0).all(dim=1, keepdim=True)
+        experts = torch.where(is_replayed, replayed, experts)
+        return scores.gather(1, experts), experts
+
+
+def _chooser_of(router: TopKRouter) -> _ExpertChooser:
+    """Return the router's selection of experts, which is put in place of its own if needed."""
+    if not isinstance(router.router_replay, _ExpertChooser):
+        router.router_replay = _ExpertChooser(router.router_replay)
+    return router.router_replay

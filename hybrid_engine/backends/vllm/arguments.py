@@ -146,6 +146,9 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
         arguments["worker_cls"] = CPU_WORKER
     if kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
+    if generate.router_replay and device_type != "cpu":
+        # For a CPU, see cpu/route_capture.py.
+        arguments["enable_return_routed_experts"] = True
     if settings.max_loras:
         arguments |= {
             "enable_lora": True,

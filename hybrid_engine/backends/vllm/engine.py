@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +130,11 @@ class InferenceEngine:
                 isolation.require_no_groups()
                 self._device_type = arguments.check_settings(settings, job)
                 with random_state_kept():  # this imports vLLM's modules
-                    internals.require_names(self._device_type, with_lora=settings.max_loras > 0)
+                    internals.require_names(
+                        self._device_type,
+                        with_lora=settings.max_loras > 0,
+                        with_routes=settings.generate.router_replay,
+                    )
                 self._place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
             sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -479,8 +484,18 @@ class InferenceEngine:
         ):
             from vllm import LLM
 
-            with capturing(trace, inspect) as models, reads.checked():
+            with (
+                capturing(trace, inspect) as models,
+                reads.checked(),
+                internals.ROUTES_GROUP.replaced(_returning_on_all)
+                if self.settings.generate.router_replay
+                else contextlib.nullcontext(),
+            ):
                 llm = LLM(**llm_arguments)
+                if self.settings.generate.router_replay and self._device_type == "cpu":
+                    from hybrid_engine.backends.vllm.cpu import route_capture
+
+                    route_capture.attach(llm)
         (model,) = models
         return llm, model
 
@@ -570,3 +585,12 @@ class InferenceEngine:
         """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
         config = self.llm.llm_engine.model_config
         check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())
+
+
+def _returning_on_all(_group_of: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a group for vLLM's capture of experts in which every rank is the first.
+
+    vLLM returns experts on the first rank of a replica, where its scheduler is; here each rank has
+    a scheduler.
+    """
+    return lambda: SimpleNamespace(is_first_rank=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Protocol, get_type_hints
 
@@ -190,6 +190,25 @@ class TokenDecoder(Protocol):
 
 
 @dataclass(frozen=True)
+class RoutedExperts:
+    """Experts of the first tokens of a prompt and its completion; `build_batch` reads them.
+
+    Attributes:
+        numbers: of the experts, int16 [tokens, layers, k]; 0 in layers without experts.
+        num_layers: layers of the model, including those without experts.
+        top_k: experts of each token.
+    """
+
+    numbers: bytes
+    num_layers: int
+    top_k: int
+
+    def followed_by(self, other: RoutedExperts) -> RoutedExperts:
+        """Return these experts, and those of `other` for the tokens after them."""
+        return replace(self, numbers=self.numbers + other.numbers[len(self.numbers) :])
+
+
+@dataclass(frozen=True)
 class Completion:
     """A sampled completion of a prompt.
 
@@ -210,6 +229,8 @@ class Completion:
             it, at temperature 1; empty unless `SamplingParams.prompt_logprobs` requests them.
         prompt_top_logprobs: {token id: log-probability} at each of these tokens, for the token and
             the `SamplingParams.prompt_logprobs` most probable ones; empty if that number is 0.
+        routed_experts: experts that computed the tokens of prompt and completion, all but the last
+            one, with `generate_config.router_replay`.
     """
 
     token_ids: tuple[int, ...]
@@ -223,6 +244,7 @@ class Completion:
     temperature: float = 1.0
     prompt_logprobs: tuple[float, ...] = ()
     prompt_top_logprobs: tuple[Mapping[int, float], ...] = ()
+    routed_experts: RoutedExperts | None = field(default=None, repr=False)
 
     @property
     def text(self) -> str:

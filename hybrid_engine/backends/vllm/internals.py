@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LAYERS = "vllm.model_executor.layers"
 _LOADING = "vllm.model_executor.model_loader"
+_ROUTES = "vllm.distributed.aux_output_connector"
 _V1 = "vllm.v1"
 _TRANSFER = "vllm.distributed.weight_transfer.base"
 
@@ -191,6 +192,14 @@ TREE_LEAVES = Internal(
 MAKE_SUBCLASS = Internal(
     "torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor"
 )
+ROUTE_SCHEDULER = Internal(
+    f"{_ROUTES}.connector:AuxOutputSchedulerConnector",
+    "hands the experts of each token over to its request",
+)
+ROUTE_WORKER = Internal(
+    f"{_ROUTES}.worker:get_aux_output_connector",
+    "captures the experts of each token in a worker",
+)
 LORA_REQUEST = Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request")
 LORA_MODEL = Internal(
     "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
@@ -245,6 +254,7 @@ DECORATE_DECODER = "_decorate_cls_for_torch_compile"
 
 _IN_SLEEP = "put weights and KV cache to sleep on a device, and wake them segment by segment"
 _OF_SERVERS = "hold a server's requests, and bring weights to its workers"
+_OF_ROUTES = "capture the experts of each token"
 _OF_LORAS = "hold the LoRAs of a worker, and list the modules that can have one"
 
 READ: dict[str, dict[str, tuple[str, ...]]] = {
@@ -381,6 +391,14 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     "let ranks communicate": {
         f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)
     },
+    _OF_ROUTES: {
+        f"{_ROUTES}.worker:AuxOutputWorkerConnector": ("begin_step", "prepare_output"),
+        f"{_ROUTES}.worker:PendingAuxOutput": ("enqueue_cpu_copy", "process_output"),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("aux_output_connector",),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": (
+            *("model", "vllm_config", "kv_cache_config", "input_batch", "query_start_loc"),
+        ),
+    },
     _OF_LORAS: {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager", "reset_lora_state"),
         "vllm.lora.worker_manager:WorkerLoRAManager": (
@@ -506,6 +524,11 @@ ROTATE = Replacement(
     "gets rows: its CPU kernel rotates the wrong elements of MLA's [tokens, heads, elements]",
     remove_when="the kernel follows strides",
 )
+ROUTES_GROUP = Replacement(
+    f"{_ROUTES}.worker:get_tp_group",
+    "decides which rank returns the experts of each token: every rank here has a scheduler",
+    remove_when="vLLM returns them on all ranks of an external launcher",
+)
 STEP = Replacement(
     f"{_V1}.engine.llm_engine:LLMEngine.step",
     "counts the sequences that are left before each step, in one engine and during one call",
@@ -520,17 +543,18 @@ LOAD_LORA = Replacement(
 # -- look-up of all names --------------------------------------------------------------------------
 
 
-def require_names(device_type: str, *, with_lora: bool = True) -> None:
+def require_names(device_type: str, *, with_lora: bool = True, with_routes: bool = True) -> None:
     """Look up every private name before an engine is built; imports their modules.
 
     Args:
         device_type: vLLM's name for the platform. On "cpu" names of sleep mode are left out,
             elsewhere modules for the CPU.
         with_lora: include the names that LoRA needs.
+        with_routes: include the names that router replay needs.
 
     Raises DependencyError naming all that are missing, each with its purpose.
     """
-    refuse_lacking(list(missing_names(device_type, with_lora=with_lora)))
+    refuse_lacking(list(missing_names(device_type, with_lora=with_lora, with_routes=with_routes)))
 
 
 def refuse_lacking(lacking: Sequence[str]) -> None:
@@ -546,7 +570,9 @@ def refuse_lacking(lacking: Sequence[str]) -> None:
         )
 
 
-def missing_names(device_type: str, *, with_lora: bool = True) -> Iterator[str]:
+def missing_names(
+    device_type: str, *, with_lora: bool = True, with_routes: bool = True
+) -> Iterator[str]:
     """Yield descriptions of records that cannot be loaded or take other keywords, and of attributes
     of `READ` that are missing."""
     records: list[tuple[Internal, tuple[str, ...]]] = [(record, ()) for record in internal_names()]
@@ -559,6 +585,9 @@ def missing_names(device_type: str, *, with_lora: bool = True) -> Iterator[str]:
         if device_type != "cpu" and record.is_for_cpu:
             continue
         if not with_lora and is_of_lora:
+            continue
+        is_of_routes = record.reason == _OF_ROUTES or record.target.startswith(_ROUTES)
+        if not with_routes and is_of_routes:
             continue
         yield from _problems(record, names)
 

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling, TokenDecoder
+from hybrid_engine.backends.vllm.engine_settings import (
+    Completion,
+    RoutedExperts,
+    Sampling,
+    TokenDecoder,
+)
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
 from hybrid_engine.errors import (
     ArgumentError,
@@ -220,7 +225,14 @@ def _unsupported(params: SamplingParams) -> Iterator[Violation]:
     if params.output_kind.name == "DELTA":
         problem = "DELTA, but completions are returned whole"
         yield Violation("sampling.output_kind", problem, STREAMING, code="no-streaming")
-    # Older versions of vLLM do not have the field.
+    # Older versions of vLLM do not have these fields.
+    if getattr(params, "routed_experts_prompt_start", 0):
+        yield Violation(
+            "sampling.routed_experts_prompt_start",
+            f"{params.routed_experts_prompt_start}, but routers take the experts of all tokens",
+            "Leave it out",
+            code="not-supported",
+        )
     if getattr(params, "prompt_logprob_token_ids", None) is not None:
         yield Violation(
             "sampling.prompt_logprob_token_ids",
@@ -252,6 +264,7 @@ def completions_of(output: Any, params: Any, tokenizer: TokenDecoder) -> list[Co
             temperature=params.temperature or 1.0,
             prompt_logprobs=_scored(rows, prompt[1:]),
             prompt_top_logprobs=_all_scored(rows) if params.prompt_logprobs else (),
+            routed_experts=_routed_experts_of(choice),
         )
         for choice in output.outputs
     ]
@@ -267,6 +280,14 @@ def _all_scored(positions: Sequence[Any]) -> tuple[dict[int, float], ...]:
     return tuple(
         {token: entry.logprob for token, entry in position.items()} for position in positions
     )
+
+
+def _routed_experts_of(choice: Any) -> RoutedExperts | None:
+    """Return the experts of a `CompletionOutput`, if vLLM returns them."""
+    experts = getattr(choice, "routed_experts", None)
+    if experts is None:
+        return None
+    return RoutedExperts(experts.astype("int16").tobytes(), *experts.shape[1:])
 
 
 def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:

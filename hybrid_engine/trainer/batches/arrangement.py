@@ -31,6 +31,9 @@ KEYS = ("attention_mask", "position_ids", "sequence_ids")
 IGNORED = -100
 """Label of a token after which nothing is predicted, as in Hugging Face's losses."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Key of the experts [B, S, layers, k] of each token that routers take; -1: they select them."""
+
 _LENGTH_STEP = 8
 """Computed rows have a multiple of this many tokens: kernels prefer that, and there are fewer
 different lengths, of each of which a model keeps position embeddings."""
@@ -203,6 +206,8 @@ class Rows:
         is_real: [b, S] mask of the user's tokens that are not padding; None: all.
         is_labelled: [b, S] mask of the user's labels that are not ignored; None: all.
         temperature: [b, L] fp32, divisor of the logits; None: 1 everywhere.
+        routed_experts: [b, L, layers, k] experts of each token, -1 where routers select them;
+            None: everywhere.
     """
 
     tokens: torch.Tensor
@@ -213,6 +218,7 @@ class Rows:
     is_real: torch.Tensor | None = None
     is_labelled: torch.Tensor | None = None
     temperature: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -328,7 +334,14 @@ def _unchanged_rows(part: Batch) -> Rows:
         mask = _limited(mask, is_labelled)
     temperature = _temperature_of(part)
     tokens = part["tokens"].long()
-    return Rows(tokens, labels, mask, is_labelled=is_labelled, temperature=temperature)
+    return Rows(
+        tokens,
+        labels,
+        mask,
+        is_labelled=is_labelled,
+        temperature=temperature,
+        routed_experts=part.get(ROUTED_EXPERTS),
+    )
 
 
 def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_packed: bool) -> Rows:
@@ -350,6 +363,10 @@ def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
         # MTP layers predict further tokens, which after the last one belong to another sequence
         mask = mask.where(~begins_of(moved_ids), 0)
     temperature = _temperature_of(part)
+    experts = part.get(ROUTED_EXPERTS)
+    if experts is not None:
+        experts = experts.take_along_dim(sources[..., None, None], 1)
+        experts = experts.where((moved_ids > 0)[..., None, None], -1)
     # otherwise `restore` needs no gather
     is_moved = length < width or bool(first.any())
     return Rows(
@@ -362,6 +379,7 @@ def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
         is_real,
         is_labelled,
         None if temperature is None else temperature.gather(1, sources),
+        experts,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
 
 # -- checks of arguments ---------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Drawn(Protocol):
     """Completion as an engine returns it.
 
     May also have `is_drawn`, a bool for each token: False for tokens that were not sampled, such as
-    the replies of an environment.
+    the replies of an environment; and `routed_experts`, None or as of a `Completion`.
     """
 
     @property
@@ -87,6 +88,22 @@ class Drawn(Protocol):
 
     @property
     def temperature(self) -> float: ...
+
+
+class Routed(Protocol):
+    """Experts that an engine computed the first tokens of a sequence with.
+
+    `numbers` are int16 [tokens, num_layers, top_k].
+    """
+
+    @property
+    def numbers(self) -> bytes: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -98,12 +115,14 @@ class Sample:
         prompt_length: number of tokens of the prompt.
         is_drawn: for each token of the completion, whether it was sampled.
         temperature: at which it was sampled.
+        routed_experts: of the first tokens, if known.
     """
 
     token_ids: tuple[int, ...]
     prompt_length: int
     is_drawn: tuple[bool, ...]
     temperature: float
+    routed_experts: Routed | None = None
 
     @property
     def length(self) -> int:
@@ -151,7 +170,8 @@ def samples_of(
     ):
         is_drawn = tuple(getattr(completion, "is_drawn", (True,) * len(tokens)))
         temperature = float(getattr(completion, "temperature", 1.0))
-        samples.append(Sample((*prompt, *tokens), len(prompt), is_drawn, temperature))
+        experts = getattr(completion, "routed_experts", None)
+        samples.append(Sample((*prompt, *tokens), len(prompt), is_drawn, temperature, experts))
     for number, sample in enumerate(samples):
         key = f"prompts[{number}]"
         if sample.prompt_length == 0:
@@ -251,8 +271,9 @@ def build_batch(
     Returns:
         `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`;
         `mask` [B, S] fp32, 1 where the label is a token that was sampled: of the completion, or of
-        an answer in a conversation; `weights` [B, S], see `mean_weights`; and `temperature` [B]
-        unless all are 1.
+        an answer in a conversation; `weights` [B, S], see `mean_weights`; `temperature` [B]
+        unless all are 1; and, if completions have any, `routed_experts` [B, S, layers, k] int16,
+        -1 for tokens without.
 
     Raises BatchError, a ValueError, which names every value that is not token ids and every
     sequence that does not fit.
@@ -281,7 +302,34 @@ def batch_of(
     temperature = torch.tensor([sample.temperature for sample in samples])
     if not bool((temperature == 1).all()):
         batch["temperature"] = temperature
+    experts = _routed_experts_of(samples, seq_length)
+    if experts is not None:
+        batch[ROUTED_EXPERTS] = experts
     return batch
+
+
+def _routed_experts_of(samples: Sequence[Sample], seq_length: int) -> torch.Tensor | None:
+    """Return the experts [B, S, layers, k] of each token, -1 without; None if all are without."""
+    known = {
+        number: sample.routed_experts
+        for number, sample in enumerate(samples)
+        if sample.routed_experts is not None
+    }
+    if not known:
+        return None
+    shapes = {(routed.num_layers, routed.top_k) for routed in known.values()}
+    if len(shapes) > 1:
+        problem = f"have experts {' and '.join(map(str, sorted(shapes)))} (layers, k) of a token"
+        remedy = "Pass completions of one model"
+        raise BatchError([Violation("completions", problem, remedy, code="different-models")])
+    shape = shapes.pop()
+    columns = torch.full((len(samples), seq_length, *shape), -1, dtype=torch.int16)
+    for number, routed in known.items():
+        # The last token is only a label, so no model computes it.
+        numbers = torch.frombuffer(bytearray(routed.numbers), dtype=torch.int16)
+        experts = numbers.view(-1, *shape)[: samples[number].length]
+        columns[number, : len(experts)] = experts
+    return columns
 
 
 def mean_weights(

@@ -23,11 +23,21 @@ from hybrid_engine.ranks.digests import box_digest, text_digest
 from hybrid_engine.trainer.batches.arrangement import (
     IGNORED,
     KEYS,
+    ROUTED_EXPERTS,
     num_sequences,
     sequence_faults,
     sequence_ids_of,
 )
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Number of layers of a model, experts of a layer, and experts that compute a token."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class BatchLimits:
         seq_length: largest number of tokens in a row; None if the trainer has no limit.
         row_multiple: the number of tokens in a row must be a multiple of this.
         no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
+        routing: of the model, if it takes `routed_experts` of a batch; otherwise it ignores them.
+        no_replay: reason why `routed_experts` are refused; "" if they are not.
     """
 
     vocab_size: int
@@ -50,6 +62,8 @@ class BatchLimits:
     seq_length: int | None = None
     row_multiple: int = 1
     no_packing: str = ""
+    routing: Routing | None = None
+    no_replay: str = ""
 
 
 def own_share(
@@ -108,6 +122,7 @@ def _violations(
     yield from _size_violations(batch["tokens"].shape, limits, num_parts)
     yield from _token_violations(batch, limits.vocab_size)
     yield from _temperature_violations(batch)
+    yield from _routing_violations(batch, limits)
     for name in outputs.names:
         if name in batch:
             problem = "is a key of the batch and also a requested output"
@@ -256,6 +271,33 @@ def _temperature_violations(batch: Batch) -> Iterator[Violation]:
         problem = f"has {invalid[0].item()}, but logits are divided by it"
         remedy = "Pass the sampling temperature, and 1 for greedy tokens and padding"
         yield Violation("temperature", problem, remedy, code="out-of-range")
+
+
+def _routing_violations(batch: Batch, limits: BatchLimits) -> Iterator[Violation]:
+    """Yield violations of `routed_experts` [B, S, layers, k]."""
+    experts = batch.get(ROUTED_EXPERTS)
+    if experts is None:
+        return
+    if limits.no_replay:
+        remedy = "Leave it out, and generate_config.router_replay"
+        yield Violation(ROUTED_EXPERTS, limits.no_replay, remedy, code="replay-unsupported")
+        return
+    routing = limits.routing
+    if routing is None:
+        return
+    shape = (*batch["tokens"].shape, routing.num_layers, routing.top_k)
+    if experts.shape != shape or experts.is_floating_point():
+        problem = f"has shape {list(experts.shape)} and type {_dtype_name(experts)}"
+        remedy = (
+            f"Pass integers {list(shape)}: the experts of each token in every layer, or -1 where "
+            "the trainer selects them"
+        )
+        yield Violation(ROUTED_EXPERTS, problem, remedy, code="wrong-shape")
+    elif bool(((experts < -1) | (experts >= routing.num_experts)).any()):
+        low, high = int(experts.min()), int(experts.max())
+        problem = f"has numbers from {low} to {high}, but there are {routing.num_experts} experts"
+        remedy = "Pass numbers of experts, or -1 where the trainer selects them"
+        yield Violation(ROUTED_EXPERTS, problem, remedy, code="out-of-range")
 
 
 Contents = dict[str, tuple[str, int]]

@@ -26,6 +26,7 @@ from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
+    ROUTED_EXPERTS,
     require_one_sequence_a_row,
     sequence_faults,
     sequence_ids_of,
@@ -126,8 +127,8 @@ def pack(
 ) -> PackedRows:
     """Pack prompts with their completions into rows of `seq_length` tokens.
 
-    The batch has `tokens`, `labels`, `sequence_ids`, `mask`, `weights` and, unless it is 1
-    everywhere, `temperature`; all [R, S] and as in `build_batch`.
+    The batch has `tokens`, `labels`, `sequence_ids`, `mask`, `weights` and, as in `build_batch`,
+    `temperature` and `routed_experts`; all [R, S, ...].
 
     Args:
         prompts: token ids of N prompts.
@@ -205,8 +206,13 @@ def pack_rows(
     packed_ids = torch.zeros(num_rows, size, dtype=torch.int64, device=tokens.device)
     packed_ids[placed] = numbers[taken[0]]
     packed = {"sequence_ids": packed_ids}
+    paddings = {
+        **dict.fromkeys(("tokens", "labels"), pad_token_id),
+        "temperature": 1,
+        ROUTED_EXPERTS: -1,
+    }
     for name, tensor in columns.items():
-        padding = {"tokens": pad_token_id, "labels": pad_token_id, "temperature": 1}.get(name, 0)
+        padding = paddings.get(name, 0)
         column = tensor.new_full((num_rows, size, *tensor.shape[2:]), padding)
         column[placed] = tensor[taken[0]] if tensor.dim() == 1 else tensor[taken]
         packed[name] = column

@@ -80,6 +80,7 @@ class FsdpTrainEngine:
             self.data_parallel.size,
             self._seq_length,
             no_packing=self._no_packing,
+            no_replay="models that FSDP2 shards select experts themselves",
         )
 
     def train_step(

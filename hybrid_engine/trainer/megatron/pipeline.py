@@ -102,10 +102,10 @@ class ModelInputs:
         return arguments
 
     def in_shape(self, rows: Rows, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return values [b, L] of the rows' tokens in the shape of `shape_of`."""
+        """Return values [b, L, ...] of the rows' tokens in the shape of `shape_of`."""
         if values is None or not self._are_joined(rows):
             return values
-        return values.reshape(1, -1)
+        return values.reshape(1, -1, *values.shape[2:])
 
 
 def _attention_mask(rows: Rows) -> torch.Tensor:

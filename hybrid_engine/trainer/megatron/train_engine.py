@@ -8,7 +8,8 @@ next step, overwrites the memory of the logits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from hybrid_engine.trainer.megatron.pipeline import (
     Pipeline,
     conclude_without_job,
 )
+from hybrid_engine.trainer.megatron.router_replay import RouterReplayer
 
 
 class OutputReader:
@@ -98,26 +100,44 @@ class LogProbs:
         chunks: of the model.
         config: of the model.
         vocab_size: without padding.
+        replayer: gives routers the experts of a batch; None: they ignore them.
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, vocab_size: int
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        vocab_size: int,
+        replayer: RouterReplayer | None,
     ) -> None:
         self._config = config
+        self._replayer = replayer
         self._reader = OutputReader()
         hide_padding(chunks, vocab_size)
         for model in unwrap_model(chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(self._reader)
 
-    def reading(self, outputs: Outputs) -> AbstractContextManager[None]:
-        """Return a context whose forward passes read `outputs`, for the visible micro batch."""
-        return self._reader.reading(outputs)
+    @contextmanager
+    def reading(self, outputs: Outputs) -> Iterator[None]:
+        """Read `outputs` in forward passes of the block, for the visible micro batch.
+
+        All backward passes of a batch are in the block: experts are forgotten at its end.
+        """
+        try:
+            with self._reader.reading(outputs):
+                yield
+        finally:
+            if self._replayer is not None:
+                self._replayer.clear()
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
         """Return losses [b, S] of the last chunk, or logits if there are no labels."""
         temperature = inputs.in_shape(rows, rows.temperature)
-        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature):
+        replaying: AbstractContextManager[None] = nullcontext()
+        if self._replayer is not None:
+            replaying = self._replayer.replaying(model, rows, inputs)
+        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature), replaying:
             output: torch.Tensor = model(
                 **inputs.arguments(rows), labels=inputs.in_shape(rows, rows.labels)
             )
@@ -179,8 +199,9 @@ class TrainEngine:
     """Training loop of this rank's share of a language model, e.g. an actor or a reference.
 
     A batch is this data parallel rank's share; see `batches.Batch`. A loss function gets the
-    log-probabilities [b, S] of the labels. Training and scoring raise StateError while memory that
-    they need is offloaded by a `HybridEngine`.
+    log-probabilities [b, S] of the labels. A model with an optimizer takes `routed_experts` of a
+    batch (router_replay.py); a reference ignores them. Training and scoring raise StateError while
+    memory that they need is offloaded by a `HybridEngine`.
 
     Every step trains the MTP layers of a model, if it has any: Megatron adds their loss to the
     gradients, over the labels where `mask` [B, S] of the batch is 1. Without a mask all labels
@@ -217,11 +238,17 @@ class TrainEngine:
         self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
         config = actor.transformer_config
         self._vocab_size = table.dims.vocab_size
-        self._output = LogProbs(actor.chunks, config, self._vocab_size)
+        # A reference is another policy, which routes tokens itself.
+        replayer = None
+        if actor.optimizer is not None:
+            replayer = RouterReplayer(actor.chunks, config, table, actor.noop_layers)
+        self._output = LogProbs(actor.chunks, config, self._vocab_size, replayer)
         self._pipeline = Pipeline(
             self.model, self._output, self.optimizer, config, micro_batch_size, seq_length, conclude
         )
         self.limits = self._pipeline.limits
+        if replayer is not None:
+            self.limits = replace(self.limits, routing=replayer.routing, no_replay=replayer.refusal)
         self.data_parallel = self._pipeline.data_parallel
 
     def train_step(

@@ -204,6 +204,21 @@ GENERATE_BREAKS = (
     Break("dtype is the dtype in which", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
     Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
+    Break("router_replay needs", generate={"router_replay": True}),
+    Break("router_replay needs", actor=FSDP, generate={"router_replay": True}, model=EXPERTS),
+    Break("router_replay needs", generate={"router_replay": True, "servers": ["http://127.0.0.1:1"]}, model=EXPERTS),
+    Break("router_replay needs", generate={"router_replay": True, INFER_PP: 2}, model=EXPERTS),
+    Break(
+        "router_replay needs",
+        generate={"router_replay": True, "vllm": {"enable_prefix_caching": False}},
+        model=EXPERTS,
+    ),
+    Break(
+        "router_replay needs",
+        actor={"overrides": {"transformer": {"moe_router_fusion": True}}},
+        generate={"router_replay": True},
+        model=EXPERTS,
+    ),
     Break(
         "With Megatron, check_compute is not off",
         generate={"check_compute": "off"},

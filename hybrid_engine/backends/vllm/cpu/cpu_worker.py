@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.cpu.route_capture import RouteCapture
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
@@ -25,13 +26,29 @@ class IsolatedCPUWorker(_CPUWorker):
     The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
     multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
     [tokens, heads x elements] it is correct.
+
+    Attributes:
+        route_capture: adds the experts of each token to the output of a step, if set.
     """
+
+    route_capture: RouteCapture | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM shares rotary embeddings among models, and each keeps the method it was made with.
         internals.ROPES.load().clear()
         with internals.ROTATE.replaced(_on_rows):
             super().load_model(*args, **kwargs)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.route_capture is not None:
+            self.route_capture.begin(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if self.route_capture is not None:
+            self.route_capture.add_to(output)
+        return output
 
     def init_device(self) -> None:
         self.distributed_init_method = f"env://:{os.environ[ENGINE_TOKEN]}"

@@ -13,7 +13,7 @@ State that forwards leave in other containers stays. Captured graphs go on compu
 tensors of the capture, so with graphs such a tensor is an error, unless it is a global of one of
 vLLM's modules: a workspace that layers share.
 
-KV caches are bound after loading and stay, and so do wrapped methods.
+KV caches are bound after loading and stay, and so do wrapped methods and captures of experts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from hybrid_engine.ranks.torch_internals import num_writes
 
 _KV_CACHE = "kv_cache"
 """Attribute in which each vLLM layer with a KV cache keeps it once it is bound."""
-_SET_LATER = frozenset({_KV_CACHE, "quant_method"})
-"""Attributes that vLLM sets between loading and forwards: it binds caches and may wrap methods."""
+_SET_LATER = frozenset({_KV_CACHE, "quant_method", "capture_fn", "routing_sink"})
+"""Attributes that vLLM sets between loading and forwards: it binds caches, may wrap methods, and
+captures the experts of tokens (`generate_config.router_replay`)."""
 _SCALARS = (bool, int, float, str, type(None))
 
 

@@ -1,0 +1,272 @@
+"""Routers of Megatron models that take the experts of a batch, against transformers with the same experts.
+
+Every token has random experts in every layer, so that one that is shifted, or of another layer, changes its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import BatchError
+from hybrid_engine.trainer.batches import pack_rows
+from tests.harness.errors import violations_of
+from tests.harness.launch import Call, Outcomes, Ranks
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
+from tests.zoo.shares import share_of
+from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
+    "qwen3_moe, some layers dense": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, one mtp layer": ("deepseek_v3", {"mtp_layers": 1}),
+    "qwen3": ("qwen3", {}),
+}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+# name -> (model, layout)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep2, dense layers": ("qwen3_moe, some layers dense", EP2),
+    "tp2 ep2 etp1": ("qwen3_moe", {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "tp2, experts recomputed": ("qwen3_moe", {**TP2, **MOE}),
+    "pp2 vpp2": ("qwen3_moe", {**PP2, **VPP2}),
+    "pp2 vpp2, layers recomputed": ("qwen3_moe", {**PP2, **VPP2, **FULL}),
+    "pp2 vpp2, dense layers": ("qwen3_moe, some layers dense", {**PP2, **VPP2}),
+    "pp2, groups, mtp": (
+        "deepseek_v3, one mtp layer",
+        {**PP2, "num_layers_in_last_pipeline_stage": 1},
+    ),
+    "pp2, groups, middle does nothing": ("deepseek_v3", {**PP2, "noop_layers": (1,)}),
+}
+NUM_SEQUENCES, LENGTH = 4, 8
+PADDING = 6
+ATOL = 2e-5
+
+
+def batch_of(num_layers: int, num_experts: int, top_k: int) -> dict[str, torch.Tensor]:
+    """Return sequences whose tokens have random experts, except a few tokens without."""
+    generator = torch.Generator().manual_seed(11)
+    batch = token_batch(3, NUM_SEQUENCES, LENGTH)
+    scores = torch.rand(NUM_SEQUENCES, LENGTH, num_layers, num_experts, generator=generator)
+    experts = scores.argsort(-1)[..., :top_k].to(torch.int16)
+    experts[0, 2] = experts[3, -1] = -1
+    return {**batch, "routed_experts": experts}
+
+
+def batch_for(model: str) -> dict[str, torch.Tensor]:
+    config = build_hf_model(*_family(model)[:1], **_family(model)[1]).config
+    num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
+    return batch_of(config.num_hidden_layers, num_experts, config.num_experts_per_tok)
+
+
+def _family(model: str) -> tuple[str, dict[str, Any]]:
+    return MODELS[model]
+
+
+def ways_of(batch: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the sequences in rows without padding, padded on the left, and packed."""
+    empty = {"tokens": 0, "labels": 0, "routed_experts": 0}
+    padded = {}
+    for name, values in batch.items():
+        padding = values.new_full((NUM_SEQUENCES, PADDING, *values.shape[2:]), empty[name])
+        padded[name] = torch.cat([padding, values], 1)
+    columns = torch.arange(LENGTH + PADDING)
+    padded["attention_mask"] = (columns >= PADDING).long().expand(NUM_SEQUENCES, -1).contiguous()
+    packed = pack_rows(padded, 2 * LENGTH, multiple_of=2).batch
+    return {"plain": dict(batch), "left": padded, "packed": packed}
+
+
+def by_token(values: torch.Tensor, way: str) -> torch.Tensor:
+    """Return values of all sequences, one after the other, from those of a way."""
+    return (values[:, PADDING:] if way == "left" else values).flatten()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Results of one rank.
+
+    Attributes:
+        log_probs: [tokens] by way of arrangement, and of the routers' own selection as "own".
+        reference: [tokens] of a model without optimizer.
+        reports: of a step without effect, by number of sequences in a micro batch.
+    """
+
+    log_probs: dict[str, torch.Tensor]
+    reference: torch.Tensor
+    reports: list[dict[str, float]]
+
+
+def replay(path: Path, model: str, layout: dict[str, Any]) -> Replayed:
+    config = ActorConfig(**{**DENSE_FLOAT32, "seq_length": 16, **layout})
+    with running(path, config) as run:
+        load_canonical(run, path)
+        engine = run.engine
+        settings = run.actor.transformer_config
+        settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
+        batch = batch_for(model)
+        own = {name: tensor for name, tensor in batch.items() if name != "routed_experts"}
+        log_probs = {}
+        for way, rows in {**ways_of(batch), "own": own}.items():
+            scores = engine.log_probs(share_of(engine, rows))
+            log_probs[way] = by_token(engine.data_parallel.gather(scores), way)
+        reference = reference_of(run, path)
+        from hybrid_engine.trainer.megatron.train_engine import copy_weights
+
+        copy_weights(engine.model, reference.model)
+        unreplayed = reference.data_parallel.gather(reference.log_probs(share_of(reference, batch)))
+        engine.optimizer.set_learning_rate(0.0)
+        reports = [engine.train_step(share_of(engine, batch), negative_log_likelihood) for _ in range(2)]
+        return Replayed(log_probs, unreplayed.flatten(), reports)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Results of transformers."""
+
+    log_probs: torch.Tensor
+    own: torch.Tensor
+    loss: float
+    norm: float
+
+
+def with_transformers(model: str) -> Expected:
+    family, changes = MODELS[model]
+    module = build_hf_model(family, **changes)
+    batch = batch_for(model)
+    with torch.no_grad():
+        own = label_log_probs(module(batch["tokens"]).logits, batch["labels"])
+    for number, layer in enumerate(module.model.layers):
+        router = getattr(layer.mlp, "gate", None)
+        if router is not None:
+            experts = batch["routed_experts"][:, :, number].flatten(0, 1).long()
+            router.register_forward_hook(_choosing(experts, module.config))
+    log_probs = label_log_probs(module(batch["tokens"]).logits, batch["labels"])
+    loss = -log_probs.mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
+    return Expected(log_probs.detach().flatten(), own.flatten(), loss.item(), norm.item())
+
+
+def _choosing(experts: torch.Tensor, config: Any) -> Callable[..., Any]:
+    """Return a hook that replaces a router's selection where `experts` [tokens, k] has any."""
+    is_sigmoid = config.model_type == "deepseek_v3"
+
+    def hook(_router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = outputs
+        scores = logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)
+        taken = scores.gather(1, experts.clamp(min=0))
+        if config.norm_topk_prob:
+            taken = taken / taken.sum(-1, keepdim=True)
+        if is_sigmoid:
+            taken = taken * config.routed_scaling_factor
+        has_experts = (experts >= 0).all(-1, keepdim=True)
+        return logits, taken.where(has_experts, weights), experts.where(has_experts, chosen)
+
+    return hook
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a layer too few": lambda experts: experts[:, :, 1:],
+    "an unknown expert": lambda experts: experts + 1,
+    "floats": lambda experts: experts.float(),
+}
+
+
+def refuse(paths: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
+    """Return the violations of batches that the routers cannot take."""
+    batch = batch_for("qwen3_moe")
+    batches = {name: {**batch, "routed_experts": fault(batch["routed_experts"])} for name, fault in FAULTS.items()}
+    violations = {}
+    for model, names in {"qwen3_moe": list(batches), "qwen3": []}.items():
+        with running(paths[model], ActorConfig(**DENSE_FLOAT32)) as run:
+            chosen = {name: batches[name] for name in names} or {"no experts": batch}
+            for name, rows in chosen.items():
+                with pytest.raises(BatchError) as caught:
+                    share_of(run.engine, rows)
+                violations[name] = violations_of(caught.value)
+    return violations
+
+
+def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Record with Megatron's own RouterReplay, and replay other experts with it.
+
+    Returns what was recorded, and log-probabilities without and with the replay.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    overrides = {"transformer": {"moe_enable_routing_replay": True}}
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, "overrides": overrides})) as run:
+        load_canonical(run, path)
+        batch = share_of(run.engine, token_batch(3, 1, LENGTH))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        log_probs = run.engine.log_probs(batch)
+        recorded = [experts.clone() for experts in RouterReplay.get_recorded_data()]
+        RouterReplay.set_replay_data([(experts + 1) % 8 for experts in recorded])
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        replayed = run.engine.log_probs(batch)
+        RouterReplay.clear_global_router_replay_action()
+        RouterReplay.clear_global_router_replay_instances()
+        return recorded, log_probs, replayed
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: save_model(directory / str(number), family, **changes)
+        for number, (name, (family, changes)) in enumerate(MODELS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
+    calls: dict[str, Call] = {name: (replay, (paths[model], model, layout)) for name, (model, layout) in CASES.items()}
+    return engines.launch_in_turn(2, calls, timeout=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_transformers_with_the_same_experts(outcomes: Outcomes, name: str) -> None:
+    expected = with_transformers(CASES[name][0])
+    assert (expected.log_probs - expected.own).abs().max() > 0.1
+    for result in outcomes[name]:
+        for way, log_probs in result.log_probs.items():
+            values = expected.own if way == "own" else expected.log_probs
+            torch.testing.assert_close(
+                log_probs, values, atol=ATOL, rtol=0, msg=lambda message, way=way: f"{way}: {message}"
+            )
+        # A reference is another policy, which selects experts itself.
+        torch.testing.assert_close(result.reference, expected.own, atol=ATOL, rtol=0)
+        for report in result.reports:
+            assert report["loss"] == pytest.approx(expected.loss, abs=1e-4)
+            assert report["grad_norm"] == pytest.approx(expected.norm, rel=1e-3)
+
+
+def test_experts_that_routers_cannot_take_are_refused(engines: Ranks, paths: dict[str, Path]) -> None:
+    (violations,) = engines.launch(refuse, 1, paths)
+    assert violations == {
+        "a layer too few": [("routed_experts", "wrong-shape")],
+        "an unknown expert": [("routed_experts", "out-of-range")],
+        "floats": [("routed_experts", "wrong-shape")],
+        "no experts": [("routed_experts", "replay-unsupported")],
+    }
+
+
+def test_the_replay_of_a_user_stays_where_groups_have_scores(engines: Ranks, paths: dict[str, Path]) -> None:
+    ((recorded, log_probs, replayed),) = engines.launch(record_by_hand, 1, paths["deepseek_v3"])
+    assert [tuple(experts.shape) for experts in recorded] == [(LENGTH, 4)] * 2
+    assert not torch.allclose(log_probs, replayed, atol=1e-3)
