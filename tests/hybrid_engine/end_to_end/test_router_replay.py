@@ -1,0 +1,125 @@
+"""Log-probabilities of both engines for a model whose routers are close to ties, with and without router replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine import Sampling
+from hybrid_engine.trainer.batches import build_batch, pack_rows
+from tests.harness.launch import Call, Outcomes, Ranks
+from tests.zoo import workers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPTS = [list(range(2 + 3 * number, 14 + 3 * number)) for number in range(8)]
+SAMPLING = Sampling(n=1, max_tokens=16, ignore_eos=True)
+NOISE = 1e-7
+"""Relative difference of weights in a router: that of rounding in float32."""
+
+# name -> (actor_config, generate_config)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ep2 -> tp2": ({"expert_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}),
+    "pp2 vpp2 -> dp2": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences of log-probabilities of the sampled tokens, of vLLM and of the trainer.
+
+    Attributes:
+        replayed, packed: with the experts of vLLM, in rows of one sequence and of several.
+        own: with the trainer's own selection.
+        shifted: with the experts of the token before.
+        reported: by a loss function, in the first step with replay.
+    """
+
+    replayed: torch.Tensor
+    packed: torch.Tensor
+    own: torch.Tensor
+    shifted: torch.Tensor
+    reported: float
+
+
+def tie_experts(worker: Any) -> None:
+    """Make four scores of a router differ by rounding only, of which two are selected, and experts by everything."""
+    with torch.no_grad():
+        for chunk in worker.train.chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("router.weight"):
+                    parameter.mul_(20)
+                    for number in range(1, 4):
+                        parameter[number::4] = parameter[::4] * (1 + number * NOISE)
+                elif ".experts." in name:
+                    parameter.mul_(10)
+    worker.train.optimizer.reload_model_params()
+
+
+def compare(model: Path, actor: dict[str, Any], generate: dict[str, Any]) -> Differences:
+    # The comparison of the first switch replays nothing, so it would refuse this model.
+    settings = {"seq_length": 2 * workers.SEQ_LENGTH, **actor}
+    worker = workers.build_worker(model, settings, {"router_replay": True, "check_compute": "off", **generate})
+    with worker.train_context():
+        tie_experts(worker)
+    with worker.rollout_context():
+        groups = worker.generate(PROMPTS, SAMPLING)
+    completions = [completion for group in groups for completion in group]
+    batch = build_batch(PROMPTS, completions, workers.SEQ_LENGTH)
+    sampled = torch.zeros_like(batch["mask"])
+    sampled[batch["mask"] > 0] = torch.tensor([value for each in completions for value in each.logprobs])
+    lengths = torch.tensor([len(each.prompt_token_ids) + len(each.token_ids) - 1 for each in completions])
+    batch["attention_mask"] = (torch.arange(workers.SEQ_LENGTH) < lengths[:, None]).long()
+    own = {name: tensor for name, tensor in batch.items() if name != "routed_experts"}
+    shifted = {**batch, "routed_experts": batch["routed_experts"].roll(1, dims=1)}
+    packed = pack_rows(batch, 2 * workers.SEQ_LENGTH, multiple_of=4)
+
+    def of_sampled(log_probs: torch.Tensor) -> torch.Tensor:
+        return (log_probs - sampled)[batch["mask"] > 0].abs()
+
+    def loss(micro_batch: Any, log_probs: torch.Tensor) -> Any:
+        gap = ((log_probs.detach() - micro_batch["sampled"]) * micro_batch["mask"]).abs().max()
+        return -(log_probs * micro_batch["weights"]).sum(1).mean(), {"gap": gap}
+
+    with worker.train_context():
+        log_probs = worker.compute_log_probs
+        differences = Differences(
+            replayed=of_sampled(log_probs(batch)),
+            packed=of_sampled(packed.restore(log_probs(packed.batch))),
+            own=of_sampled(log_probs(own)),
+            shifted=of_sampled(log_probs(shifted)),
+            reported=worker.update({**batch, "sampled": sampled}, loss)["gap"],
+        )
+    worker.shutdown()
+    return differences
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8)
+    calls: dict[str, Call] = {name: (compare, (model, *case)) for name, case in CASES.items()}
+    return engines.launch_in_turn(2, calls, timeout=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_engines_agree_with_replay_and_differ_without(outcomes: Outcomes, name: str) -> None:
+    for result in outcomes[name]:
+        print(
+            {
+                key: (float(value.max()), float(value.mean()))
+                for key, value in vars(result).items()
+                if key != "reported"
+            },
+            result.reported,
+        )
+        for difference in (result.replayed.max(), result.packed.max(), result.reported):
+            assert difference < 1e-4
+        for difference in (result.own.max(), result.shifted.max()):
+            assert difference > 1e-2
