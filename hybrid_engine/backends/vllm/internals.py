@@ -392,9 +392,12 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)
     },
     _OF_ROUTES: {
-        f"{_ROUTES}.worker:AuxOutputWorkerConnector": ("begin_step", "prepare_output"),
+        f"{_ROUTES}.worker:AuxOutputWorkerConnector": (
+            *("begin_step", "prepare_output", "_pending_outputs"),
+        ),
         f"{_ROUTES}.worker:PendingAuxOutput": ("enqueue_cpu_copy", "process_output"),
         f"{_V1}.core.sched.scheduler:Scheduler": ("aux_output_connector",),
+        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("aux_output_connector",),
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": (
             *("model", "vllm_config", "kv_cache_config", "input_batch", "query_start_loc"),
         ),

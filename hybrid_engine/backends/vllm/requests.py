@@ -399,6 +399,9 @@ def abandon(llm: Any) -> None:
         core.batch_queue.clear()
     engine.should_execute_dummy_batch = False
     runner = internals.model_runner_of(llm)
+    routes = getattr(runner, "aux_output_connector", None)
+    if routes is not None:
+        routes._pending_outputs.clear()  # experts of tokens whose step will not return
     runner.execute_model_state = None  # a forward without its sampling: the next one would raise
     # A failed step may have lost the ids of requests that ended before it. The next step passes the
     # runner every id that it holds.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine import Sampling
+from hybrid_engine import Completion, Sampling
+from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.trainer.batches import build_batch, pack_rows
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo import workers
@@ -101,25 +102,44 @@ def compare(model: Path, actor: dict[str, Any], generate: dict[str, Any]) -> Dif
     return differences
 
 
+def train_in_loop(model: Path) -> dict[bool, dict[str, Any]]:
+    """Return the row of a step of `train` with KL and packed rows, by whether it replays."""
+    rows = {}
+    for replays in (False, True):
+        generate = {"router_replay": replays, "check_compute": "off"}
+        with workers.build_worker(model, {"micro_batch_size": 1}, generate) as worker:
+            with worker.train_context():
+                tie_experts(worker)
+            config = GrpoConfig(
+                **{"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 8, "learning_rate": 1e-3},
+                **{"kl_coefficient": 0.01, "pack": True, "stop_token_ids": tuple(range(8))},
+            )
+            (rows[replays],) = train(worker, PROMPTS[:2], reward, config)
+    return rows
+
+
+def reward(_prompt: Any, completion: Completion) -> float:
+    return sum(token % 2 for token in completion.token_ids) / 8
+
+
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8)
     calls: dict[str, Call] = {name: (compare, (model, *case)) for name, case in CASES.items()}
+    calls["loop"] = train_in_loop, (model,)
     return engines.launch_in_turn(2, calls, timeout=600)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_engines_agree_with_replay_and_differ_without(outcomes: Outcomes, name: str) -> None:
     for result in outcomes[name]:
-        print(
-            {
-                key: (float(value.max()), float(value.mean()))
-                for key, value in vars(result).items()
-                if key != "reported"
-            },
-            result.reported,
-        )
         for difference in (result.replayed.max(), result.packed.max(), result.reported):
             assert difference < 1e-4
         for difference in (result.own.max(), result.shifted.max()):
             assert difference > 1e-2
+
+
+def test_a_loop_replays_where_it_is_configured(outcomes: Outcomes) -> None:
+    for rows in outcomes["loop"]:
+        assert rows[True]["logprob_diff"] < 1e-4
+        assert rows[False]["logprob_diff"] > 1e-2

@@ -6,8 +6,10 @@ test_loop.py has real engines.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine import Completion, Sampling, build_batch, pack
+from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
 from hybrid_engine.backends.vllm.requests import caller_fields
 from hybrid_engine.errors import ArgumentError
@@ -82,6 +85,23 @@ def test_batches_contain_all_tokens_and_learn_drawn_ones(sampled: list[Conversat
             start = len(turn.prompt_token_ids)
             assert batch["mask"][row, start - 1 : start - 1 + len(turn.token_ids)].all()
     assert batch["temperature"].tolist() == pytest.approx([0.7] * len(sampled))
+
+
+def test_experts_are_those_of_the_turn_that_drew_a_token() -> None:
+    turns = []
+    context: list[int] = []
+    for number in range(3):
+        context += [1, 2]
+        # all tokens so far, but not the last one that is drawn
+        routed = RoutedExperts(struct.pack("h", number) * (len(context) + 2), 1, 1)
+        turns.append(Completion((3, 4, 5), (), "stop", prompt_token_ids=tuple(context), routed_experts=routed))
+        context += [3, 4, 5]
+    conversation = Conversation(tuple(turns))
+    batch = build_batch([conversation.prompt_token_ids], [conversation], 16)
+    expected = [0] * 4 + [1] * 5 + [2] * 5
+    assert batch["routed_experts"].flatten().tolist() == expected + [-1] * 2
+    unknown = Conversation((*turns[:-1], replace(turns[-1], routed_experts=None)))
+    assert unknown.routed_experts is None
 
 
 def test_turns_that_do_not_continue_are_refused() -> None:

@@ -47,6 +47,15 @@ def test_vllm_arguments_are_passed_through(model: str) -> None:
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
 
 
+def test_experts_are_returned_by_vllm_on_gpus_alone(model: str) -> None:
+    """Its runner for CPUs without Triton refuses the argument; see cpu/route_capture.py."""
+    name = "enable_return_routed_experts"
+    settings = settings_of(model, router_replay=True)
+    assert llm_arguments(settings, "cuda")[name] is True
+    assert name not in llm_arguments(settings, "cpu")
+    assert name not in llm_arguments(settings_of(model), "cuda")
+
+
 def test_latent_attention_uses_the_same_kernels_on_every_cpu(model: str) -> None:
     # vLLM prefers AMX kernels where available, which crash in float32.
     for extra, backend in (

@@ -27,6 +27,14 @@ SQUEEZED: dict[str, Any] = {
     "num_gpu_blocks_override": 6,  # of which one is never used
     "long_prefill_token_threshold": 16,
 }
+# With drafts vLLM's log-probabilities of drawn tokens are NaN on a CPU.
+LIKELIEST = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=False)
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {
+        **{"method": "ngram", "num_speculative_tokens": 3},
+        **{"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    }
+}
 
 
 @contextmanager
@@ -64,9 +72,8 @@ class Returned:
     num_preempted: int
 
 
-def complete(directory: str, tensor: int, squeezed: bool) -> list[Returned]:
+def complete(directory: str, tensor: int, arguments: dict[str, Any], sampling: Sampling = DRAWN) -> list[Returned]:
     """Complete the prompts twice, the second time with cached prefixes."""
-    arguments = SQUEEZED if squeezed else {}
     with engine(directory, sizes=sizes(tensor=tensor), vllm=arguments) as built:
         scheduler = internals.core_of(built.llm).scheduler
         num_preempted = 0
@@ -80,7 +87,7 @@ def complete(directory: str, tensor: int, squeezed: bool) -> list[Returned]:
         scheduler._preempt_request = counted
         rounds = []
         for _ in range(2):
-            completions = [group[0] for group in built.generate(PROMPTS, DRAWN)]
+            completions = [group[0] for group in built.generate(PROMPTS, sampling)]
             token_ids = [(*each.prompt_token_ids, *each.token_ids) for each in completions]
             rounds.append((token_ids, [experts_of(each) for each in completions], num_preempted))
         scheduler._preempt_request = preempt
@@ -117,11 +124,13 @@ def fail_half_way(directory: str) -> list[Returned]:
             ArgumentError, check=has_violations(("sampling.routed_experts_prompt_start", "not-supported"))
         ):
             built.generate(PROMPTS, SamplingParams(routed_experts_prompt_start=2))
+        built.prompt_logprobs(PROMPTS)
+        built.reset_caches()
         completions = [group[0] for group in built.generate(PROMPTS, DRAWN)]
         return [experts_of(each) for each in completions]
 
 
-CASES = {"plenty of memory": (1, False), "little memory": (1, True)}
+CASES = {"plenty of memory": (1, {}), "little memory": (1, SQUEEZED), "drafts": (1, DRAFTS, LIKELIEST)}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +167,7 @@ def test_every_computed_token_has_the_experts_of_a_computation_at_once(outcomes:
 
 
 def test_every_rank_of_a_replica_has_the_same_experts(engines: Ranks, directory: str) -> None:
-    first, second = engines.launch(complete, 2, directory, 2, False, timeout=600)
+    first, second = engines.launch(complete, 2, directory, 2, {}, timeout=600)
     assert_complete(first)
     assert_complete(second)
     assert all(map(torch.equal, first[0].experts, second[0].experts))

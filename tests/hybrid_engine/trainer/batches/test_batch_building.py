@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_engine import build_batch, pack
+from hybrid_engine import Completion, build_batch, pack
+from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import micro_batches
@@ -29,6 +30,39 @@ def test_labels_are_the_next_tokens() -> None:
     for row, labels, completion in zip(batch["mask"], batch["labels"], COMPLETIONS, strict=True):
         assert labels[row.bool()].tolist() == completion
     assert (batch["weights"].sum() / len(PROMPTS)).item() == pytest.approx(1.0)
+
+
+def routed(num_tokens: int, first: int) -> RoutedExperts:
+    """Return the experts `first`, `first` + 1, ... of successive tokens, in two layers."""
+    numbers = torch.arange(first, first + num_tokens, dtype=torch.int16)
+    return RoutedExperts(numbers.repeat_interleave(6).numpy().tobytes(), 2, 3)
+
+
+def test_experts_stand_at_the_tokens_that_they_have_computed() -> None:
+    """The last token, which is only a label, has none; nor have padding and completions without."""
+    plain = Completion((9,), (), "stop")
+    known = {1: replace(plain, token_ids=(1, 2, 3, 4), routed_experts=routed(4, 10))}
+    # an engine may return fewer, or those of the last token as well
+    known[2] = replace(plain, token_ids=(5,), routed_experts=routed(4, 20))
+    known[3] = replace(plain, token_ids=(6, 7), routed_experts=routed(2, 30))
+    completions = [known.get(number, plain) for number in range(4)]
+    experts = build_batch(PROMPTS, completions, S)["routed_experts"]
+    assert experts.shape == (4, S, 2, 3)
+    assert experts.dtype == torch.int16
+    assert experts[..., 1, 2].tolist() == [
+        [-1] * 6,
+        [10, 11, 12, 13, -1, -1],
+        [20, 21, 22, -1, -1, -1],
+        [30, 31, -1, -1, -1, -1],
+    ]
+    packed = pack(PROMPTS, completions, S, multiple_of=3)
+    assert (packed.batch["routed_experts"][packed.batch["sequence_ids"] == 0] == -1).all()
+    for row, sequence in zip(experts, packed.unpack(packed.batch["routed_experts"]), strict=True):
+        assert torch.equal(row[: len(sequence)], sequence)
+    assert "routed_experts" not in build_batch(PROMPTS, [plain] * 4, S)
+    other = replace(plain, routed_experts=replace(routed(2, 0), num_layers=3, top_k=2))
+    with pytest.raises(BatchError, check=has_violations(("completions", "different-models"))):
+        build_batch(PROMPTS, [*completions[1:], other], S)
 
 
 def test_parts_of_a_batch_are_weighted_by_the_whole() -> None:
