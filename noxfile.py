@@ -32,6 +32,7 @@ CORE_TESTS = (
     "tests/megatron_patches",
     "tests/hybrid_engine/backends/megatron",
     "tests/hybrid_engine/layouts/test_training.py",
+    "tests/hybrid_engine/trainer/megatron/test_router_replay.py",
 )
 PURE_TESTS = (
     *(

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches import pack_rows
+from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import violations_of
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
@@ -53,6 +55,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pp2, groups, middle does nothing": ("deepseek_v3", {**PP2, "noop_layers": (1,)}),
 }
+if Version("0.19.0") <= INSTALLED:
+    CASES["HybridModel pp2"] = "qwen3_moe", {**PP2, "hybrid_layer_pattern": "*E*E*|E*E"}
 NUM_SEQUENCES, LENGTH = 4, 8
 PADDING = 6
 ATOL = 2e-5
