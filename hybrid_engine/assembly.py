@@ -39,7 +39,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout, differences
-from hybrid_engine.records.sides import Side, layout_messages
+from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import Switch
@@ -311,8 +311,9 @@ def build_inference_engine(
     if generate.infer_rank_order != "sequential" and settings.sizes.ranks_per_instance > 1:
         positions = gather_positions(settings, table, job)
         with job.agreement.phase("choosing the order of ranks"):
-            held = training_side.placed.holdings
-            needed = positions.placed.holdings
+            held, needed = (
+                side.placed.holdings for side in refined_alike(training_side, positions)
+            )
             order = rank_order(
                 generate.infer_rank_order, held, needed, job.hosts, settings.sizes.tensor
             )

@@ -77,9 +77,8 @@ _SPLIT = Refused("weights are split a second time, over ranks that regions do no
 REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
     "TransformerConfig": {
         # vLLM computes another function.
-        "softmax_type": Refused(
-            "vLLM's softmax has no offsets, and learned offsets are in no name table", ("vanilla",)
-        ),
+        # Learned offsets are parameters, so the checkpoint has to have them.
+        "softmax_type": Refused("vLLM's softmax has no fixed offset", ("vanilla", "learnable")),
         "moe_router_load_balancing_type": Refused(
             "it chooses experts by more than the scores, and vLLM by the scores alone",
             ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),

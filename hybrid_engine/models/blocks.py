@@ -96,6 +96,11 @@ def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
         Rule(
             in_layer("self_attention.k_layernorm.weight"), Replicated(attention + "k_norm.weight")
         ),
+        # An attention sink for each query head.
+        Rule(
+            in_layer("self_attention.core_attention.softmax_offset"),
+            Split(attention + "sinks", dim=0),
+        ),
         *output_rules(),
     )
 

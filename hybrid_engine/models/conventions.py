@@ -24,7 +24,7 @@ from hybrid_engine.models.blocks import (
     outer_rules,
 )
 from hybrid_engine.models.deepseek import latent_attention_rules
-from hybrid_engine.models.moe import Experts, expert_rules
+from hybrid_engine.models.moe import Experts, expert_rules, packed_expert_rules
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelDims, Rule
 
@@ -34,6 +34,8 @@ _LATENT = LAYER + "self_attn.kv_a_proj_with_mqa.weight"
 _BIAS = "gate.e_score_correction_bias"
 _ROUTED = "experts.{expert}."
 _SHARED = ("shared_experts.", "shared_expert.")
+_PACKED_EXPERTS = LAYER + "mlp.experts.gate_up_proj_bias"
+"""Tensor of all experts of a layer in gpt-oss's order, which no other family's experts have."""
 _SHARED_GATE = "shared_expert_gate.weight"
 
 
@@ -55,7 +57,9 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
         *mlp_rules(),
         *fused_mlp_rules(dims),
     ]
-    if dims.num_experts:
+    if _PACKED_EXPERTS in patterns:
+        rules += packed_expert_rules()
+    elif dims.num_experts:
         rules += expert_rules(_experts(patterns, dims))
     # Alternatives have the same parameters and other tensors, so one of them is left.
     used = [rule for rule in rules if patterns.keys() >= set(rule.packing.tensors())]

@@ -28,7 +28,7 @@ from hybrid_engine.models.llama import (
     qwen3_traits,
     windows_by_kind,
 )
-from hybrid_engine.models.packing import GateUp, Over, Replicated
+from hybrid_engine.models.packing import GateUp, Over, Packing, Replicated, Span, Split
 from hybrid_engine.models.table import Extras, ModelTable, Rule, Serving, in_layer
 
 
@@ -198,6 +198,39 @@ def expert_rules(experts: Experts) -> tuple[Rule, ...]:
     if experts.shared_gate:
         gate_names = in_layer("mlp.shared_experts.gate_weight")
         rules.append(Rule(gate_names, Replicated(block + experts.shared_gate)))
+    return tuple(rules)
+
+
+def packed_expert_rules() -> tuple[Rule, ...]:
+    """Return the rules of router and experts that are stored together, as gpt-oss's are.
+
+    All experts of a layer are one tensor, [experts, in, out], in which gate and up columns
+    alternate. All linear layers have biases.
+    """
+    block = LAYER + "mlp."
+    experts = block + "experts."
+    column = experts + "gate_up_proj[{expert},:,%d::2]"
+    element = experts + "gate_up_proj_bias[{expert},%d::2]"
+    over = Over.EXPERT_TENSOR
+    packings: dict[str, Packing] = {
+        "linear_fc1.weight": GateUp(
+            Span(column % 0), Span(column % 1), dim=1, transposed=True, over=over
+        ),
+        "linear_fc1.bias": GateUp(Span(element % 0), Span(element % 1), over=over),
+        "linear_fc2.weight": Split(
+            experts + "down_proj[{expert},:,:]", dim=0, transposed=True, over=over
+        ),
+        # A row-parallel layer adds its bias after the reduction, so it is not sharded.
+        "linear_fc2.bias": Replicated(experts + "down_proj_bias[{expert},:]"),
+    }
+    rules = [
+        Rule(in_layer(f"mlp.router.{kind}"), Replicated(f"{block}router.{kind}"))
+        for kind in ("weight", "bias")
+    ]
+    for name, packing in packings.items():
+        local = f"mlp.experts.local_experts.{{expert}}.{name}"
+        grouped = f"mlp.experts.{name}{{expert}}"
+        rules.append(Rule(in_layer(local, grouped), packing))
     return tuple(rules)
 
 

@@ -5,6 +5,9 @@ tensors, and rank r of n holds the r-th of n equal parts of that list. Interleav
 padded vocabulary, projections that are fused on disk and fewer KV heads than ranks differ only in
 that list.
 
+A canonical tensor is a name, or a part of a tensor in numpy's notation: `w[3, :, 1::2]` is every
+second column of one expert. See `PartOfTensor`.
+
 Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads,
 key, value), `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per
 rank), `megatron/core/transformer/moe/experts.py` (`_remove_glu_interleaving`: the same in blocks of
@@ -13,11 +16,13 @@ rows), `megatron/core/tensor_parallel/layers.py` (even split along the partition
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from hybrid_engine.records.regions import Region
 
@@ -30,6 +35,83 @@ class Over(StrEnum):
     NONE = "none"
     TENSOR = "tensor"
     EXPERT_TENSOR = "expert tensor"
+
+
+_PART = re.compile(r"(?P<name>[^\[]*)(?:\[(?P<dims>.+)\])?")
+_DIM = re.compile(r":|(?P<index>\d+)(?:::(?P<step>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfTensor:
+    """Part of a canonical tensor, taken by an index or by steps in some dims.
+
+    Steps make no box of the tensor. So its shape is refined: a dim of size N that is taken in steps
+    of n becomes two, [N / n, n], and a step is an index of the second.
+
+    Attributes:
+        name: canonical tensor.
+        shape: its refined shape.
+        indices: for each dim of that shape, the index that is taken; None: all.
+    """
+
+    name: str
+    shape: Shape
+    indices: tuple[int | None, ...]
+
+    @property
+    def kept(self) -> Shape:
+        """Shape of the part: sizes of the dims that are taken whole."""
+        dims = zip(self.shape, self.indices, strict=True)
+        return tuple(size for size, index in dims if index is None)
+
+    def spread(self, values: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+        """Return values of all dims: `values` where a dim is taken whole, else from `others`."""
+        of_kept = iter(values)
+        dims = zip(self.indices, others, strict=True)
+        return tuple(next(of_kept) if index is None else other for index, other in dims)
+
+
+def tensor_name(part: str) -> str:
+    """Return the name of the canonical tensor of a part, or of a pattern of parts."""
+    return part.partition("[")[0]
+
+
+@lru_cache(4096)
+def part_of_tensor(part: str, shape: Shape) -> PartOfTensor:
+    """Return a part of a canonical tensor.
+
+    Args:
+        part: name, followed by a selection if not all of the tensor is taken. A selection is, for
+            each dim, `:` (all), an index, or `first::step`.
+        shape: shape of the tensor on disk.
+
+    Raises:
+        ValueError: the selection does not fit the shape.
+    """
+    match = _PART.fullmatch(part)
+    if match is None or match["dims"] is None:
+        return PartOfTensor(part, shape, (None,) * len(shape))
+    dims = [_DIM.fullmatch(dim.strip()) for dim in match["dims"].split(",")]
+    refined: list[int] = []
+    indices: list[int | None] = []
+    if len(dims) != len(shape):
+        raise ValueError(f"{part} has {len(dims)} dims, the tensor {len(shape)}: {shape}")
+    for dim, size in zip(dims, shape, strict=True):
+        if dim is None:
+            raise ValueError(f"{part} is not a name with `:`, an index or `first::step` in a dim")
+        step = int(dim["step"] or 0)
+        index = None if dim["index"] is None else int(dim["index"])
+        if step:
+            if size % step:
+                raise ValueError(f"{part}: a dim of {size} has no whole steps of {step}")
+            refined.append(size // step)
+            indices.append(None)
+            size = step
+        if index is not None and index >= size:
+            raise ValueError(f"{part}: index {index} is out of range in a dim of {size}")
+        refined.append(size)
+        indices.append(index)
+    return PartOfTensor(match["name"], tuple(refined), tuple(indices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +164,12 @@ class Packing(ABC):
         """
 
     @abstractmethod
+    def parts(self) -> Sequence[str]:
+        """Return the distinct canonical tensors, or parts of these, that segments name."""
+
     def tensors(self) -> Sequence[str]:
         """Return the distinct names of the canonical tensors."""
+        return list(dict.fromkeys(map(tensor_name, self.parts())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +179,7 @@ class _OneTensor(Packing):
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
         return [Segment(self.name, 0, packed_size)]
 
-    def tensors(self) -> Sequence[str]:
+    def parts(self) -> Sequence[str]:
         return [self.name]
 
 
@@ -147,7 +233,7 @@ class InterleavedQKV(Packing):
             for span, rows in rows_of_group
         ]
 
-    def tensors(self) -> Sequence[str]:
+    def parts(self) -> Sequence[str]:
         return list(dict.fromkeys(span.tensor for span in (self.query, self.key, self.value)))
 
 
@@ -179,17 +265,22 @@ class GateUp(Packing):
             for span in (self.gate, self.up)
         ]
 
-    def tensors(self) -> Sequence[str]:
+    def parts(self) -> Sequence[str]:
         return list(dict.fromkeys((self.gate.tensor, self.up.tensor)))
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of a rank's parameter: its indices from `start`, along `local_dim`, hold `region`."""
+    """Part of a rank's parameter: its indices from `start`, along `local_dim`, hold `region`.
+
+    Attributes:
+        part: part of a canonical tensor that the parameter has. `region` is of its refined shape.
+    """
 
     region: Region
     start: int
     local_dim: int
+    part: PartOfTensor
 
 
 def held_regions(
@@ -216,13 +307,16 @@ def held_regions(
     # Transposed parameters have two dims. In Megatron's order, the packed one is the other.
     local_dim = len(local_shape) - 1 - packing.dim if packing.transposed else packing.dim
     local_size = local_shape[local_dim]
-    names = {pattern: pattern.format(**indices) for pattern in packing.tensors()}
-    unknown = [name for name in names.values() if name not in shapes]
+    names = {pattern: pattern.format(**indices) for pattern in packing.parts()}
+    unknown = [name for name in map(tensor_name, names.values()) if name not in shapes]
     if unknown:
         raise ValueError(f"the checkpoint of this model has no tensor {', '.join(unknown)}")
+    parts = {
+        pattern: part_of_tensor(name, shapes[tensor_name(name)]) for pattern, name in names.items()
+    }
     is_whole = packing.over is Over.NONE
     if packing.may_be_whole and not is_whole:
-        is_whole = local_size == sum(shapes[name][packing.dim] for name in names.values())
+        is_whole = local_size == sum(part.kept[packing.dim] for part in parts.values())
     if is_whole:
         # Every rank holds the whole parameter.
         part = 0
@@ -233,7 +327,7 @@ def held_regions(
     if total != packed_size:
         raise ValueError(f"{packed_size} packed in Megatron, {total} by the model's configuration")
     canonical_shape = local_shape[::-1] if packing.transposed else local_shape
-    _check_shapes(packing, segments, names, shapes, canonical_shape, num_parts)
+    _check_shapes(packing, segments, names, parts, canonical_shape, num_parts)
     # Walk along the whole parameter. `position` is the start of a segment in it, and this rank
     # holds the window [low, high). A segment that overlaps the window contributes one region.
     held = []
@@ -248,8 +342,13 @@ def held_regions(
             offsets[packing.dim] = segment.start + start - position
             lengths = list(canonical_shape)
             lengths[packing.dim] = stop - start
-            region = Region(names[segment.tensor], tuple(offsets), tuple(lengths))
-            held.append(Held(region, start - low, local_dim))
+            taken = parts[segment.tensor]
+            region = Region(
+                taken.name,
+                taken.spread(offsets, [index or 0 for index in taken.indices]),
+                taken.spread(lengths, [1] * len(taken.shape)),
+            )
+            held.append(Held(region, start - low, local_dim, taken))
         position += segment.length
     return held
 
@@ -258,7 +357,7 @@ def _check_shapes(
     packing: Packing,
     segments: Sequence[Segment],
     names: Mapping[str, str],
-    shapes: Mapping[str, Shape],
+    parts: Mapping[str, PartOfTensor],
     local_shape: Shape,
     num_parts: int,
 ) -> None:
@@ -272,11 +371,12 @@ def _check_shapes(
     lengths: Counter[str] = Counter()
     for segment in segments:
         if segment.tensor is not None:
-            lengths[names[segment.tensor]] += segment.length
-    for name, length in lengths.items():
+            lengths[segment.tensor] += segment.length
+    for pattern, length in lengths.items():
+        name = names[pattern]
         shape = (*local_shape[: packing.dim], length, *local_shape[packing.dim + 1 :])
-        if shape != shapes[name]:
+        if shape != parts[pattern].kept:
             raise ValueError(
                 f"local shape {local_shape} on {num_parts} {packing.over} parallel rank(s) "
-                f"holds {name} in shape {shape}, but its shape is {shapes[name]}"
+                f"holds {name} in shape {shape}, but its shape is {parts[pattern].kept}"
             )

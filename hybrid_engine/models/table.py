@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
-from hybrid_engine.models.packing import Packing, Replicated, Shape
+from hybrid_engine.models.packing import (
+    Packing,
+    Replicated,
+    Shape,
+    part_of_tensor,
+)
 
 DECODER_LAYER = "decoder.layers.{layer}."
 MTP_LAYER = "mtp.layers.{layer}."
@@ -189,6 +195,20 @@ class ModelTable:
         extras = self.extras
         is_extended = extras.windows or extras.attention_softcap or extras.post_norms
         return "extended" if is_extended else "default"
+
+    @cached_property
+    def refined_shapes(self) -> Mapping[str, Shape]:
+        """`shapes`, with the dims that rules take in steps split: see `PartOfTensor`."""
+        refined = dict(self.shapes)
+        parts = {part for rule in self.rules for part in rule.packing.parts()}
+        for part in sorted(part for part in parts if "::" in part):
+            # Any expert has the same dims.
+            pattern, _, selection = part.replace("{expert}", "0").partition("[")
+            name = re.compile(re.escape(pattern).replace(r"\{layer\}", r"\d+"))
+            for tensor in filter(name.fullmatch, self.shapes):
+                selected = f"{tensor}[{selection}"
+                refined[tensor] = part_of_tensor(selected, self.shapes[tensor]).shape
+        return refined
 
     def match(self, name: str) -> Match | None:
         """Return the rule of a Megatron parameter; None if the architecture does not have it."""

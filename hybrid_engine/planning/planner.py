@@ -42,7 +42,7 @@ from hybrid_engine.records.holdings import (
 )
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout, Place
 from hybrid_engine.records.regions import Region
-from hybrid_engine.records.sides import Side
+from hybrid_engine.records.sides import Side, refined_alike
 from hybrid_engine.records.validation import layout_faults, unusable_tensors
 
 
@@ -196,6 +196,7 @@ def box_transfers(
     They are for files, which are read and written box by box, and have neither buckets nor
     coalescing. Arguments and errors as in `plan`.
     """
+    source, destination = refined_alike(source, destination)
     placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
     planner = _Planner(placed_source, placed_destination, Hosts(hosts), rank)
     for tensors in tensor_classes(placed_source.holdings, placed_destination.holdings):

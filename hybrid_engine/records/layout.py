@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.records.regions import Region, subtract_all
+from hybrid_engine.records.regions import Region, refined_boxes, splits_of, subtract_all
 
 DTYPE_NBYTES = {
     "float64": 8,
@@ -190,6 +190,27 @@ class Layout:
             place = replace(shard.place, buffer=ids[shard.place.buffer])
             shards.append(replace(shard, place=place))
         return Layout(self.tensors, buffers, tuple(shards))
+
+    def refined(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Return the layout with tensors in finer shapes: [E, 2 I] as [E, I, 2].
+
+        Args:
+            shapes: canonical name -> finer shape. Other tensors stay.
+        """
+        tensors = {name: shapes.get(name, shape) for name, shape in self.tensors.items()}
+        shards: list[Shard] = []
+        for shard in self.shards:
+            name = shard.region.tensor
+            if tensors[name] == self.tensors[name]:
+                shards.append(shard)
+                continue
+            splits = splits_of(self.tensors[name], tensors[name])
+            assert splits is not None, f"{name}: {tensors[name]} is no finer shape"
+            for box in refined_boxes(shard.region, shard.place.strides, splits):
+                region = Region(name, box.offsets, box.lengths)
+                offset = shard.place.offset + box.dst_offset
+                shards.append(Shard(region, Place(shard.place.buffer, offset, box.dst_strides)))
+        return Layout(tensors, self.buffers, tuple(shards))
 
     def without(self, tensors: Collection[str]) -> Layout:
         """Return the layout without the shards of some tensors."""

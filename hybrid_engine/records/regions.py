@@ -168,6 +168,89 @@ class ViewCopy:
         return StridedView(self.dst_offset + shift, part.lengths, self.dst_strides)
 
 
+def splits_of(shape: tuple[int, ...], finer: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Return, for each dim of a shape, the dims of a finer shape that it is split into.
+
+    None if `finer` is no refinement: if the product of some of its dims is no dim of `shape`.
+    """
+    remaining = list(finer)
+    splits = []
+    for index, size in enumerate(shape):
+        split = [remaining.pop(0)] if remaining else []
+        # Leave a dim for each that follows.
+        while math.prod(split) < size and len(remaining) > len(shape) - index - 1:
+            split.append(remaining.pop(0))
+        if not split or math.prod(split) != size:
+            return None
+        splits.append(tuple(split))
+    return None if remaining else tuple(splits)
+
+
+def refined_boxes(
+    region: Region, strides: tuple[int, ...], splits: tuple[tuple[int, ...], ...]
+) -> list[ViewCopy]:
+    """Return the boxes of a region in a finer shape of its tensor.
+
+    Args:
+        region: box of the tensor.
+        strides: strides of the box in a buffer.
+        splits: see `splits_of`.
+
+    `dst_offset` of a box is relative to the first element of the region.
+    """
+    boxes = [ViewCopy((), (), 0, ())]
+    for first, length, stride, split in zip(
+        region.offsets, region.lengths, strides, splits, strict=True
+    ):
+        parts = [
+            ViewCopy(
+                tuple(index for index, _ in runs),
+                tuple(count for _, count in runs),
+                (start - first) * stride,
+                tuple(unit * stride for unit in contiguous_strides(split)),
+            )
+            for start, runs in _runs_of(first, first + length, split)
+        ]
+        boxes = [
+            ViewCopy(
+                box.offsets + part.offsets,
+                box.lengths + part.lengths,
+                box.dst_offset + part.dst_offset,
+                box.dst_strides + part.dst_strides,
+            )
+            for box in boxes
+            for part in parts
+        ]
+    return boxes
+
+
+def _runs_of(
+    start: int, stop: int, split: tuple[int, ...]
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield boxes that cover an interval of a dim that is split into several.
+
+    Each is (its first index in the dim, (first index, length) in each dim of the split).
+    """
+    _, *inner = split
+    if not inner:
+        yield start, [(start, stop - start)]
+        return
+    unit = math.prod(inner)
+    whole = [(0, length) for length in inner]
+    position = start
+    while position < stop:
+        row, column = divmod(position, unit)
+        num_rows = (stop - position) // unit
+        if column == 0 and num_rows:
+            yield position, [(row, num_rows), *whole]
+            position += num_rows * unit
+            continue
+        end = min(stop, (row + 1) * unit)
+        for first, runs in _runs_of(column, column + end - position, tuple(inner)):
+            yield position + first - column, [(row, 1), *runs]
+        position = end
+
+
 @dataclass(slots=True)
 class _LoopNest:
     """A loop of a copy nest: `size` steps of `src` and `dst` elements in the two storages."""

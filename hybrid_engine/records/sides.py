@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -29,7 +29,7 @@ from hybrid_engine.errors import MessageError, PlanError
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.records.holdings import PlacedHoldings, placed_holdings
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, splits_of
 from hybrid_engine.records.validation import undeclared_faults
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -283,6 +283,20 @@ class Side:
                 digest.update(hashlib.sha256(messages[index]).digest())
         return cls(tuple(kinds), kind_of, digest.hexdigest())
 
+    def refined(self, shapes: Mapping[str, tuple[int, ...]]) -> Side:
+        """Return the side with tensors in finer shapes; see `Layout.refined`."""
+        # The other side determines the shapes, so the fingerprint of both together stays unique.
+        # Layouts that share their tensors share the refined ones.
+        tensors: dict[int, dict[str, tuple[int, ...]]] = {}
+        kinds = []
+        for kind in self.kinds:
+            names = tensors.setdefault(
+                id(kind.tensors),
+                {name: shapes.get(name, shape) for name, shape in kind.tensors.items()},
+            )
+            kinds.append(replace(kind.refined(shapes), tensors=names))
+        return replace(self, kinds=tuple(kinds))
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks of the job."""
@@ -331,6 +345,29 @@ class Side:
     def buffers(self) -> Mapping[BufferId, Buffer]:
         """Buffers of all ranks."""
         return _BuffersOfSide(self)
+
+
+def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
+    """Return both sides with every tensor in the finer shape of the two.
+
+    A side refines a tensor, [E, 2 I] as [E, I, 2], if it holds every second element of a dim: these
+    are a box only then. Tensors whose shapes do not refine each other stay, and make no plan.
+    """
+    shapes = [_shapes_of(side) for side in (source, destination)]
+    finer: dict[str, tuple[int, ...]] = {}
+    for name in shapes[0].keys() & shapes[1].keys():
+        pair = {of_side[name] for of_side in shapes}
+        for shape in pair:
+            if all(splits_of(other, shape) is not None for other in pair) and len(pair) > 1:
+                finer[name] = shape
+    if not finer:
+        return source, destination
+    return source.refined(finer), destination.refined(finer)
+
+
+def _shapes_of(side: Side) -> dict[str, tuple[int, ...]]:
+    # Ranks that describe a tensor differently are reported when a plan merges their layouts.
+    return {name: shape for kind in side.kinds for name, shape in kind.tensors.items()}
 
 
 class _BuffersOfSide(Mapping[BufferId, Buffer]):

@@ -42,7 +42,7 @@ from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.groups import MEETING_DIRECTORY, RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.records.sides import Side, layout_messages
+from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from hybrid_engine.switch.incremental import Incremental, Selection
 from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
@@ -294,6 +294,7 @@ def rank_plan(
         devices: device of each rank; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in numbers], messages)
+    source, destination = refined_alike(source, destination)
     is_apart = bool((source.holds_any() != destination.holds_any()).any())
     # If every rank has both sides, one configuration key sets both dtypes, and they cannot differ.
     dtypes = (source.placed.holdings.dtypes, destination.placed.holdings.dtypes)

@@ -326,15 +326,33 @@ def _read(
     """Read boxes into the buffers. Yields after each box."""
     for transfer in transfers:
         tensor = stored[transfer.tensor]
-        # Stored tensors are contiguous, so the flat offset of a box's first element determines its
-        # indices in the tensor.
-        indices = np.unravel_index(transfer.src.offset, tensor.shape)
-        offsets = tuple(int(index) for index in indices)
-        box = reader.read(transfer.tensor, tensor, offsets, transfer.lengths)
         flat = buffers[transfer.dst.buffer.name]
-        strided(flat, transfer.lengths, transfer.dst).copy_(box)
+        target = strided(flat, transfer.lengths, transfer.dst)
+        target.copy_(_read_box(transfer, tensor, reader))
         advance(_stored_nbytes(transfer, stored))
         yield
+
+
+def _read_box(
+    transfer: Transfer, tensor: files.StoredTensor, reader: files.SliceReader
+) -> torch.Tensor:
+    """Read the box of a transfer, which may be one of a finer shape than the stored one."""
+    # Stored tensors are contiguous, so the flat offset of an element determines its indices.
+    last = transfer.src.extent(transfer.lengths).stop - 1
+    ends = [np.unravel_index(place, tensor.shape) for place in (transfer.src.offset, last)]
+    first, final = (tuple(map(int, end)) for end in ends)
+    lengths = tuple(end - start + 1 for start, end in zip(first, final, strict=True))
+    box = reader.read(transfer.tensor, tensor, first, lengths)
+    if lengths == transfer.lengths:
+        return box
+    # Elements between those of the box were read with it.
+    strides = []
+    for length, stride in zip(transfer.lengths, transfer.src.strides, strict=True):
+        # A dim of one index has no steps.
+        index = np.unravel_index(stride if length > 1 else 0, tensor.shape)
+        steps = zip(index, box.stride(), strict=True)
+        strides.append(sum(int(step) * unit for step, unit in steps))
+    return box.as_strided(transfer.lengths, strides, box.storage_offset())
 
 
 # -- tensors that fill no parameter ----------------------------------------------------------------

@@ -84,7 +84,8 @@ class MegatronAdaptor:
         """
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
-        shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
+        refined = self.model.table.refined_shapes
+        shapes = {name: shape for name, shape in refined.items() if name in held}
         # Adapters are not in the name table; their shapes follow from the adapted weights.
         for matrix in self._separate_matrices():
             home = self.model.homes[matrix.parameter]
@@ -217,7 +218,9 @@ class MegatronAdaptor:
         shards = []
         for part in held:
             offset = home.offset + part.start * strides[part.local_dim]
-            shards.append(Shard(part.region, Place(buffer, offset, canonical)))
+            # A dim of one index has no steps.
+            all_strides = part.part.spread(canonical, [0] * len(part.part.shape))
+            shards.append(Shard(part.region, Place(buffer, offset, all_strides)))
         return shards
 
     def _separate_matrices(self) -> Iterator[_LoraMatrix]:

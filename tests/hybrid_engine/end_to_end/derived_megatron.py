@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,15 +15,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 import hybrid_engine
 from hybrid_engine.errors import ComputationError, ConfigError
 from hybrid_engine.ranks.job import join_process_group
+from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProductAttention
 from tests.harness.errors import violations_of
 from tests.hybrid_engine.models.small_configs import small_config
 
@@ -40,6 +43,26 @@ EXPERTS = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "none",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 64,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+MINISTRAL_YARN = {
+    "yarn_rotary_scaling_factor": 16.0,
+    "yarn_original_max_position_embeddings": 16384,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
+TIED = {"share_embeddings_and_output_weights": True}
 
 
 @dataclass(frozen=True)
@@ -72,7 +95,46 @@ MODELS = [
     Model("MistralForCausalLM", parallel={"pipeline_model_parallel_size": 2}, infer={}),
     Model("Phi3ForCausalLM", layers={"layernorm_epsilon": 1e-5}),
     Model("SeedOssForCausalLM", layers={"add_qkv_bias": True}),
+    Model(
+        "Ministral3ForCausalLM",
+        layers={"layernorm_epsilon": 1e-5, **MINISTRAL_YARN},
+        outside={"position_embedding_type": "yarn", "rotary_base": 1_000_000},
+    ),
+    Model("GraniteForCausalLM", layers={"softmax_scale": 1.0}),
+    Model("SmolLM3ForCausalLM", layers={"no_rope_freq": 4}, outside={"rotary_base": 2_000_000, **TIED}),
     GLM,
+    Model(
+        "Glm4MoeLiteForCausalLM",
+        layers={**EXPERTS, **LATENT, "layernorm_epsilon": 1e-5, "moe_router_topk_scaling_factor": 1.8},
+        parallel={"expert_model_parallel_size": 2},
+    ),
+    Model(
+        "GptOssForCausalLM",
+        layers={
+            "num_moe_experts": 8,
+            "moe_ffn_hidden_size": 128,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "add_bias_linear": True,
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0,
+            "bias_activation_fusion": False,
+            "softmax_type": "learnable",
+            "window_size": (15, 0),
+            "window_attn_skip_freq": 2,
+            "layernorm_epsilon": 1e-5,
+            "yarn_rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 128,
+            "yarn_beta_fast": 32.0,
+            "yarn_beta_slow": 1.0,
+            "yarn_mscale": None,
+            "yarn_mscale_all_dim": None,
+            "yarn_correction_range_round_to_int": False,
+        },
+        outside={"position_embedding_type": "yarn"},
+        parallel={"expert_model_parallel_size": 2},
+    ),
 ]
 
 
@@ -122,14 +184,26 @@ def _switched(model: Model) -> dict[str, Any]:
             torch.distributed.broadcast_object_list(shared)
             with engine.train_context():
                 engine.save_hf_checkpoint(shared[0])
+                is_read = _is_read_again(engine, shared[0])
             expected = _generated(shared[0], model.architecture)
             torch.distributed.barrier()
     return {
         "model": model.architecture,
         "vllm": [list(completions[0].token_ids) for completions in results],
         "transformers": expected,
+        "is read again": is_read,
         "bytes": (report.bytes_received, report.bytes_least),
     }
+
+
+def _is_read_again(engine: Any, directory: str) -> bool:
+    """Return whether all weights come back from the files. Collective."""
+    tensors = [flat for flat in engine.sharding.training.buffers().values() if flat.is_floating_point()]
+    before = [flat.clone() for flat in tensors]
+    for flat in tensors:
+        flat.zero_()
+    engine.load_hf_checkpoint(directory)
+    return all(map(torch.equal, tensors, before))
 
 
 def _generated(directory: str, architecture: str) -> list[list[int]]:
@@ -186,8 +260,19 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
         # Larger values than usual, so that the tokens differ.
         "init_method_std": 0.2,
     }
-    config = TransformerConfig(**{**sizes, **usual, **model.parallel, **model.layers})
+    layers = {**sizes, **usual, **model.parallel, **model.layers}
+    # GPTModel reads these from attributes that its config has no fields for.
+    yarn = {name: layers.pop(name) for name in list(layers) if name.startswith("yarn_")}
+    config_class = MLATransformerConfig if "multi_latent_attention" in layers else TransformerConfig
+    config = config_class(**layers)
+    for name, value in yarn.items():
+        setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            # megatron-core's own attention takes no values of another size than keys.
+            layer.submodules.self_attention.module = LatentAttention
+            layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
     chunk = GPTModel(
         config,
         spec,
@@ -195,11 +280,23 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        **model.outside,
+        **{
+            "position_embedding_type": "rope",
+            "share_embeddings_and_output_weights": False,
+            **model.outside,
+        },
     )
+    _randomise_biases(chunk)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config, ddp_config, chunk)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [wrapped])
     return wrapped, optimizer
+
+
+def _randomise_biases(chunk: torch.nn.Module) -> None:
+    """Replace Megatron's zeros, alike on ranks that hold one bias, and different on ranks of experts."""
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("bias"):
+            seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (".local_experts." in name)
+            generator = torch.Generator().manual_seed(seed)
+            parameter.data.normal_(std=0.2, generator=generator)

@@ -25,6 +25,7 @@ def test_vllm_generates_what_transformers_does_with_megatrons_weights(engines: R
             assert result["vllm"] == result["transformers"], result
             received, least = result["bytes"]
             assert received == least, result
+            assert result["is read again"], result
             assert len({*result["vllm"][0], *result["vllm"][1]}) > 2, "too uniform to compare"
 
 

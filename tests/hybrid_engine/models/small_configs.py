@@ -29,7 +29,7 @@ EXPERTS = {
 }
 LATENT = {
     "q_lora_rank": 64,
-    "kv_lora_rank": 256,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
@@ -118,7 +118,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe_lite",
         **EXPERTS,
         **LATENT,
-        "n_shared_experts": 1,
+        **FIRST_DENSE,
         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     },
     "GlmMoeDsaForCausalLM": {

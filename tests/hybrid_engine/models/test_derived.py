@@ -77,6 +77,7 @@ def test_rules_by_convention_cover_all_tensors_or_none() -> None:
     assert with_rules == {
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "Ministral3ForCausalLM",
         "MistralForCausalLM",
@@ -85,8 +86,17 @@ def test_rules_by_convention_cover_all_tensors_or_none() -> None:
         "SmolLM3ForCausalLM",
     }
     table = table_for(small_config("MistralForCausalLM"))
-    shapes = {**table.shapes, "model.layers.2.self_attn.sinks": (4,)}
-    assert conventional_rules(shapes, table.dims) == ()  # sinks follow no convention
+    shapes = {**table.shapes, "model.layers.2.self_attn.scales": (4,)}
+    assert conventional_rules(shapes, table.dims) == ()  # scales follow no convention
+
+
+def test_experts_in_one_tensor_are_boxes_of_a_finer_shape() -> None:
+    table = table_for(small_config("GptOssForCausalLM"))
+    experts = "model.layers.3.mlp.experts."
+    finer = {experts + "gate_up_proj": (8, 128, 128, 2), experts + "gate_up_proj_bias": (8, 128, 2)}
+    refined = {name for name, shape in table.refined_shapes.items() if table.shapes[name] != shape}
+    assert refined == {name.replace("layers.3", f"layers.{layer}") for layer in range(4) for name in finer}
+    assert {name: table.refined_shapes[name] for name in finer} == finer
 
 
 def test_tensors_ignored_by_the_class_are_ignored() -> None:
@@ -116,11 +126,11 @@ def test_a_model_without_a_class_is_refused(config: dict[str, Any], words: tuple
 def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path) -> None:
     actor = {"seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
     values = {"model": str(tmp_path), "random_weights": True, "generate_config": {"max_model_len": 64}}
-    (tmp_path / "config.json").write_text(json.dumps(small_config("GptOssForCausalLM")))
+    (tmp_path / "config.json").write_text(json.dumps(small_config("MiniMaxM2ForCausalLM")))
     without_rules = has_violations(("model", "unknown-architecture"))
     with pytest.raises(ConfigError, check=without_rules) as refusal:
         load_config({**values, "actor_config": actor}, 1)
-    assert all(name in str(refusal.value) for name in ("GptOssForCausalLM", *TABLES))
+    assert all(name in str(refusal.value) for name in ("MiniMaxM2ForCausalLM", *TABLES))
     load_config({**values, "actor_config": {**actor, "fsdp": {}}}, 1)
 
     (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))

@@ -17,6 +17,7 @@ from hybrid_engine.models.packing import (
     Split,
     Vocabulary,
     held_regions,
+    part_of_tensor,
 )
 
 PADDING = -1
@@ -107,6 +108,38 @@ def test_tensors_are_split_or_replicated(tp_size: int, size_per_rank: int, dim: 
     assert_packs(Split("w", dim=dim, transposed=transposed), {"w": weight}, ranks)
     assert_packs(Replicated("w"), {"w": weight}, [weight] * tp_size)
     assert_packs(Split("w", dim=dim, may_be_whole=True), {"w": weight}, [weight] * tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_second_column_of_an_expert_is_one_box(tp_size: int) -> None:
+    experts, hidden, ffn = 3, 5, 4
+    both = numbered(experts * hidden, 2 * ffn, 1).reshape(experts, hidden, ffn, 2)
+    packing = GateUp(Span("w[{expert},:,0::2]"), Span("w[{expert},:,1::2]"), dim=1, transposed=True)
+    for rank in range(tp_size):
+        expected = [part.T for part in np.split(both[2], tp_size, axis=1)[rank].transpose(2, 0, 1)]
+        shapes = {"w": (experts, hidden, 2 * ffn)}
+        held = held_regions(packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), rank, tp_size)
+        assert len(held) == 2
+        for part, values in zip(held, expected, strict=True):
+            assert part.part.shape == both.shape
+            box = both[tuple(map(slice, part.region.offsets, part.region.ends))]
+            np.testing.assert_array_equal(box[0, :, :, 0].T, values)
+            assert part.part.spread((10, 20), (0, 1, 2, 3)) == (0, 10, 20, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("w[0,:]", "has 2 dims, the tensor 3"),
+        ("w[0,:,0::3]", "no whole steps of 3"),
+        ("w[7,:,:]", "index 7 is out of range"),
+        ("w[0,:,2::2]", "index 2 is out of range"),
+        ("w[0,:,1:3]", "is not a name with"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(part: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        part_of_tensor(part, (3, 5, 8))
 
 
 def test_names_are_filled_with_layer_and_expert() -> None:

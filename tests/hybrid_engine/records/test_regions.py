@@ -15,6 +15,9 @@ from hybrid_engine.records.regions import (
     Region,
     StridedView,
     boxes_of_copy,
+    contiguous_strides,
+    refined_boxes,
+    splits_of,
     subtract_all,
     union,
 )
@@ -221,3 +224,44 @@ def test_common_copies_are_single_boxes() -> None:
     for name, view in views.items():
         destination = torch.empty(view.shape, dtype=view.dtype)
         assert len(boxes_of_copy((48, 32), view_of(view), view_of(destination))) == 1, name
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3), st.data())
+def test_refined_boxes_have_the_elements_of_the_box(splits: list[Index], data: st.DataObject) -> None:
+    shape = tuple(map(math.prod, splits))
+    finer = tuple(itertools.chain(*splits))
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    lengths = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    buffer = torch.full((math.prod(lengths),), -1)
+    for box in refined_boxes(Region("t", offsets, lengths), contiguous_strides(lengths), tuple(splits)):
+        part = tensor.view(finer)
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        place = buffer.as_strided(box.lengths, box.dst_strides, box.dst_offset)
+        assert (place == -1).all(), "an element is in several boxes"
+        place.copy_(part)
+    expected = tensor[tuple(slice(low, low + size) for low, size in zip(offsets, lengths, strict=True))]
+    assert torch.equal(buffer.view(lengths), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "finer", "splits"),
+    [
+        ((4, 6), (4, 6), ((4,), (6,))),
+        ((4, 6), (4, 3, 2), ((4,), (3, 2))),
+        ((4, 1, 6), (2, 2, 1, 6), ((2, 2), (1,), (6,))),
+        ((4, 6), (4, 2, 2), None),
+        ((4, 6), (24,), None),
+        ((4, 6), (8, 3), None),
+        ((4, 6), (4, 6, 1), None),
+    ],
+)
+def test_a_finer_shape_splits_dims(shape: Index, finer: Index, splits: tuple[Index, ...] | None) -> None:
+    assert splits_of(shape, finer) == splits
+
+
+def test_boxes_of_whole_rows_stay_single() -> None:
+    splits = ((8,), (6,), (5, 2))
+    columns = Region("t", (0, 0, 4), (8, 6, 4))
+    assert len(refined_boxes(columns, (60, 10, 1), splits)) == 1

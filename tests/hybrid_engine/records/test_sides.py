@@ -15,7 +15,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import PlacedHoldings, first_members, placed_holdings, rank_classes
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.records.sides import Side, layout_messages
+from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from tests.hybrid_engine.layouts.cases import EXPERTS
 from tests.hybrid_engine.planning.cases import Case, cases, whole
 
@@ -118,3 +118,27 @@ def test_padding_and_exports_are_in_messages() -> None:
     buffer = Buffer(6, "int8", "group", (Extent(4, 6),), exported=True)
     layout = Layout({"t": (4,)}, {buffer_id: buffer}, (Shard(Region("t", (0,), (4,)), Place(buffer_id, 0, (1,))),))
     assert Side.of([layout]).of_rank(0) == layout
+
+
+def test_two_sides_have_the_finer_of_both_shapes() -> None:
+    def held(shape: tuple[int, ...], region: Region, strides: tuple[int, ...]) -> Side:
+        buffer = BufferId(0, "b")
+        whole = Layout({"t": shape}, {buffer: Buffer(24, "float32")}, (Shard(region, Place(buffer, 0, strides)),))
+        return Side.split(whole, 1)
+
+    coarse = held((4, 6), Region("t", (0, 2), (4, 2)), (6, 1))
+    fine = held((4, 3, 2), Region("t", (0, 0, 1), (4, 3, 1)), (3, 1, 0))
+    for pair in ((coarse, fine), (fine, coarse)):
+        for side, refined in zip(pair, refined_alike(*pair), strict=True):
+            assert refined.layout.tensors == {"t": (4, 3, 2)}
+            (shard,) = refined.layout.shards
+            expected = fine.layout.shards[0]
+            if side is coarse:
+                expected = replace(
+                    expected,
+                    region=Region("t", (0, 1, 0), (4, 1, 2)),
+                    place=replace(expected.place, strides=(6, 2, 1)),
+                )
+            assert shard == expected
+    other = held((8, 3), Region("t", (0, 0), (8, 3)), (3, 1))
+    assert refined_alike(coarse, other) == (coarse, other), "no refinement: the plan reports the shapes"
