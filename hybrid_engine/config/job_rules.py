@@ -216,7 +216,8 @@ def memory_plan(
         num_mtp_layers: see `load_config`.
 
     Raises:
-        ConfigError: for FSDP2 and with adapters, whose memory is not planned.
+        ConfigError: for FSDP2, with adapters, and for experts in one tensor, whose memory is not
+            planned.
     """
     job = JobContext.of(config, world_size, num_mtp_layers)
     violations = list(_not_planned(config))
@@ -271,6 +272,15 @@ def _not_planned(config: HybridConfig) -> Iterator[Violation]:
             "device_budget_gib",
             "memory is not planned with actor_config.lora",
             "Leave device_budget_gib out",
+            code="not-planned",
+        )
+    table, _ = read_model(config.model)
+    if table.refined_shapes != table.shapes:
+        yield Violation(
+            "device_budget_gib",
+            f"memory is not planned by rules for {table.architecture}, which stores all experts of "
+            "a layer in one tensor",
+            "Leave device_budget_gib out, and run `hybrid-engine plan`",
             code="not-planned",
         )
 

@@ -427,7 +427,7 @@ def _uniform_groups(context: TrainingContext) -> Iterator[Violation]:
     "recompute_modules are parts that the model has.",
 )
 def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
-    settings = context.table.transformer
+    settings = context.table.sizes
     lacking = {}
     if not settings.get("multi_latent_attention"):
         lacking["mla_up_proj"] = "latent attention"

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from hybrid_engine.models.packing import Packing, Shape
+from hybrid_engine.models.packing import Packing, Shape, part_of_tensor, tensor_name
 from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
 
 
@@ -33,6 +33,9 @@ class Parameter:
         name: Megatron's name, as a pattern.
         indices: global `layer` and `expert`, if they occur in the name.
         tensors: canonical tensors packed in it; all are in the table.
+        selections: distinct parts of these tensors that it has, without names; empty for a whole
+            tensor.
+        shapes: shapes of these parts.
     """
 
     rule: int
@@ -41,6 +44,8 @@ class Parameter:
     name: str
     indices: Mapping[str, int]
     tensors: tuple[str, ...]
+    selections: tuple[str, ...]
+    shapes: tuple[Shape, ...]
 
     @property
     def is_expert(self) -> bool:
@@ -75,7 +80,7 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
         Location.MTP: range(dims.num_layers, dims.num_layers + dims.num_mtp_layers),
     }
     for number, rule in enumerate(table.rules):
-        patterns = rule.packing.tensors()
+        patterns = rule.packing.parts()
         for location, name in _locations_of(rule).items():
             has_experts = "{expert}" in name
             for layer in layers.get(location, (None,)):
@@ -85,11 +90,27 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
                         indices["layer"] = layer
                     if expert is not None:
                         indices["expert"] = expert
-                    tensors = tuple(pattern.format(**indices) for pattern in patterns)
+                    parts = [pattern.format(**indices) for pattern in patterns]
+                    tensors = tuple(dict.fromkeys(map(tensor_name, parts)))
                     # The table's rules cover all layer specs and options of the family, some of
                     # which this model does not have.
                     if any(tensor in table.shapes for tensor in tensors):
-                        yield Parameter(number, rule.packing, location, name, indices, tensors)
+                        yield Parameter(
+                            number,
+                            rule.packing,
+                            location,
+                            name,
+                            indices,
+                            tensors,
+                            tuple(part.removeprefix(tensor_name(part)) for part in parts),
+                            tuple(_shape_of(part, table.shapes) for part in parts),
+                        )
+
+
+def _shape_of(part: str, shapes: Mapping[str, Shape]) -> Shape:
+    name = tensor_name(part)
+    # Most parts are whole tensors.
+    return shapes[name] if name == part else part_of_tensor(part, shapes[name]).kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +149,9 @@ def parts_of(
     return list(parts.values())
 
 
-def packed_size(packing: Packing, shapes: Mapping[str, Shape], tensors: tuple[str, ...]) -> int:
+def packed_size(parameter: Parameter) -> int:
     """Return the length of the whole parameter along the packed dim, without padding."""
-    return sum(shapes[tensor][packing.dim] for tensor in tensors)
+    return sum(shape[parameter.packing.dim] for shape in parameter.shapes)
 
 
 def _locations_of(rule: Rule) -> dict[Location, str]:

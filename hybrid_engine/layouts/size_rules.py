@@ -318,7 +318,7 @@ def _cuts(
     for parameter in parameters_of(table, most_experts=1):
         packing = parameter.packing
         parts = num_parts[packing.over]
-        length = packed_size(packing, table.shapes, parameter.tensors)
+        length = packed_size(parameter)
         if parts == 1 or (parameter.rule, length) in seen or not must_divide(parameter):
             continue
         seen.add((parameter.rule, length))

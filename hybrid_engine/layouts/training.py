@@ -117,7 +117,7 @@ class _TrainingSide:
             self._chunk_with_mlp.update(dict.fromkeys(chunk.mlp, chunk))
         self._side = SideBuilder(
             parallelism.world_size,
-            table.shapes,
+            table.refined_shapes,
             dtype,
             table.dtypes,
             is_offered_all=False,
@@ -155,8 +155,8 @@ class _TrainingSide:
         if expert is not None:
             # Each expert parallel rank has a block of consecutive experts.
             block = expert // (self._table.dims.num_experts // self._sizes.expert)
-        shapes = tuple(self._table.shapes[tensor] for tensor in parameter.tensors)
-        key = (parameter.rule, parameter.location, shapes, chunk.stage, chunk.virtual, block)
+        parts = (parameter.shapes, parameter.selections)
+        key = (parameter.rule, parameter.location, parts, chunk.stage, chunk.virtual, block)
         if key not in self._pieces:
             self._pieces[key] = self._make_pieces(parameter, chunk, block)
         pieces = self._pieces[key]
@@ -172,6 +172,8 @@ class _TrainingSide:
         local_shape = self._local_shape(parameter, num_parts)
         local_numel = math.prod(local_shape)
         strides = contiguous_strides(local_shape)
+        # In the order of canonical dims.
+        canonical = strides[::-1] if packing.transposed else strides
         by_tensor: dict[str, list[PlacedBox]] = {tensor: [] for tensor in parameter.tensors}
         ranks_by_part = []
         for part in range(num_parts):
@@ -191,8 +193,7 @@ class _TrainingSide:
                         buffer=f"chunk{chunk.virtual}.{parameter.name}",
                         numel=local_numel,
                         start=held.start * strides[held.local_dim],
-                        # Strides are in the order of canonical dims.
-                        strides=strides[::-1] if packing.transposed else strides,
+                        strides=held.part.spread(canonical, [0] * len(held.part.shape)),
                     )
                 )
         return _Pieces(list(map(tuple, by_tensor.values())), ranks_by_part, local_numel)
@@ -209,8 +210,8 @@ class _TrainingSide:
     def _local_shape(self, parameter: Parameter, num_parts: int) -> Shape:
         """Return the shape of one rank's part of a parameter, as Megatron allocates it."""
         packing = parameter.packing
-        shape = self._table.shapes[parameter.tensors[0]]
-        size = packed_size(packing, self._table.shapes, parameter.tensors)
+        shape = parameter.shapes[0]
+        size = packed_size(parameter)
         if isinstance(packing, Vocabulary):
             size = self._sizes.padded_vocabulary(size)
         local = (*shape[: packing.dim], size // num_parts, *shape[packing.dim + 1 :])

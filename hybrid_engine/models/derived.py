@@ -13,6 +13,7 @@ built here.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 from hybrid_engine.errors import UnknownModelError, clipped
 from hybrid_engine.models.conventions import conventional_rules
+from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelDims, ModelTable, Serving
 
 Tensor = TypeVar("Tensor")
@@ -29,6 +31,7 @@ _WEIGHTS = "bfloat16"
 """Dtype of the weights in the derivation; tensors of another dtype keep theirs in a checkpoint."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which configs have the number of routed experts in a layer."""
+_OF_EXPERTS = re.compile(r"\.layers\.(\d+)\..*\bexperts\.")
 
 
 def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
@@ -135,13 +138,15 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
     with torch.no_grad():
         saved = revert_weight_conversion(model, dict(once))
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
-    dims = _dims(config.get_text_config(), tied_embeddings=_is_tied(model))
+    text_config = config.get_text_config()
+    dims = _dims(text_config, tied_embeddings=_is_tied(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     return ModelTable(
         dims,
         rules=conventional_rules(shapes, dims),
         shapes=shapes,
         transformer={},
+        layer_sizes=_layer_sizes(text_config.to_dict(), dims, shapes),
         # Second names of tied tensors.
         left_out=frozenset(tensors.keys() - once.keys()),
         # Layers for multi-token prediction, mostly, which transformers' classes do not have.
@@ -157,6 +162,29 @@ def _is_tied(model: Any) -> bool:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def _layer_sizes(
+    values: Mapping[str, Any], dims: ModelDims, shapes: Mapping[str, Shape]
+) -> dict[str, Any]:
+    """Return the settings of TransformerConfig on which estimates of memory depend."""
+    with_experts = {int(match[1]) for match in map(_OF_EXPERTS.search, shapes) if match is not None}
+    num_shared = values.get("n_shared_experts") or values.get("num_shared_experts") or 0
+    width = values.get("moe_intermediate_size") or dims.ffn_hidden_size
+    return {
+        "gated_linear_unit": any("gate_proj" in name or "gate_up" in name for name in shapes),
+        "ffn_hidden_size": dims.ffn_hidden_size,
+        "moe_layer_freq": [int(layer in with_experts) for layer in range(dims.num_layers)],
+        "moe_ffn_hidden_size": width,
+        "moe_router_topk": values.get("num_experts_per_tok") or values.get("moe_k") or 1,
+        "moe_shared_expert_intermediate_size": (
+            values.get("shared_expert_intermediate_size") or num_shared * width
+        ),
+        "multi_latent_attention": bool(dims.latent_kv_size),
+        "q_lora_rank": values.get("q_lora_rank"),
+        "qk_head_dim": values.get("qk_nope_head_dim"),
+        "v_head_dim": values.get("v_head_dim"),
+    }
 
 
 def _dims(config: Any, *, tied_embeddings: bool) -> ModelDims:

@@ -149,6 +149,8 @@ class ModelTable:
             and classes are given by name, see `trainer/megatron/build.py`. `moe_layer_freq` is a
             list with 1 for each layer of the checkpoint that has experts, else 0. Empty in a
             derived table.
+        layer_sizes: settings of `transformer` on which estimates of memory depend, in a derived
+            table.
         gpt: keyword arguments of megatron-core's GPTModel that the architecture determines.
         extras: features without a setting in megatron-core.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared
@@ -171,6 +173,7 @@ class ModelTable:
     rules: tuple[Rule, ...]
     shapes: Mapping[str, Shape]
     transformer: Mapping[str, Any]
+    layer_sizes: Mapping[str, Any] = field(default_factory=dict)
     gpt: Mapping[str, Any] = field(default_factory=dict)
     extras: Extras = field(default_factory=Extras)
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -188,6 +191,11 @@ class ModelTable:
     def is_derived(self) -> bool:
         """True if it follows from transformers' class, and was not written."""
         return not self.transformer
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """Settings of TransformerConfig on which estimates of memory depend."""
+        return self.transformer or self.layer_sizes
 
     @property
     def layer_spec(self) -> str:

@@ -174,13 +174,18 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
     Raises as `check_before_building`, and leaves the environment as vLLM requires it.
     """
     check_world(settings, job)
+    return check_without_job(settings, job.rank)
+
+
+def check_without_job(settings: InferenceSettings, rank: int) -> str:
+    """Do the same for a rank of a job that does not run."""
     require_vllm(allow_version=settings.generate.allow_version)
-    set_environment(settings, job.rank)
+    set_environment(settings, rank)
     register_model_class(settings.model_dir)
     from vllm.platforms import current_platform
 
     device_type: str = current_platform.device_type
-    check_arguments(settings, job.rank, device_type)
+    check_arguments(settings, rank, device_type)
     return device_type
 
 

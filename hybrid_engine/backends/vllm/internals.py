@@ -185,6 +185,10 @@ HAS_AMX = Internal(
 DISPATCH_MODE = Internal(
     "torch.utils._python_dispatch:TorchDispatchMode", "intercepts every operation of a loader"
 )
+FAKE_GROUP = Internal(
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "registers the backend of a default group without peers, in which a planned position is traced",
+)
 TREE_LEAVES = Internal(
     "torch.utils._pytree:tree_leaves",
     "lists the tensors among an operation's arguments, and in a layer's cache",

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,28 @@ from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.live_attention import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
-from hybrid_engine.errors import HybridEngineError, ModelError
+from hybrid_engine.errors import HybridEngineError, ModelError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
 _WITHOUT_VALUES = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position of vLLM's ranks in a job.
+
+    Attributes:
+        rank: its number in sequential order.
+        world_size: number of ranks of the job.
+        num_hosts: number of hosts of the job.
+    """
+
+    rank: int
+    world_size: int
+    num_hosts: int
 
 
 def layout_of_position(
@@ -56,40 +73,80 @@ def layout_of_position(
     Raises the errors of `InferenceEngine` about the settings, and ModelError or
     ParameterMismatchError for a model that cannot be constructed or traced without memory.
     """
+    position = Position(job.rank, job.world_size, len(set(job.hosts)))
+    check = partial(arguments.check_settings, settings, job)
+    return _layout_at(position, settings, tensors, dtypes, check)
+
+
+def layout_without_job(
+    position: Position,
+    settings: InferenceSettings,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str] | None = None,
+) -> Layout:
+    """Return the layout of a position of a job that does not run, in this process alone.
+
+    Arguments and errors as in `layout_of_position`.
+
+    Raises StateError if the process is a rank of a job.
+    """
+    if dist.is_initialized():
+        raise StateError(
+            "this process is a rank of a job: plan in a process without process groups",
+            code="process-group-exists",
+        )
+    check = partial(arguments.check_without_job, settings, position.rank)
+    store = internals.FAKE_GROUP.load()()
+    # vLLM reads its rank and the number of ranks from the default group.
+    dist.init_process_group("fake", rank=position.rank, world_size=position.world_size, store=store)
+    try:
+        return _layout_at(position, settings, tensors, dtypes, check)
+    finally:
+        dist.destroy_process_group()
+
+
+def _layout_at(
+    position: Position,
+    settings: InferenceSettings,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str] | None,
+    check: Callable[[], str],
+) -> Layout:
+    """Return the layout of a position; `check` returns vLLM's device type."""
     names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
     torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
     with torch_defaults(), process_settings_kept(), random_state_kept():
         isolation.require_no_groups()
-        device_type = arguments.check_settings(settings, job)
+        device_type = check()
         try:
-            return _traced(settings, job, tensors, torch_dtypes, device_type)
+            return _traced(settings, position, tensors, torch_dtypes, device_type)
         finally:
             gc.collect()  # a model's parameters and their loaders refer to each other
 
 
 def _traced(
     settings: InferenceSettings,
-    job: Job,
+    position: Position,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     device_type: str,
 ) -> Layout:
     # Eager, because compilation takes time and does not change the weights.
     config = arguments.engine_config(
-        settings, job.rank, device_type, load_format="dummy", enforce_eager=True
+        settings, position.rank, device_type, load_format="dummy", enforce_eager=True
     )
     with contextlib.ExitStack() as undo:
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_rotary_embeddings_kept())
         try:
-            undo.enter_context(_at_position(job, settings, config))
+            undo.enter_context(_at_position(position, settings, config))
             reads = arguments.reads_of(config)
             with reads.checked():
                 model = _model(config)
             undo.callback(_forget_layers, model)
             reads.require_known(model)
             require_positions(model, config.model_config.max_model_len)
-            return trace_without_memory(model, tensors, dtypes, job.rank)
+            return trace_without_memory(model, tensors, dtypes, position.rank)
         except HybridEngineError:
             raise
         except Exception as error:
@@ -132,7 +189,7 @@ def _forget_layers(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _at_position(job: Job, settings: InferenceSettings, config: Any) -> Iterator[None]:
+def _at_position(position: Position, settings: InferenceSettings, config: Any) -> Iterator[None]:
     """Set vLLM's current configuration in this context, and make this position's groups.
 
     The groups stay until they are destroyed.
@@ -140,11 +197,11 @@ def _at_position(job: Job, settings: InferenceSettings, config: Any) -> Iterator
     from vllm.config import set_current_vllm_config
 
     parallel_state = internals.PARALLEL_STATE.load()
-    seat = _seat_class(job.rank)
+    seat = _seat_class(position.rank)
     sizes = settings.sizes
     with set_current_vllm_config(config), internals.MAKE_GROUP.replaced(lambda _: seat):
-        parallel_state._WORLD = seat([list(range(job.world_size))])
-        parallel_state._NODE_COUNT = len(set(job.hosts))
+        parallel_state._WORLD = seat([list(range(position.world_size))])
+        parallel_state._NODE_COUNT = position.num_hosts
         parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, backend="gloo")
         yield
 

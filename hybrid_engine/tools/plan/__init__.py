@@ -4,7 +4,8 @@
                          FSDP2 gathers, a step of vLLM
     2  cluster_plan.py   plan_job: a configuration -> both layouts (layouts/), rank order and bytes
                          (planning/), memory of every phase (layouts/memory.py), room for the KV
-                         cache -> JobPlan
+                         cache -> JobPlan; traced_side.py has vLLM's layout of a model without a
+                         name table
     3  search.py         find_pairs: a configuration without sizes -> the best pairs of layouts,
                          each planned; if none fits, changes with which one fits;
                          searched_sizes.py has the sizes to try

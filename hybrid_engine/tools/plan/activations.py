@@ -148,7 +148,7 @@ class _Kept:
 
 def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
     num_experts = table.dims.num_experts
-    moe_layers = table.transformer["moe_layer_freq"] if num_experts else [0] * table.dims.num_layers
+    moe_layers = table.sizes["moe_layer_freq"] if num_experts else [0] * table.dims.num_layers
     has_experts = [bool(moe_layers[layer]) for layer in chunk.mlp]
     num_heads = int(chunk.has_head)
     if chunk.has_mtp:
@@ -179,7 +179,7 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
 
 def _layer(table: ModelTable, step: Step, has_experts: bool) -> dict[str, float]:
     """Return part of a layer -> elements per token; see the module's docstring."""
-    settings = table.transformer
+    settings = table.sizes
     hidden = table.dims.hidden_size
     tensor = step.sizes.tensor
     norms = 2 * hidden / (tensor if step.splits_sequence else 1)
@@ -202,7 +202,7 @@ def _layer(table: ModelTable, step: Step, has_experts: bool) -> dict[str, float]
 def _attention(table: ModelTable, tensor: int) -> dict[str, float]:
     """Return the attention's parts of `_layer`, for TP size `tensor`."""
     dims = table.dims
-    settings = table.transformer
+    settings = table.sizes
     q = dims.num_heads * dims.head_dim
     if not settings.get("multi_latent_attention"):
         # With fewer key/value heads than ranks, each rank has a copy of one.
@@ -250,7 +250,7 @@ def vllm_step_nbytes(
     `fused_moe`, `LogitsProcessor`.
     """
     dims = table.dims
-    settings = table.transformer
+    settings = table.sizes
     default = 16_384 if device_nbytes >= 70 * 2**30 else 8_192
     configured: Any = generate.vllm.get("max_num_batched_tokens", default)
     tokens = configured if isinstance(configured, int) else default

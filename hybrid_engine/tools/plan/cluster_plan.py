@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from hybrid_engine.layouts.parallelism import (
 )
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.models.config_json import positions_of
-from hybrid_engine.models.families import read_model, require_written
+from hybrid_engine.models.families import read_model, require_rules
 from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import largest_bucket, plan_sides
@@ -48,6 +48,7 @@ from hybrid_engine.tools.plan.activations import (
     gathered_nbytes,
     vllm_step_nbytes,
 )
+from hybrid_engine.tools.plan.traced_side import TracedSides
 
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
 """Assumed rates of one rank in each direction, in gigabytes (10^9 bytes) per second.
@@ -453,20 +454,25 @@ def plan_job(
             function.
 
     Raises:
-        ConfigError: if FSDP2 trains and transformers cannot build the model, and for the order
-            "auto" without scipy.
+        ConfigError: if FSDP2 trains and transformers cannot build the model, for the order "auto"
+            without scipy, and as `TracedSides.side` for a model without a name table.
+        ModelError: vLLM cannot construct such a model without memory.
     """
     cluster = cluster or Cluster()
     generate = config.generate_config
     dtype = config.served_dtype
     table, hf_config = read_model(config.model)
-    # Both sides are laid out by rules.
-    require_written(table)
+    if config.actor_config.fsdp is None:
+        require_rules(table)
     progress("laying out both sides")
     source, state, working = _training(config, world_size, table)
     infer = generate.sizes(world_size)
-    positions = inference(table, infer, dtype)
     hosts = cluster.hosts(world_size)
+    if table.is_derived:
+        # How vLLM divides it among stages is in no rule.
+        sides = TracedSides(config, len(set(hosts)))
+        inference = partial(_traced, sides, source)
+    positions = inference(table, infer, dtype)
     relaying = cluster.relaying_hosts(world_size)
     progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
@@ -489,7 +495,7 @@ def plan_job(
     if order != tuple(range(world_size)):
         progress("counting bytes in that order")
         infer = replace(infer, rank_order=order)
-        destination = inference_side(table, infer, dtype)
+        destination = inference(table, infer, dtype)
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
@@ -515,6 +521,16 @@ def plan_job(
         on_host=on_host + copied_messages(config, cluster, moved),
         max_model_len=longest_sequence(config, hf_config),
     )
+
+
+def _traced(
+    sides: TracedSides,
+    source: SideLayout,
+    table: ModelTable,
+    infer: InferenceParallelism,
+    _: str,
+) -> SideLayout:
+    return sides.side(table, infer, source.holdings.shapes)
 
 
 def _training(

@@ -199,7 +199,7 @@ class Search:
         self.cluster = cluster
         self._device = cluster.device_gib * GIB
         self._table, hf_config = read_model(config.model)
-        # Both sides are laid out by rules.
+        # Sizes are compared by rules, without a trace for each.
         require_written(self._table)
         self._trains = list(self._train_choices())
         self._infers = list(self._infer_choices(longest_sequence(config, hf_config)))

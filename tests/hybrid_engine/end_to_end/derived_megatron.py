@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +24,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 import hybrid_engine
+from hybrid_engine.config import load_config
 from hybrid_engine.errors import ComputationError, ConfigError
+from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ranks.job import join_process_group
+from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProductAttention
 from tests.harness.errors import violations_of
 from tests.hybrid_engine.models.small_configs import small_config
@@ -145,6 +149,29 @@ def switched() -> list[dict[str, Any]]:
     return [_switched(model) for model in MODELS]
 
 
+def planned() -> list[list[dict[str, Any]]]:
+    """Return, for each model, the plans of all ranks of a job that does not run."""
+    plans = []
+    for model in MODELS:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(small_config(model.architecture)))
+            actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
+            values = {"model": directory, "actor_config": actor, "generate_config": {**GENERATE, **model.infer}}
+            config = load_config(values, 2, weights_only=True, own_weights=True, own_loop=True)
+            job = plan_job(config, 2)
+            plans.append([_facts(job.plan_of(rank), rank) for rank in range(2)])
+    return plans
+
+
+def _facts(plan: ReshardPlan, rank: int) -> dict[str, Any]:
+    """Return the bytes that a rank receives, and its pieces with their sender and receiver."""
+    count = plan.bytes_by_rank.get(rank)
+    pieces = Counter(
+        (transfer.tensor, transfer.src_rank, transfer.dst_rank, transfer.numel) for transfer in plan.transfers()
+    )
+    return {"bytes": 0 if count is None else count.host + count.network, "pieces": sorted(pieces.items())}
+
+
 def refused() -> dict[str, Any]:
     """Return the refusals of models that compute or are otherwise than their names suggest."""
     join_process_group(120)
@@ -178,6 +205,7 @@ def _switched(model: Model) -> dict[str, Any]:
             sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS)
             results = engine.generate(PROMPTS, sampling)
         report = engine.sharding.last_report
+        plan = _facts(engine.sharding.plan, torch.distributed.get_rank())
         with tempfile.TemporaryDirectory() as directory:
             place = Path(directory) / "saved"
             shared = [str(place)]
@@ -192,6 +220,7 @@ def _switched(model: Model) -> dict[str, Any]:
         "vllm": [list(completions[0].token_ids) for completions in results],
         "transformers": expected,
         "is read again": is_read,
+        "plan": plan,
         "bytes": (report.bytes_received, report.bytes_least),
     }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.harness.launch import Ranks
 
 
@@ -13,14 +15,33 @@ def attach_and_switch() -> list[dict[str, Any]]:
     return switched()
 
 
+def plan_the_same() -> list[list[dict[str, Any]]]:
+    from tests.hybrid_engine.end_to_end.derived_megatron import planned
+
+    return planned()
+
+
 def attach_what_does_not_fit() -> dict[str, Any]:
     from tests.hybrid_engine.end_to_end.derived_megatron import refused
 
     return refused()
 
 
-def test_vllm_generates_what_transformers_does_with_megatrons_weights(engines: Ranks) -> None:
-    for results in engines.launch(attach_and_switch, 2):
+@pytest.fixture(scope="module")
+def switches(engines: Ranks) -> list[list[dict[str, Any]]]:
+    return engines.launch(attach_and_switch, 2)
+
+
+def test_a_job_is_planned_as_live_engines_do(switches: list[list[dict[str, Any]]], engines: Ranks) -> None:
+    (plans,) = engines.launch(plan_the_same, 1)
+    for rank, results in enumerate(switches):
+        for result, plan in zip(results, plans, strict=True):
+            assert result["plan"] == plan[rank], result["model"]
+            assert result["plan"]["pieces"]
+
+
+def test_vllm_generates_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
+    for results in switches:
         for result in results:
             assert result["vllm"] == result["transformers"], result
             received, least = result["bytes"]

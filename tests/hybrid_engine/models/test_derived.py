@@ -16,7 +16,8 @@ from hybrid_engine.errors import ConfigError, UnknownModelError
 from hybrid_engine.models import TABLES, table_for
 from hybrid_engine.models.conventions import conventional_rules
 from hybrid_engine.models.derived import derived_table, model_class
-from hybrid_engine.tools.plan.cluster_plan import plan_job
+from hybrid_engine.tools.plan.cluster_plan import Cluster
+from hybrid_engine.tools.plan.search import Search
 from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import FAMILIES, tiny_config
@@ -139,4 +140,4 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
     # The user builds the model.
     config = load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)
     with pytest.raises(ConfigError, check=without_rules):
-        plan_job(config, 1)
+        Search(config, 1, Cluster())

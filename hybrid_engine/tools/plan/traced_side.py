@@ -1,0 +1,111 @@
+"""vLLM's side of a model without a name table, traced without memory for weights.
+
+Each position of an instance is traced in turn: vLLM constructs its model there and reads the names
+of a checkpoint. All instances are alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.layouts.size_rules import violations
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.records.holdings import SideLayout, placed_holdings
+from hybrid_engine.records.layout import BufferId, Layout
+
+_OF_EXPERT = re.compile(r"\.experts\.|\.w13_|\.w2_")
+"""In the name of a parameter of vLLM's experts."""
+
+
+class TracedSides:
+    """Layouts of vLLM for a configuration, by sizes.
+
+    Args:
+        config: checked configuration.
+        num_hosts: number of hosts of the job.
+    """
+
+    def __init__(self, config: HybridConfig, num_hosts: int) -> None:
+        self._config = config
+        self._num_hosts = num_hosts
+        self._traced: dict[InferenceParallelism, list[Layout]] = {}
+
+    def side(
+        self,
+        table: ModelTable,
+        sizes: InferenceParallelism,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> SideLayout:
+        """Return vLLM's part of every tensor on all ranks.
+
+        Args:
+            table: table of the model.
+            sizes: parallel sizes, in any order of ranks.
+            shapes: shapes of the tensors in training, which may be finer.
+
+        Raises:
+            ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a
+                rule.
+            ModelError: vLLM cannot construct the model without memory.
+        """
+        if invalid := violations(sizes, table):
+            raise ConfigError(invalid)
+        sequential = InferenceParallelism(
+            sizes.world_size, sizes.tensor, sizes.pipeline, sizes.expert
+        )
+        if sequential not in self._traced:
+            self._traced[sequential] = self._trace(table, sequential)
+        by_position = sizes.ranks.reshape(-1, sizes.ranks_per_instance).T
+        alike: dict[int, np.ndarray] = {}
+        layouts = []
+        for layout, ranks in zip(self._traced[sequential], by_position, strict=True):
+            first = int(ranks.min())
+            alike[first] = np.sort(ranks)
+            layouts.append(layout.refined(shapes).on(first))
+        whole = Layout.merge(layouts)
+        placed = placed_holdings(whole, sizes.world_size, alike)
+        elements = np.zeros((2, sizes.world_size), dtype=np.int64)
+        for buffer_id, buffer in whole.buffers.items():
+            ranks = alike[buffer_id.rank]
+            elements[0, ranks] += buffer.numel
+            if _is_of_expert(buffer_id):
+                elements[1, ranks] += buffer.numel
+        return SideLayout(
+            placed.holdings, placed.placed, elements[0], elements[1], is_offered_all=True
+        )
+
+    def _trace(self, table: ModelTable, sizes: InferenceParallelism) -> list[Layout]:
+        """Return the layouts of the positions of an instance."""
+        try:
+            from hybrid_engine.backends.vllm import (
+                InferenceSettings,
+                Position,
+                layout_without_job,
+            )
+        except ImportError as error:
+            problem = f"vLLM's own loader shows the weights of {table.architecture}: {error}"
+            remedy = "Install vLLM, or name a model with a name table"
+            violation = Violation("model", problem, remedy, code="needs-package")
+            raise ConfigError([violation]) from error
+        config = self._config
+        settings = InferenceSettings(
+            str(config.model), sizes, config.generate_config, config.served_dtype
+        )
+        positions = [
+            Position(rank, sizes.world_size, self._num_hosts)
+            for rank in range(sizes.ranks_per_instance)
+        ]
+        return [
+            layout_without_job(position, settings, table.shapes, table.dtypes)
+            for position in positions
+        ]
+
+
+def _is_of_expert(buffer: BufferId) -> bool:
+    return _OF_EXPERT.search(buffer.name) is not None
