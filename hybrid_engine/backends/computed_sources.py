@@ -9,14 +9,15 @@ released as stored weights are. The stored weights are never written.
     off       `scratch` names the buffers    their memory is dropped without a copy
 
 An adaptor is an `AdaptorWithSources`: its computed sources are filled in the order in which it
-makes them, so that one may be computed from another.
+makes them, so that one may be computed from another. A `View` shows sources that are made of the
+adaptor's own records in place of these (quantised_sources.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,7 +29,7 @@ from hybrid_engine.backends.training_side import (
     require_usable_values,
 )
 from hybrid_engine.ranks.torch_internals import torch_defaults
-from hybrid_engine.records.layout import Extent
+from hybrid_engine.records.layout import Extent, Layout
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -82,15 +83,47 @@ class ComputedSources(Generic[Key]):
         self._compute(self.tensors)
 
 
+class View(Protocol):
+    """Sources that are computed from tensors of a layout, and shown in place of them."""
+
+    sources: ComputedSources[Any]
+
+    def layout(self, layout: Layout, buffers: Mapping[str, torch.Tensor], rank: int) -> Layout:
+        """Return a rank's `layout` with the computed tensors, in `buffers`."""
+
+    def origins(
+        self, origins: Mapping[str, Sequence[torch.Tensor]]
+    ) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return the model's tensors behind each canonical tensor, given those of the layout."""
+
+
 class AdaptorWithSources(ABC):
     """The part of a training adaptor that serves its computed sources; the same for all trainers.
 
     Attributes:
-        computed: computed sources, in the order in which `prepare` fills them.
+        rank: rank of this process in the job.
+        computed: the adaptor's own computed sources, in the order in which `prepare` fills them.
+        view: shown in place of some of the adaptor's tensors; None: all are shown. It is set once,
+            before a switch is planned.
     """
+
+    rank: int
 
     def __init__(self) -> None:
         self.computed: list[ComputedSources[Any]] = []
+        self.view: View | None = None
+
+    @abstractmethod
+    def own_layout(self) -> Layout:
+        """Return the location of every canonical tensor on this rank, without the view.
+
+        Raises:
+            ParameterMismatchError: listing every tensor that does not fit the name table.
+        """
+
+    @abstractmethod
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return canonical tensor -> this rank's tensors of the model that it is computed from."""
 
     @abstractmethod
     def stored_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -104,17 +137,36 @@ class AdaptorWithSources(ABC):
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
 
+    def layout(self) -> Layout:
+        """Return the location of every canonical tensor that a switch reads on this rank.
+
+        Raises:
+            ParameterMismatchError: listing every tensor that does not fit the name table.
+        """
+        layout = self.own_layout()
+        if self.view is None:
+            return layout
+        return self.view.layout(layout, self.buffers(), self.rank)
+
+    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return canonical tensor -> this rank's tensors of the model that it is computed from."""
+        origins = self.own_origins()
+        return origins if self.view is None else self.view.origins(origins)
+
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the flat buffers by name: the model's, and those of computed sources."""
         buffers = dict(self.stored_buffers())
-        for sources in self.computed:
+        for sources in self._all_computed():
             buffers |= sources.buffers
         return buffers
 
     @property
     def scratch(self) -> frozenset[str]:
         """Names of buffers that `prepare` fills, so that their contents need not be kept."""
-        return frozenset(name for sources in self.computed for name in sources.buffers)
+        return frozenset(name for sources in self._all_computed() for name in sources.buffers)
+
+    def _all_computed(self) -> list[ComputedSources[Any]]:
+        return self.computed if self.view is None else [*self.computed, self.view.sources]
 
     def prepare(self) -> None:
         """Finish pending work on the weights, and compute the sources that are not stored.
@@ -125,7 +177,7 @@ class AdaptorWithSources(ABC):
             ReshardError: weights are no longer where the layout has them.
         """
         self.finish_pending()
-        for sources in self.computed:
+        for sources in self._all_computed():
             sources.fill()
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
@@ -133,5 +185,8 @@ class AdaptorWithSources(ABC):
 
         `unread`: intervals by buffer, in elements, that need no check because no peer reads them.
         """
-        parts = read_parts(self.buffers(), unread or {})
+        # Tensors of a view are finite if those that they are computed from are.
+        shown = {} if self.view is None else self.view.sources.buffers
+        buffers = {name: flat for name, flat in self.buffers().items() if name not in shown}
+        parts = read_parts(buffers, unread or {})
         require_usable_values(parts, self.described_tensors)

@@ -234,6 +234,7 @@ class FsdpAdaptor(AdaptorWithSources):
         rank: rank of this process in the job.
         delivery: delivery of the model's LoRA; "merge" needs memory for the sums.
         is_whole: the model is not sharded; see `ShardedTensors`.
+        tensors: those of another adaptor of the model; None: the parameters move to new memory.
 
     Attributes:
         packed: canonical name -> location in a whole parameter.
@@ -254,13 +255,13 @@ class FsdpAdaptor(AdaptorWithSources):
         rank: int,
         delivery: LoraDelivery = "merge",
         is_whole: bool = False,
+        tensors: ShardedTensors | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.table = table
         self.rank = rank
-        self._is_whole = is_whole
-        self.tensors = ShardedTensors(model, is_whole)
+        self.tensors = tensors or ShardedTensors(model, is_whole)
         reading = read_model_weights(model, self.tensors.tensors, table, delivery)
         self.packed = reading.packed
         self.lora = reading.lora
@@ -286,7 +287,7 @@ class FsdpAdaptor(AdaptorWithSources):
                 self._parts[name] = LocalBox(box.offsets, box.lengths, home.offset, strides)
                 self._buffer_of[name] = home.buffer
 
-    def layout(self) -> Layout:
+    def own_layout(self) -> Layout:
         shards: list[Shard] = []
         findings: list[str] = []
         for name, packed in self.packed.items():
@@ -309,8 +310,7 @@ class FsdpAdaptor(AdaptorWithSources):
     def stored_buffers(self) -> Mapping[str, torch.Tensor]:
         return self.tensors.flat_buffers
 
-    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return the model's tensors from which each canonical tensor of `layout` is computed."""
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins = {}
         for name, packed in self.packed.items():
             sources = [packed.parameter]
@@ -344,19 +344,22 @@ class FsdpAdaptor(AdaptorWithSources):
 
     @property
     def base(self) -> FsdpAdaptor:
-        """This adaptor, for loading a checkpoint. Raises StateError if the model has adapters."""
+        """The stored weights, for loading a checkpoint.
+
+        Raises StateError if the model has adapters.
+        """
         if self._names.loras:
             raise StateError(
                 "the model has adapters: load weights before PEFT adds them", code="has-adapters"
             )
-        return self
+        return self.merged
 
     @property
     def merged(self) -> FsdpAdaptor:
         """Adaptor of the same model with LoRA merged, for writing a checkpoint."""
-        if self.lora is None:
+        if self.lora is None and self.view is None:
             return self
-        return FsdpAdaptor(self.model, self.table, self.rank, is_whole=self._is_whole)
+        return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
 
     def zero_padding(self) -> None:
         """Do nothing: FSDP pads in memory outside of parameters."""

@@ -72,14 +72,10 @@ class MegatronAdaptor(AdaptorWithSources):
     @property
     def merged(self) -> MegatronAdaptor:
         """The same model with LoRA added, from which a checkpoint is written."""
-        return self if self.lora == "merged" else MegatronAdaptor(self.model, "merged")
+        is_merged = self.lora == "merged" and self.view is None
+        return self if is_merged else MegatronAdaptor(self.model, "merged")
 
-    def layout(self) -> Layout:
-        """Return the location of every canonical tensor on this rank.
-
-        Raises:
-            ParameterMismatchError: listing every weight that does not fit the name table.
-        """
+    def own_layout(self) -> Layout:
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
         shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
@@ -99,8 +95,7 @@ class MegatronAdaptor(AdaptorWithSources):
         for name, tensor in self.model.named_weights():
             yield name, self._sums.get(tensor, tensor)
 
-    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return canonical tensor -> this rank's source tensors that it is assembled from."""
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins: dict[str, list[torch.Tensor]] = {}
         for name, tensor in self.model.named_weights():
             for canonical in self._tensors_of(name, tensor):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,16 @@ from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.live_attention import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
-from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
+from hybrid_engine.backends.vllm.weights.traced_model import (
+    read_in_float8,
+    trace_without_memory,
+)
 from hybrid_engine.errors import HybridEngineError, ModelError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
+
+Result = TypeVar("Result")
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
 _WITHOUT_VALUES = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
@@ -56,13 +61,55 @@ def layout_of_position(
     Raises the errors of `InferenceEngine` about the settings, and ModelError or
     ParameterMismatchError for a model that cannot be constructed or traced without memory.
     """
+    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+
+    def layout_of(model: torch.nn.Module) -> Layout:
+        return trace_without_memory(model, tensors, torch_dtypes, job.rank)
+
+    return _at_this_position(
+        settings, job, layout_of, "Set generate_config.infer_rank_order to sequential"
+    )
+
+
+def quantised_at_position(
+    settings: InferenceSettings,
+    job: Job,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return the canonical tensors that vLLM holds in 8 bits at this rank's position, sorted.
+
+    These are the layers that its method quantises: the model and its config decide, not names. Like
+    `layout_of_position` otherwise, also in its arguments and errors.
+    """
+    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+
+    def names_of(model: torch.nn.Module) -> list[str]:
+        return read_in_float8(model, tensors, torch_dtypes)
+
+    remedy = "Use other parallel sizes, or set generate_config.quantization to none"
+    return _at_this_position(settings, job, names_of, remedy)
+
+
+def _torch_dtypes(
+    settings: InferenceSettings, tensors: Iterable[str], dtypes: Mapping[str, str] | None
+) -> dict[str, torch.dtype]:
     names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
-    torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+
+
+def _at_this_position(
+    settings: InferenceSettings,
+    job: Job,
+    read: Callable[[torch.nn.Module], Result],
+    remedy: str,
+) -> Result:
+    """Return what `read` returns of vLLM's model on the meta device, at this rank's position."""
     with torch_defaults(), process_settings_kept(), random_state_kept():
         isolation.require_no_groups()
         device_type = arguments.check_settings(settings, job)
         try:
-            return _traced(settings, job, tensors, torch_dtypes, device_type)
+            return _traced(settings, job, read, remedy, device_type)
         finally:
             gc.collect()  # a model's parameters and their loaders refer to each other
 
@@ -70,10 +117,10 @@ def layout_of_position(
 def _traced(
     settings: InferenceSettings,
     job: Job,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    read: Callable[[torch.nn.Module], Result],
+    remedy: str,
     device_type: str,
-) -> Layout:
+) -> Result:
     # Eager, because compilation takes time and does not change the weights.
     config = arguments.engine_config(
         settings, job.rank, device_type, load_format="dummy", enforce_eager=True
@@ -89,14 +136,13 @@ def _traced(
             undo.callback(_forget_layers, model)
             reads.require_known(model)
             require_positions(model, config.model_config.max_model_len)
-            return trace_without_memory(model, tensors, dtypes, job.rank)
+            return read(model)
         except HybridEngineError:
             raise
         except Exception as error:
             raise ModelError(
                 f"vLLM cannot construct {config.model_config.architecture} without memory, which "
-                f"shows the weights of each inference position: {error}. Set "
-                "generate_config.infer_rank_order to sequential",
+                f"shows the weights of each inference position: {error}. {remedy}",
                 code="not-constructible",
             ) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -46,7 +46,10 @@ class ShiftedNorm(AdaptorWithSources):
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "the norm", self.stored
 
-    def layout(self) -> Layout:
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        return {"norm": [self.stored], "product": [self.stored]}
+
+    def own_layout(self) -> Layout:
         shards = []
         shapes = {}
         for name, home in self.sources.homes.items():
