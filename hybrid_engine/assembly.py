@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,14 @@ from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.files.model_files import TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.messages import decode, encode
 from hybrid_engine.models import table_for
+from hybrid_engine.models.block_quantization import (
+    BlockQuantization,
+    block_config,
+    blocks_in,
+    require_matrices,
+)
 from hybrid_engine.models.lora_tensors import (
     VLLM_LORA_RANKS,
     ActorLora,
@@ -33,7 +40,7 @@ from hybrid_engine.models.lora_tensors import (
 )
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.ports import InferenceWeights, Trainer
+from hybrid_engine.ports import InferenceWeights, Trainer, TrainingWeights
 from hybrid_engine.probes import WithAttention
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -50,6 +57,8 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
+
+_QUANTIZATION = "generate_config.quantization"
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -146,6 +155,8 @@ class LocalVllm:
         tokenizer_dir: str | None,
     ) -> EngineParts[TrainerT]:
         """Build vLLM in every rank, and the switch between it and `train`. Collective."""
+        # Before state leaves the device, because quantised weights are a part of it.
+        table = quantised_table(self.config, train.weights, table, job)
         with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
             # vLLM measures the free memory while it starts.
             offloader.offload()
@@ -333,6 +344,50 @@ def build_inference_engine(
     return engine
 
 
+def quantised_table(
+    config: HybridConfig, weights: TrainingWeights, table: ModelTable, job: Job
+) -> ModelTable:
+    """Have `weights` quantised before they are sent, if the configuration asks for it. Collective.
+
+    vLLM's model decides which tensors it quantises, traced without memory at every position.
+
+    Returns:
+        The table with the dtypes of quantised weights and with their scales; `table` itself if
+        weights are sent unquantised.
+    """
+    with job.agreement.phase("checking the inference settings"):
+        settings = inference_settings(config, job.world_size)
+    if settings.quantization_config is None:
+        return table
+    with job.agreement.phase("tracing which layers vLLM quantises"):
+        from hybrid_engine.backends.computed_sources import AdaptorWithSources
+        from hybrid_engine.backends.quantised_sources import quantise
+        from hybrid_engine.backends.vllm import quantised_at_position
+
+        if not isinstance(weights, AdaptorWithSources):
+            problem = f"fp8, but a {type(weights).__name__} cannot quantise weights"
+            remedy = "Leave it out"
+            raise ConfigError([Violation(_QUANTIZATION, problem, remedy, code="cannot-quantise")])
+        names = quantised_at_position(settings, job, table.shapes, table.dtypes)
+    all_names = _union(job, names, "exchange of quantised tensors")
+    with job.agreement.phase("quantising weights"):
+        require_matrices(all_names, table.shapes)
+        blocks = blocks_in(settings.quantization_config)
+        quantization = BlockQuantization(frozenset(all_names), blocks)
+        view = quantise(weights, quantization)
+        cut = sorted(view.cut)
+    all_cut = _union(job, cut, "exchange of cut blocks")
+    if all_cut:
+        view.share(all_cut, table.shapes)
+    return quantization.served(table)
+
+
+def _union(job: Job, names: Sequence[str], phase: str) -> set[str]:
+    """Return the names that any rank passes. Collective."""
+    _, messages = job.agreement.share([encode(list(names))], phase)
+    return {name for message in messages for name in decode(message, list[str])}
+
+
 def gather_positions(settings: InferenceSettings, table: ModelTable, job: Job) -> Side:
     """Return vLLM's layouts as a `Side`, by position instead of rank. Collective.
 
@@ -394,6 +449,7 @@ def inference_settings(
         config.generate_config,
         config.served_dtype,
         tokenizer_dir=tokenizer_dir,
+        quantization_config=block_config(config.hf_config(), config.generate_config.quantization),
         **lora_settings,
     )
 

@@ -6,6 +6,9 @@
     huggingface/      checkpoints as a source or destination of weights, in safetensors
 
     training_side.py  parts of all trainers: guards of state off the device, facts of flat buffers
+    computed_sources.py  tensors that a switch reads and no buffer of a trainer stores: sums of
+                         weights and LoRA
+    quantised_sources.py  weights quantised before they are sent, from records of any trainer
 
 A backend turns its library's objects into the records of records/ and implements the ports of
 ports.py. Nothing else knows a library: planning/, transports/ and switch/ see layouts and flat

@@ -270,24 +270,39 @@ class WholeTensors:
 
 
 def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors into elastic memory, in one buffer per dtype.
+    """Copy tensors of one device into elastic memory; see `elastic_parts`.
+
+    Returns:
+        The copies, in the order of `tensors`.
+    """
+    parts = elastic_parts(tensors, tensors[0].device) if tensors else []
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.copy_(tensor)
+    return parts
+
+
+def elastic_parts(shapes: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Allocate tensors in elastic memory, in one buffer per dtype.
 
     Every buffer takes whole pages and a file descriptor, so there is only one per dtype.
 
+    Args:
+        shapes: tensors with the shapes and dtypes; their values and devices do not matter.
+        device: device of the memory.
+
     Returns:
-        The copies, in the order of `tensors`. Each start is a multiple of 16 bytes.
+        Contiguous tensors of undefined values, in this order. Each start is a multiple of 16 bytes.
     """
-    parts = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
+    parts = list(shapes)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in shapes):
+        indices = [index for index, tensor in enumerate(shapes) if tensor.dtype is dtype]
         step = _ALIGNMENT // dtype.itemsize
-        sizes = [-(-tensors[index].numel() // step) * step for index in indices]  # rounded up
+        sizes = [-(-shapes[index].numel() // step) * step for index in indices]  # rounded up
         *starts, end = accumulate(sizes, initial=0)
-        flat = allocate_elastic(end, dtype, tensors[indices[0]].device, "param")
+        flat = allocate_elastic(end, dtype, device, "param")
         for index, start in zip(indices, starts, strict=True):
-            tensor = tensors[index]
-            part = flat[start : start + tensor.numel()].view(tensor.shape)
-            parts[index] = part.copy_(tensor)
+            shape = shapes[index].shape
+            parts[index] = flat[start : start + shape.numel()].view(shape)
     return parts
 
 

@@ -17,16 +17,10 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
 from hybrid_engine.backends.fsdp.names import Lora, WrappedNames, canonical_views, wrapped_names
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
-from hybrid_engine.backends.training_side import (
-    dtype_name,
-    flat_storage_of,
-    layout_in,
-    parts_in_elastic_buffers,
-    read_parts,
-    require_usable_values,
-)
+from hybrid_engine.backends.training_side import layout_in
 from hybrid_engine.errors import (
     ConfigError,
     ParameterMismatchError,
@@ -46,8 +40,7 @@ from hybrid_engine.models.lora_tensors import (
 )
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ranks.torch_internals import torch_defaults
-from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, StridedView, contiguous_strides
 
 KEY = "generate_config.lora_delivery"
@@ -56,71 +49,47 @@ LoraDelivery = Literal["merge", "adapter"]
 """Delivery of LoRA to vLLM: merged into the weights, or separately (`KEY`)."""
 
 
-class ShardedLoraSums:
-    """Sums of weights and their adapters, for this rank's part of each weight.
+def lora_sums(
+    tensors: ShardedTensors, loras_of: Mapping[str, Sequence[Lora]]
+) -> ComputedSources[str]:
+    """Return the sums of weights and their adapters, for this rank's part of each weight.
 
-    The weights themselves are never written. The sums take as many elements as this rank holds of
-    the adapted weights, in one flat buffer per dtype, which peers on the host can map. Their memory
-    may be released between two switches, because `fill` computes them again.
+    Computing them is collective: all ranks gather A and B, of one adapter at a time.
 
-    Attributes:
-        loras: name of a weight -> its adapters.
-        sums: name of a weight -> this rank's part of its sum.
-        parts: name of a weight -> location of that part of the sum.
-        buffer_of: name of a weight -> name of the buffer.
-        flat_buffers: buffers by name.
+    Args:
+        tensors: this rank's parts of the parameters.
+        loras_of: name of a weight -> its adapters; not empty.
     """
 
-    def __init__(self, tensors: ShardedTensors, loras: Sequence[Lora]) -> None:
-        self._tensors = tensors
-        self.loras: dict[str, list[Lora]] = {}
-        for lora in loras:
-            self.loras.setdefault(lora.weight, []).append(lora)
-        self.sums: dict[str, torch.Tensor] = {}
-        self.parts: dict[str, LocalBox] = {}
-        self.buffer_of: dict[str, str] = {}
-        self.flat_buffers: dict[str, torch.Tensor] = {}
-        weights = [local_of(tensors.tensors[name]) for name in self.loras]
-        sums = parts_in_elastic_buffers(weights)
-        for name, part in zip(self.loras, sums, strict=True):
-            # A rank that holds no row of any weight of a dtype has no buffer for it.
-            if not part.untyped_storage().nbytes():
-                continue
-            box = tensors.parts[name]
-            start = int(part.storage_offset())
-            buffer = f"weights with LoRA in {dtype_name(part)}"
-            self.sums[name] = part
-            self.parts[name] = LocalBox(box.offsets, box.lengths, start, tuple(part.stride()))
-            self.buffer_of[name] = buffer
-            self.flat_buffers.setdefault(buffer, flat_storage_of(part))
+    def compute(sums: Mapping[str, torch.Tensor]) -> None:
+        for name, total in sums.items():
+            # Ranks without a part of the weight gather for the others.
+            total.copy_(_sum_of(tensors, name, loras_of[name]))
 
-    @torch_defaults()  # autocast would multiply in bfloat16
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Compute all sums in float32.
+    weights = {name: local_of(tensors.tensors[name]) for name in loras_of}
+    device = next(iter(weights.values())).device
+    return ComputedSources("weights with LoRA", weights, device, compute)
 
-        Collective: all ranks gather A and B, of one adapter at a time.
-        """
-        for name, loras in self.loras.items():
-            box = self._tensors.parts[name]
-            row, column = box.offsets
-            num_rows, num_columns = box.lengths
-            rows = slice(row, row + num_rows)
-            columns = slice(column, column + num_columns)
-            total = local_of(self._tensors.tensors[name]).float()
-            for lora in loras:
-                a = _gathered(self._tensors.tensors[lora.a]).float()
-                b = _gathered(self._tensors.tensors[lora.b]).float()
-                # (B A)[rows, columns] = B[rows] A[:, columns]; W is (B A)^T if transposed.
-                if lora.transposed:
-                    product = (b[columns] @ a[:, rows]).T
-                else:
-                    product = b[rows] @ a[:, columns]
-                # Not in place: for float32 weights `float` has returned the weight itself.
-                total = total + lora.scaling * product
-            # Ranks without a part of the weight have gathered for the others.
-            if name in self.sums:
-                self.sums[name].copy_(total)
+
+def _sum_of(tensors: ShardedTensors, name: str, loras: Sequence[Lora]) -> torch.Tensor:
+    """Return this rank's part of a weight with its adapters, in float32. Collective."""
+    box = tensors.parts[name]
+    row, column = box.offsets
+    num_rows, num_columns = box.lengths
+    rows = slice(row, row + num_rows)
+    columns = slice(column, column + num_columns)
+    total = local_of(tensors.tensors[name]).float()
+    for lora in loras:
+        a = _gathered(tensors.tensors[lora.a]).float()
+        b = _gathered(tensors.tensors[lora.b]).float()
+        # (B A)[rows, columns] = B[rows] A[:, columns]; W is (B A)^T if transposed.
+        if lora.transposed:
+            product = (b[columns] @ a[:, rows]).T
+        else:
+            product = b[rows] @ a[:, columns]
+        # Not in place: for float32 weights `float` has returned the weight itself.
+        total = total + lora.scaling * product
+    return total
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,7 +225,7 @@ def read_model_weights(
     return ModelReading(packed | dict(places), names, lora)
 
 
-class FsdpAdaptor:
+class FsdpAdaptor(AdaptorWithSources):
     """Weights of one rank (port `TrainingWeights`).
 
     Args:
@@ -265,6 +234,7 @@ class FsdpAdaptor:
         rank: rank of this process in the job.
         delivery: delivery of the model's LoRA; "merge" needs memory for the sums.
         is_whole: the model is not sharded; see `ShardedTensors`.
+        tensors: those of another adaptor of the model; None: the parameters move to new memory.
 
     Attributes:
         packed: canonical name -> location in a whole parameter.
@@ -285,27 +255,39 @@ class FsdpAdaptor:
         rank: int,
         delivery: LoraDelivery = "merge",
         is_whole: bool = False,
+        tensors: ShardedTensors | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.table = table
         self.rank = rank
-        self._is_whole = is_whole
-        self.tensors = ShardedTensors(model, is_whole)
+        self.tensors = tensors or ShardedTensors(model, is_whole)
         reading = read_model_weights(model, self.tensors.tensors, table, delivery)
         self.packed = reading.packed
         self.lora = reading.lora
         self._names = reading.names
         self._parts = self.tensors.parts
         self._buffer_of = self.tensors.buffer_of
-        self._sums: ShardedLoraSums | None = None
-        if delivery == "merge" and reading.names.loras:
-            self._sums = ShardedLoraSums(self.tensors, reading.names.loras)
+        self._merged: dict[str, list[Lora]] = {}
+        self._sums: Mapping[str, torch.Tensor] = {}  # by weight
+        if delivery == "merge":
+            for lora in reading.names.loras:
+                self._merged.setdefault(lora.weight, []).append(lora)
+        if self._merged:
+            sums = lora_sums(self.tensors, self._merged)
+            self.computed.append(sums)
+            self._sums = sums.tensors
             # Records show the sums instead of the weights.
             # Copies, because `tensors` still needs the weights' own locations.
-            self._parts = self._parts | self._sums.parts
-            self._buffer_of = self._buffer_of | self._sums.buffer_of
+            self._parts = dict(self._parts)
+            self._buffer_of = dict(self._buffer_of)
+            for name, home in sums.homes.items():
+                box = self._parts[name]
+                strides = tuple(sums.tensors[name].stride())
+                self._parts[name] = LocalBox(box.offsets, box.lengths, home.offset, strides)
+                self._buffer_of[name] = home.buffer
 
-    def layout(self) -> Layout:
+    def own_layout(self) -> Layout:
         shards: list[Shard] = []
         findings: list[str] = []
         for name, packed in self.packed.items():
@@ -325,29 +307,20 @@ class FsdpAdaptor:
         shapes = {name: packed.view.shape for name, packed in self.packed.items() if name in held}
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        if self._sums is None:
-            return self.tensors.flat_buffers
-        return self.tensors.flat_buffers | self._sums.flat_buffers
+    def stored_buffers(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors.flat_buffers
 
-    @property
-    def scratch(self) -> frozenset[str]:
-        """Names of buffers whose contents `prepare` computes; they need not be kept."""
-        return frozenset(() if self._sums is None else self._sums.flat_buffers)
-
-    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return the model's tensors from which each canonical tensor of `layout` is computed."""
-        merged = {} if self._sums is None else self._sums.loras
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins = {}
         for name, packed in self.packed.items():
             sources = [packed.parameter]
-            for lora in merged.get(packed.parameter, ()):
+            for lora in self._merged.get(packed.parameter, ()):
                 sources += [lora.a, lora.b]
             origins[name] = [self.tensors.tensors[source] for source in sources]
         return origins
 
-    def prepare(self) -> None:
-        """Free gathered parameters, and merge LoRA into the sums. Collective if there are sums.
+    def finish_pending(self) -> None:
+        """Free gathered parameters.
 
         Raises:
             ReshardError: parameters moved, or other adapters are active, since the layout was made.
@@ -368,24 +341,25 @@ class FsdpAdaptor:
                 "restore them, or build a new engine",
                 code="adapters-changed",
             )
-        if self._sums is not None:
-            self._sums.fill()
 
     @property
     def base(self) -> FsdpAdaptor:
-        """This adaptor, for loading a checkpoint. Raises StateError if the model has adapters."""
+        """The stored weights, for loading a checkpoint.
+
+        Raises StateError if the model has adapters.
+        """
         if self._names.loras:
             raise StateError(
                 "the model has adapters: load weights before PEFT adds them", code="has-adapters"
             )
-        return self
+        return self.merged
 
     @property
     def merged(self) -> FsdpAdaptor:
         """Adaptor of the same model with LoRA merged, for writing a checkpoint."""
-        if self.lora is None:
+        if self.lora is None and self.view is None:
             return self
-        return FsdpAdaptor(self.model, self.table, self.rank, is_whole=self._is_whole)
+        return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
 
     def zero_padding(self) -> None:
         """Do nothing: FSDP pads in memory outside of parameters."""
@@ -393,12 +367,8 @@ class FsdpAdaptor:
     def zero_adapters(self) -> None:
         """Do nothing: `base` has no adapters."""
 
-    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
-
-    def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.tensors.items():
             yield f"{name} on rank {self.rank}", local_of(tensor)
-        if self._sums is not None:
-            for name, total in self._sums.sums.items():
-                yield f"{name} with LoRA on rank {self.rank}", total
+        for name, total in self._sums.items():
+            yield f"{name} with LoRA on rank {self.rank}", total

@@ -9,15 +9,10 @@ from typing import Literal
 
 import torch
 
-from hybrid_engine.backends.megatron.lora_layers import LORA, MegatronLoraSums, wrapped_layers
-from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
-from hybrid_engine.backends.training_side import (
-    gaps,
-    layout_in,
-    read_parts,
-    require_usable_values,
-    runs_by_buffer,
-)
+from hybrid_engine.backends.computed_sources import AdaptorWithSources, Home
+from hybrid_engine.backends.megatron.lora_layers import LORA, lora_sums, wrapped_layers
+from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+from hybrid_engine.backends.training_side import gaps, layout_in, runs_by_buffer
 from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
@@ -26,9 +21,6 @@ from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
 
 LoraView = Literal["base", "merged", "separate"]
 """View of a weight with LoRA: the frozen weight, the sum, or both separately by PEFT's names."""
-
-SUMS = "weights with LoRA"
-"""Name of the buffer that holds sums of weights and LoRA."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +38,7 @@ class _LoraMatrix:
     shapes: Mapping[str, Shape]
 
 
-class MegatronAdaptor:
+class MegatronAdaptor(AdaptorWithSources):
     """Training weights of one rank (ports `TrainingWeights` and `LoadableWeights`).
 
     Args:
@@ -55,11 +47,22 @@ class MegatronAdaptor:
     """
 
     def __init__(self, model: ModelTensors, lora: LoraView = "merged") -> None:
+        super().__init__()
         self.model = model
         self.lora = lora
         self.rank = model.rank
         layers = list(wrapped_layers(model.chunks))
-        self._sums = MegatronLoraSums(layers) if layers and lora == "merged" else None
+        # By weight: its sum, the place of that, and the matrices that are added.
+        self._sums: Mapping[torch.Tensor, torch.Tensor] = {}
+        self._sum_homes: Mapping[torch.Tensor, Home] = {}
+        self._lora_of: dict[torch.Tensor, list[torch.Tensor]] = {}
+        if layers and lora == "merged":
+            sums = lora_sums(layers)
+            self.computed.append(sums)
+            self._sums = sums.tensors
+            self._sum_homes = sums.homes
+            for layer in layers:
+                self._lora_of[layer.to_wrap.weight] = list(layer.adapter.parameters())
 
     @property
     def base(self) -> MegatronAdaptor:
@@ -69,19 +72,10 @@ class MegatronAdaptor:
     @property
     def merged(self) -> MegatronAdaptor:
         """The same model with LoRA added, from which a checkpoint is written."""
-        return self if self.lora == "merged" else MegatronAdaptor(self.model, "merged")
+        is_merged = self.lora == "merged" and self.view is None
+        return self if is_merged else MegatronAdaptor(self.model, "merged")
 
-    @property
-    def scratch(self) -> frozenset[str]:
-        """Names of buffers that `prepare` fills, so that their contents need not be kept."""
-        return frozenset() if self._sums is None else frozenset({SUMS})
-
-    def layout(self) -> Layout:
-        """Return the location of every canonical tensor on this rank.
-
-        Raises:
-            ParameterMismatchError: listing every weight that does not fit the name table.
-        """
+    def own_layout(self) -> Layout:
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
         refined = self.model.table.refined_shapes
@@ -94,23 +88,21 @@ class MegatronAdaptor:
                 shapes[part.region.tensor] = matrix.shapes[part.region.tensor]
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the flat buffers by name, including the buffer of sums if it exists."""
-        return self.model.flat_buffers | ({} if self._sums is None else {SUMS: self._sums.flat})
+    def stored_buffers(self) -> Mapping[str, torch.Tensor]:
+        return self.model.flat_buffers
 
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Megatron name, tensor in `layout`); sums are those of the last `prepare`."""
         for name, tensor in self.model.named_weights():
-            yield name, tensor if self._sums is None else self._sums.sums.get(tensor, tensor)
+            yield name, self._sums.get(tensor, tensor)
 
-    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return canonical tensor -> this rank's source tensors that it is assembled from."""
+    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins: dict[str, list[torch.Tensor]] = {}
-        # A sum changes if its weight or one of the matrices does.
-        lora_of = {} if self._sums is None else self._sums.lora_of
         for name, tensor in self.model.named_weights():
             for canonical in self._tensors_of(name, tensor):
-                origins.setdefault(canonical, []).extend([tensor, *lora_of.get(tensor, ())])
+                # A sum changes if its weight or one of the matrices does.
+                lora = self._lora_of.get(tensor, ())
+                origins.setdefault(canonical, []).extend([tensor, *lora])
         for matrix in self._separate_matrices():
             for part in matrix.held:
                 origins.setdefault(part.region.tensor, []).append(matrix.parameter)
@@ -137,8 +129,8 @@ class MegatronAdaptor:
             for gap in gaps(flat.numel(), runs.get(name, ())):
                 flat[gap.start : gap.stop] = 0
 
-    def prepare(self) -> None:
-        """Finish pending parameter gathers, and compute the sums of weights and LoRA.
+    def finish_pending(self) -> None:
+        """Finish pending parameter gathers.
 
         With overlap_param_gather the distributed optimizer leaves gathers to the next forward pass.
         Then every call gathers, even if nothing is pending, and is collective over data parallel
@@ -160,17 +152,8 @@ class MegatronAdaptor:
                 "build a new engine",
                 code="parameters-moved",
             )
-        if self._sums is not None:
-            self._sums.fill()
 
-    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError if a weight has a NaN or an infinite value.
-
-        `unread`: intervals by buffer, in elements, that need no check because no peer reads them.
-        """
-        require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
-
-    def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]:
             canonical = ", ".join(self._tensors_of(name, tensor)) or "LoRA"
             yield f"{name} on rank {self.rank} (canonical {canonical})", tensor
@@ -193,10 +176,8 @@ class MegatronAdaptor:
         Raises:
             ValueError: the name has no rule in the name table, or the shape does not fit the rule.
         """
-        home = self.model.homes[tensor]
         # A weight with LoRA is shown as its sum, contiguous and of the same shape.
-        if self._sums is not None and tensor in self._sums.sums:
-            home = Home(SUMS, int(self._sums.sums[tensor].storage_offset()))
+        home = self._sum_homes.get(tensor) or self.model.homes[tensor]
         shards = []
         for member in self.model.members(name, tensor):
             match = self.model.table.match(member.name)

@@ -14,7 +14,7 @@ Names are Megatron-Bridge's: `linear_qkv.to_wrap.weight`, `linear_qkv.adapter.li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,19 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
+from hybrid_engine.backends.computed_sources import ComputedSources
 from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
-from hybrid_engine.backends.training_side import flat_storage_of, parts_in_elastic_buffers
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
-from hybrid_engine.ranks.torch_internals import torch_defaults
 
 WRAPPED = "to_wrap."
 """Part of the name of a weight that LoRA wraps."""
 
 LORA = ".adapter."
 """Part of the name of a LoRA matrix."""
+
+SUMS = "weights with LoRA"
+"""Part of the names of buffers that hold sums of weights and LoRA."""
 
 
 def add_lora(model: torch.nn.Module, lora: LoraConfig) -> None:
@@ -97,7 +99,6 @@ class LoraLinear(torch.nn.Module):
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias
 
-    @torch_defaults()  # autocast would multiply in bfloat16
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
         """Return this rank's part of W + scale * B A, computed in float32, in the dtype of W."""
@@ -182,29 +183,16 @@ def wrapped_layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraLine
                 yield module
 
 
-class MegatronLoraSums:
-    """Sums of frozen weights and LoRA, which are resharded in place of the weights.
+def lora_sums(layers: Sequence[LoraLinear]) -> ComputedSources[torch.Tensor]:
+    """Return the sums of frozen weights and LoRA, which are resharded in place of the weights.
 
-    The weights themselves are never written. The sums are in one flat buffer with as many elements
-    as the weights of the layers, which peers on the host can map. Its memory may be released
-    between two switches, because `fill` computes the sums again.
-
-    Attributes:
-        flat: the buffer.
-        sums: weight -> its sum in the buffer, contiguous and of the weight's shape.
-        lora_of: weight -> the matrices that are added to it.
+    Keys are the weights.
     """
+    layer_of: dict[torch.Tensor, LoraLinear] = {layer.to_wrap.weight: layer for layer in layers}
 
-    def __init__(self, layers: Sequence[LoraLinear]) -> None:
-        self._layers = layers
-        weights = [layer.to_wrap.weight for layer in layers]
-        # All weights have the training dtype, so one buffer holds all sums.
-        parts = parts_in_elastic_buffers([weight.data for weight in weights])
-        self.flat = flat_storage_of(parts[0])
-        self.sums: dict[torch.Tensor, torch.Tensor] = dict(zip(weights, parts, strict=True))
-        self.lora_of = {layer.to_wrap.weight: list(layer.adapter.parameters()) for layer in layers}
+    def compute(sums: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for weight, total in sums.items():
+            total.copy_(layer_of[weight].merged_weight())
 
-    def fill(self) -> None:
-        """Compute all sums."""
-        for layer in self._layers:
-            self.sums[layer.to_wrap.weight].copy_(layer.merged_weight())
+    shapes = {weight: weight.data for weight in layer_of}
+    return ComputedSources(SUMS, shapes, layers[0].to_wrap.weight.device, compute)

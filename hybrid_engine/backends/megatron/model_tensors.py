@@ -19,6 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.computed_sources import Home
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
@@ -43,14 +44,6 @@ _EXPERT = re.compile(
 
 megatron-core's own experts are `local_experts.N.`, Transformer Engine's `linear_fc1.weightN`.
 """
-
-
-@dataclass(frozen=True)
-class Home:
-    """Start of a tensor: element `offset` of flat buffer `buffer`."""
-
-    buffer: str
-    offset: int
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,12 @@ Sequence of calls, and the memory that each adds (+) to or removes (-) from this
 from hybrid_engine.backends.vllm.arguments import check_before_building
 from hybrid_engine.backends.vllm.engine import InferenceEngine
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.positions import Position, layout_of_position, layout_without_job
+from hybrid_engine.backends.vllm.positions import (
+    Position,
+    layout_of_position,
+    layout_without_job,
+    quantised_at_position,
+)
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -67,5 +72,6 @@ __all__ = [
     "check_before_building",
     "layout_of_position",
     "layout_without_job",
+    "quantised_at_position",
     "require_vllm",
 ]

@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.process_state import process_settings_kept, ran
 from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
-from hybrid_engine.config.inference_rules import QUANTIZATIONS
+from hybrid_engine.config.inference_rules import QUANTIZATIONS, UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation, nearest
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
@@ -101,7 +101,8 @@ def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     """Return defaults that replace vLLM's choices where these slow switches down or do not work."""
     defaults: dict[str, Any] = {}
     if (
-        settings.generate.quantization is None
+        settings.generate.quantization in (None, UNQUANTISED)
+        and settings.quantization_config is None
         and "quantization_config" not in settings.generate.vllm
     ):
         # Triton computes with the loader's layout; for other backends a switch derives another one.
@@ -132,7 +133,7 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
-        "hf_overrides": ConfigReads(settings.model_dir),
+        "hf_overrides": ConfigReads(settings.model_dir, settings.quantization_config),
         "enforce_eager": is_eager(settings, device_type),
         "max_logprobs": -1,
         "logprobs_mode": LOGPROBS_MODE,
@@ -140,6 +141,8 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
         "distributed_timeout_seconds": seconds,
         "cpu_distributed_timeout_seconds": seconds,
     }
+    if settings.quantization_config is not None or generate.quantization == UNQUANTISED:
+        arguments.pop("quantization", None)  # config.json decides, as vLLM sees it
     kv_cache_mb = generate.kv_cache_mb
     if device_type == "cpu":
         kv_cache_mb = kv_cache_mb or _CPU_KV_CACHE_MB
@@ -194,7 +197,10 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
 
     Raises ConfigError with vLLM's complaints, and with reasons why vLLM could not generate.
     """
-    _check_quantization(settings.generate.quantization, device_type)
+    if settings.quantization_config is not None:
+        _check_block_kernels()
+    elif settings.generate.quantization != UNQUANTISED:
+        _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
     from vllm.model_executor.model_loader import get_model_architecture
@@ -216,7 +222,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     if violations:
         raise ConfigError(violations)
     is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
-    quantization = settings.generate.quantization
+    quantization = config.model_config.quantization
     if quantization is not None and is_moe_on_cpu:
         lack = "were not tried here"
         if not internals.HAS_AMX.load()():
@@ -279,6 +285,28 @@ def _check_quantization(chosen: str | None, device_type: str) -> None:
         raise ConfigError(
             [Violation("quantization", problem, remedy, code="quantization-unsupported")]
         )
+
+
+def _check_block_kernels() -> None:
+    """Raise ConfigError if vLLM has no kernel for weights in blocks on this device, and why."""
+    from vllm.platforms import current_platform
+
+    kernels = internals.FP8_BLOCK_KERNELS.load().get(current_platform._enum, ())
+    lacks = {}
+    for kernel in kernels:
+        is_supported, lack = kernel.is_supported()
+        if is_supported:
+            return
+        lacks[kernel.__name__] = lack
+    reasons = "; ".join(f"{name} {lack}" for name, lack in lacks.items()) or "it has none"
+    violation = Violation(
+        "generate_config.quantization",
+        "fp8 in blocks, by config.json or this key, but vLLM has no kernel for it on this "
+        f"{current_platform.device_type}: {reasons}",
+        f"Set it to {UNQUANTISED} to generate with unquantised weights, or use another device",
+        code="no-kernel",
+    )
+    raise ConfigError([violation])
 
 
 def _check_allocator(settings: InferenceSettings, device_type: str) -> None:

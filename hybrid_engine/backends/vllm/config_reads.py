@@ -48,9 +48,12 @@ class ConfigReads:
     Args:
         model_dir: directory with config.json. Reads are recorded only for families with a name
             table.
+        quantization_config: that of the weights that arrive; None: they are unquantised.
     """
 
-    def __init__(self, model_dir: str) -> None:
+    def __init__(
+        self, model_dir: str, quantization_config: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = Path(model_dir, "config.json")
         self._config = read_json(self._path, "model", "Name a Hugging Face model directory")
         architectures = self._config.get("architectures") or ()
@@ -58,7 +61,9 @@ class ConfigReads:
         # vLLM reads keys that transformers 5 does not write, because its class computes nothing
         # else.
         self._values: dict[str, Any] = {} if schema is None else dict(schema.implied)
-        if self._config.get("quantization_config"):
+        if quantization_config is not None:
+            self._values["quantization_config"] = dict(quantization_config)
+        elif self._config.get("quantization_config"):
             self._values["quantization_config"] = None
             logger.info(
                 "%s: its quantization_config is ignored: the weights arrive unquantised", model_dir
@@ -67,7 +72,7 @@ class ConfigReads:
         self._unknown_rotary: dict[str, str] = {}  # key -> its section
         if schema is not None:
             present = {key for key, value in self._config.items() if value is not None}
-            known = _keys_of(schema) | schema.implied.keys() | _OF_ALL_FAMILIES
+            known = _keys_of(schema) | self._values.keys() | _OF_ALL_FAMILIES
             self._unknown = present - known
             for section in ("rope_scaling", "rope_parameters"):
                 unknown = _nested_keys(self._config.get(section)) - _keys_of(Rope)

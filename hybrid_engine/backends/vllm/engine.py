@@ -67,8 +67,10 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     prepare_allocator,
     without_what_stays,
 )
+from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.models.block_quantization import BLOCK_METHOD
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
@@ -470,7 +472,7 @@ class InferenceEngine:
                     barrier,
                     has_graphs=keeps_addresses and not is_eager,
                 )
-                method = self.settings.generate.quantization
+                method = self._quantization()
                 if method is not None:
                     require_quantised(processed.modules, method, logs=self.rank == 0)
                 return processed
@@ -498,6 +500,13 @@ class InferenceEngine:
                     route_capture.attach(llm)
         (model,) = models
         return llm, model
+
+    def _quantization(self) -> str | None:
+        """Return the method that quantises layers of this engine, here or in training."""
+        if self.settings.quantization_config is not None:
+            return BLOCK_METHOD
+        method = self.settings.generate.quantization
+        return None if method == UNQUANTISED else method
 
     def _barrier(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingBarrier:
         """Return the barrier for processing weights, with a group if any rank needs one.

@@ -41,6 +41,8 @@ class InferenceSettings:
         lora_target_modules: last parts of the names of modules that LoRA may change. The output
             head is not among them: vLLM cannot combine its LoRA with log-probabilities of prompts.
         tokenizer_dir: directory with the model's tokenizer; None: model_dir.
+        quantization_config: that of a checkpoint, if its weights arrive quantised by it; None: they
+            arrive unquantised, also if config.json has one.
     """
 
     model_dir: str
@@ -51,6 +53,7 @@ class InferenceSettings:
     max_lora_rank: int = 16
     lora_target_modules: tuple[str, ...] = LINEAR_MODULES
     tokenizer_dir: str | None = None
+    quantization_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         # The order of ranks is meaningful only if the sizes divide the world.

@@ -152,6 +152,10 @@ CACHE_METHOD = Internal(
     f"{_LAYERS}.quantization.kv_cache:BaseKVCacheMethod",
     "is the class of those methods that attention has for its cache",
 )
+FP8_BLOCK_KERNELS = Internal(
+    "vllm.model_executor.kernels.linear:_POSSIBLE_FP8_BLOCK_KERNELS",
+    "lists the kernels of each platform for weights that are quantised in blocks",
+)
 VOCABULARY_EMBEDDING = Internal(
     f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "has the number of padding rows"
 )

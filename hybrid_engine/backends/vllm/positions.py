@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,16 @@ from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.live_attention import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
-from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
+from hybrid_engine.backends.vllm.weights.traced_model import (
+    read_in_float8,
+    trace_without_memory,
+)
 from hybrid_engine.errors import HybridEngineError, ModelError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
+
+Result = TypeVar("Result")
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
 _WITHOUT_VALUES = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
@@ -73,7 +78,7 @@ def layout_of_position(
     Raises the errors of `InferenceEngine` about the settings, and ModelError or
     ParameterMismatchError for a model that cannot be constructed or traced without memory.
     """
-    position = Position(job.rank, job.world_size, len(set(job.hosts)))
+    position = _position_of(job)
     check = partial(arguments.check_settings, settings, job)
     return _layout_at(position, settings, tensors, dtypes, check)
 
@@ -105,6 +110,31 @@ def layout_without_job(
         dist.destroy_process_group()
 
 
+def quantised_at_position(
+    settings: InferenceSettings,
+    job: Job,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return the canonical tensors that vLLM holds in 8 bits at this rank's position, sorted.
+
+    These are the layers that its method quantises: the model and its config decide, not names. Like
+    `layout_of_position` otherwise, also in its arguments and errors.
+    """
+    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+
+    def names_of(model: torch.nn.Module) -> list[str]:
+        return read_in_float8(model, tensors, torch_dtypes)
+
+    remedy = "Use other parallel sizes, or set generate_config.quantization to none"
+    check = partial(arguments.check_settings, settings, job)
+    return _read_at(_position_of(job), settings, names_of, remedy, check)
+
+
+def _position_of(job: Job) -> Position:
+    return Position(job.rank, job.world_size, len(set(job.hosts)))
+
+
 def _layout_at(
     position: Position,
     settings: InferenceSettings,
@@ -112,25 +142,51 @@ def _layout_at(
     dtypes: Mapping[str, str] | None,
     check: Callable[[], str],
 ) -> Layout:
-    """Return the layout of a position; `check` returns vLLM's device type."""
+    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+
+    def layout_of(model: torch.nn.Module) -> Layout:
+        return trace_without_memory(model, tensors, torch_dtypes, position.rank)
+
+    remedy = "Set generate_config.infer_rank_order to sequential"
+    return _read_at(position, settings, layout_of, remedy, check)
+
+
+def _torch_dtypes(
+    settings: InferenceSettings, tensors: Iterable[str], dtypes: Mapping[str, str] | None
+) -> dict[str, torch.dtype]:
     names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
-    torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+
+
+def _read_at(
+    position: Position,
+    settings: InferenceSettings,
+    read: Callable[[torch.nn.Module], Result],
+    remedy: str,
+    check: Callable[[], str],
+) -> Result:
+    """Return the result of `read` of vLLM's model on the meta device, at a position.
+
+    Args:
+        remedy: remedy if the model cannot be constructed.
+        check: checks the settings, and returns vLLM's device type.
+    """
     with torch_defaults(), process_settings_kept(), random_state_kept():
         isolation.require_no_groups()
         device_type = check()
         try:
-            return _traced(settings, position, tensors, torch_dtypes, device_type)
+            return _traced(position, settings, read, remedy, device_type)
         finally:
             gc.collect()  # a model's parameters and their loaders refer to each other
 
 
 def _traced(
-    settings: InferenceSettings,
     position: Position,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    settings: InferenceSettings,
+    read: Callable[[torch.nn.Module], Result],
+    remedy: str,
     device_type: str,
-) -> Layout:
+) -> Result:
     # Eager, because compilation takes time and does not change the weights.
     config = arguments.engine_config(
         settings, position.rank, device_type, load_format="dummy", enforce_eager=True
@@ -146,14 +202,13 @@ def _traced(
             undo.callback(_forget_layers, model)
             reads.require_known(model)
             require_positions(model, config.model_config.max_model_len)
-            return trace_without_memory(model, tensors, dtypes, position.rank)
+            return read(model)
         except HybridEngineError:
             raise
         except Exception as error:
             raise ModelError(
                 f"vLLM cannot construct {config.model_config.architecture} without memory, which "
-                f"shows the weights of each inference position: {error}. Set "
-                "generate_config.infer_rank_order to sequential",
+                f"shows the weights of each inference position: {error}. {remedy}",
                 code="not-constructible",
             ) from error
 

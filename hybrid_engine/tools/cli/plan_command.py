@@ -16,6 +16,7 @@ from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+from hybrid_engine.models.block_quantization import block_config
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.tools.cli.from_verl import read_verl
 from hybrid_engine.tools.cli.options import (
@@ -200,6 +201,11 @@ def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
         f"The model's weights are stored quantised ({shortened(method)}): such a checkpoint is "
         "refused, so convert it first."
     )
+    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
+        yield (
+            "vLLM generates in fp8 by this config.json, and is sent quantised weights; bytes are "
+            "counted unquantised, about twice as many."
+        )
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation, collect
 from hybrid_engine.layouts.memory import GIB
+from hybrid_engine.models.block_quantization import BLOCK_METHOD, block_config
 from hybrid_engine.tools.cli.options import (
     config_argument,
     integer_option,
@@ -74,7 +76,9 @@ def verify(
             show_step(f"three switches on {ranks} processes")
             (verdict,) = run_cases([case], ranks)
     method = config.generate_config.quantization
-    if method is not None:
+    if method is None and block_config(config.hf_config(), method) is not None:
+        method = f"{BLOCK_METHOD}, by config.json"
+    if method not in (None, UNQUANTISED):
         verdict.remarks.append(
             f"Compared without generate_config.quantization ({method}), which rounds weights"
         )

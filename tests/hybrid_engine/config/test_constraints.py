@@ -231,6 +231,10 @@ GENERATE_BREAKS = (
         key="generate_config.servers",
     ),
     Break("The method quantises while loading", generate={"quantization": "awq"}),
+    Break(
+        "The method quantises while loading",
+        generate={"quantization": "fp8", "servers": ["http://127.0.0.1:1"]},
+    ),
     Break("adapter needs actor_config.lora", generate=ADAPTER),
     Break("adapter needs actor_config.lora", actor={"lora": {"rank": 1000}}, generate=ADAPTER),
     Break(

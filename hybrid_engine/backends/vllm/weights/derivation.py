@@ -55,6 +55,10 @@ _PERIOD = 1_048_573
 maps the pattern onto itself."""
 
 
+_BYTE_FACTOR = 256
+"""Factor of the pattern in floats of one byte, most of which would be zero otherwise."""
+
+
 @dataclass(frozen=True)
 class LoaderView:
     """A view of a storage in loader layout."""
@@ -259,6 +263,8 @@ class Sentinels(Enum):
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each period of `flat` with the values of the pattern there."""
         pattern = _sentinel_values(self.value)[: flat.numel()]
+        if flat.element_size() == 1:
+            pattern = pattern * _BYTE_FACTOR
         # A single copy to the device serves all periods.
         values = pattern.to(flat.device, flat.dtype)
         for start in range(0, flat.numel(), _PERIOD):

@@ -25,6 +25,7 @@ from hybrid_engine.backends.vllm.weights.tracing import (
     TracedCopy,
     WeightStorage,
     dense_order,
+    storage_key,
     take_inventory,
     trace_loader,
 )
@@ -108,9 +109,11 @@ def trace_model(
     Raises ModelError or ParameterMismatchError; the model is unusable then.
     """
     _materialize(model)
+    defaults = _scales_of_caches(model)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()
+            if storage_key(parameter) not in defaults:
+                parameter.zero_()
     records = _records_of(model, tensors, dtypes, rank)
     staged = records.trace.staged
     if staged:
@@ -147,6 +150,25 @@ def trace_without_memory(
     return _records_of(model, tensors, dtypes, rank).layout
 
 
+def read_in_float8(
+    model: torch.nn.Module,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> list[str]:
+    """Return the tensors that the loader copies to parameters of 8-bit floats, sorted.
+
+    The model is on the meta device; scales that it has as well need not be among `tensors`.
+    """
+    on_meta = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+    trace = trace_loader(cast(LoadWeights, model.load_weights), tensors, dtypes, on_meta)
+    quantised = {
+        storage_key(parameter)
+        for parameter in model.parameters()
+        if parameter.dtype is torch.float8_e4m3fn
+    }
+    return sorted({copy.tensor for copy in trace.copies if copy.storage in quantised})
+
+
 @dataclass(frozen=True)
 class _Records:
     """Results of tracing a loader; see `TracedModel`."""
@@ -169,7 +191,7 @@ def _records_of(
     written = {copy.storage for copy in trace.copies}
     written |= {write.storage for write in trace.staged_writes}
     # Buffers that the loader does not write are constants, not weights.
-    inventory = take_inventory(model, written)
+    inventory = take_inventory(model, written, _scales_of_caches(model) - written)
     storages = {storage.name: storage for storage in inventory}
     groups = find_groups(model, list(storages.values()), trace)
     _require_separate_loads(load_weights, tensors, dtypes, on_meta, trace, storages, groups)
@@ -243,6 +265,20 @@ def _materialize(model: torch.nn.Module) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)
             info.reset()
+
+
+def _scales_of_caches(model: torch.nn.Module) -> frozenset[int]:
+    """Return the storages of the parameters that attention has for the scales of its cache.
+
+    A checkpoint may lack them: vLLM then uses defaults, which it derives from their initial values.
+    """
+    method = internals.CACHE_METHOD.load()
+    return frozenset(
+        storage_key(parameter)
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_method", None), method)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:

@@ -24,7 +24,7 @@ can be traced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -468,11 +468,13 @@ def dense_order(view: StridedView) -> tuple[int, ...] | None:
     return order if is_dense else None
 
 
-def take_inventory(model: torch.nn.Module, written: Iterable[int]) -> list[WeightStorage]:
+def take_inventory(
+    model: torch.nn.Module, written: Iterable[int], constants: Collection[int] = ()
+) -> list[WeightStorage]:
     """Return the storages of all parameters and of the buffers in `written`, in the model's order.
 
-    `written` holds keys of storages. Raises ParameterMismatchError naming parameters that leave
-    gaps in their storage.
+    `written` holds keys of storages, `constants` those of parameters to leave out. Raises
+    ParameterMismatchError naming parameters that leave gaps in their storage.
     """
     written = frozenset(written)
     places: dict[int, list[tuple[Binding, torch.Tensor]]] = {}
@@ -483,7 +485,7 @@ def take_inventory(model: torch.nn.Module, written: Iterable[int]) -> list[Weigh
             if tensor is None or tensor.numel() == 0:
                 continue
             key = storage_key(tensor)
-            if is_parameter or key in written:
+            if (is_parameter or key in written) and key not in constants:
                 binding = Binding(module_name, name, is_parameter)
                 places.setdefault(key, []).append((binding, tensor))
     storages = [_storage_of(key, bound) for key, bound in places.items()]

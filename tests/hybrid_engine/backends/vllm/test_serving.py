@@ -66,12 +66,12 @@ def serve_quantised(directory: str, num_tp: int) -> None:
         return build(where, model, sizes=sizes(tensor=num_tp), quantization=quantization)
 
     fp8 = _serve(build_with("fp8_per_channel"), weights, path, "torch.float8_e4m3fn")
-    plain = _serve(build_with(None), weights, path, "torch.bfloat16")
+    plain = _serve(build_with("none"), weights, path, "torch.bfloat16")
     assert fp8.completions == native
     assert fp8 != plain
     for method, where, model, message in (
-        ("fp8", engine_path, support.QWEN3, "'fp8' on cpu"),
-        ("fp8", engine_path, support.QWEN3, "Use 'fp8_per_channel', or leave it out"),
+        ("awq", engine_path, support.QWEN3, "'awq' on cpu"),
+        ("awq", engine_path, support.QWEN3, "Use 'fp8_per_channel', or leave it out"),
         ("no such", engine_path, support.QWEN3, "'no such' on cpu"),
         ("fp8_per_channel", moe, support.QWEN3_MOE, "kernels for quantised experts"),
     ):

@@ -22,6 +22,7 @@ from hybrid_engine.tools.plan.cluster_plan import token_nbytes
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
+from tests.zoo.block_fp8 import PUBLISHED
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
@@ -274,6 +275,13 @@ def test_a_quantised_checkpoint_is_remarked_on(tmp_path: Path) -> None:
     model = write_config(tmp_path, {**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}})
     for facts in (plan_as_json(*job(model, 8, tp=8)), json.loads(run(*job(model, 8), "--search", "--json").stdout)):
         assert any("stored quantised ('fp8')" in remark for remark in facts["remarks"])
+        assert not any("counted unquantised" in remark for remark in facts["remarks"])
+
+
+def test_bytes_of_fp8_rollouts_are_remarked_on(tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**LLAMA_3_8B, "quantization_config": PUBLISHED})
+    (remark,) = [remark for remark in plan_as_json(*job(model, 8, tp=8))["remarks"] if "unquantised" in remark]
+    assert "sent quantised weights" in remark
 
 
 def test_a_search_fits_80_columns_and_its_keys_are_valid(tmp_path: Path) -> None:

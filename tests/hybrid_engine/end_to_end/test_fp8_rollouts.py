@@ -1,0 +1,304 @@
+"""Rollouts in fp8 blocks: quantised in training, sent, and compared with vLLM's load of a published checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import HybridEngine, Sampling
+from hybrid_engine.backends.vllm.native_load import native_parameters
+from hybrid_engine.errors import ConfigError, HybridEngineError
+from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.torch_modes import other_torch_modes
+from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.zoo import block_fp8, sharded_models, workers
+from tests.zoo.families import served_config, write_config
+from tests.zoo.tiny_models import label_log_probs, token_batch
+
+# Over two ranks FSDP2 cuts the 384 rows of gate and up inside of a block, and those of others between blocks.
+SIZES = {
+    **{"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"head_dim": 64, "torch_dtype": "bfloat16"},
+}
+KEPT = "model.layers.1.self_attn.o_proj"
+"""A module that config.json excludes."""
+
+PROMPTS = torch.arange(2, 18).reshape(2, 8)
+GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "verify": "full"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass
+class Rollouts:
+    """Results of one rank.
+
+    Attributes:
+        different: vLLM's parameters that differ bitwise from its own load of a published checkpoint.
+        dtypes: dtype of each parameter of vLLM.
+        nbytes: bytes of all ranks in a switch, quantised and unquantised.
+        unverified: for each switch, tensors of vLLM that `verify: full` did not compare.
+        gap: largest difference of a log-probability from transformers with dequantised weights.
+        plain_gap: largest difference from transformers with the weights of training.
+        saved: tensors of a saved checkpoint that differ from the weights of training.
+        scratch: names of buffers that are dropped without a copy.
+        skipped: bytes that a switch without an update in between did not send.
+    """
+
+    different: list[str] = field(default_factory=list)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    nbytes: list[int] = field(default_factory=list)
+    unverified: list[int] = field(default_factory=list)
+    gap: float = 0.0
+    plain_gap: float = 0.0
+    saved: list[str] = field(default_factory=list)
+    scratch: list[str] = field(default_factory=list)
+    skipped: int = 0
+
+
+def train_with_fsdp2(directory: str, tp_size: int, intermediate_size: int) -> Rollouts:
+    """Train, switch and compare twice; then switch without quantisation."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    path = _write_config(directory, intermediate_size)
+    results = Rollouts()
+    with block_fp8.kernel_in_torch():
+        for quantization in (None, "none"):
+            model: Any = sharded_models.from_config(path)
+            model.config.quantization_config = {**block_fp8.PUBLISHED, "modules_to_not_convert": ["lm_head", KEPT]}
+            settings = {"tp_size": tp_size, "quantization": quantization, "incremental": "auto", **ENGINE}
+            engine = HybridEngine(
+                model=model,
+                rollout_config={"model": str(path), **settings},
+                train_config={"fsdp_config": {}},
+                compress_reshard=True,
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for step in range(2):
+                with engine.train_context():
+                    _train(model, optimizer, step)
+                    # Of the state dict, because a checkpoint is what is compared with them.
+                    weights = {name: tensor.full_tensor().detach() for name, tensor in model.state_dict().items()}
+                _switch(engine, path, weights, quantization is None, results)
+            with engine.rollout_context():
+                results.skipped = max(results.skipped, engine.sharding.last_report.bytes_skipped)
+            engine.shutdown()
+    return results
+
+
+def train_with_megatron(directory: str, actor: dict[str, Any]) -> Rollouts:
+    """Do the same with Megatron's weights in bfloat16, cut in the middle of blocks by TP."""
+    results = Rollouts()
+    with block_fp8.kernel_in_torch():
+        for quantization in ("fp8", None):
+            worker = workers.build_worker(Path(directory), actor, {"quantization": quantization, "verify": "full"})
+            for step in range(2):
+                with worker.train_context():
+                    worker.update(workers.batch(seed=step), workers.cross_entropy)
+                    worker.save_hf_checkpoint(f"{directory}/weights")
+                weights = _read(Path(directory, "weights"))
+                _switch(worker, Path(directory), weights, quantization is not None, results)
+            worker.shutdown()
+    return results
+
+
+def refuse(directory: str) -> list[str]:
+    """Return codes and texts of errors for a device without kernels, and for parts that vLLM cannot cut."""
+    refusals = []
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    path = _write_config(directory, 384)
+    if dist.get_rank() == 0:
+        block_fp8.published_config(path)
+    dist.barrier()
+    for kernel, sizes in ((contextlib.nullcontext(), {}), (block_fp8.kernel_in_torch(), {"tp_size": 2})):
+        model = sharded_models.from_config(path)
+        with kernel, pytest.raises(HybridEngineError) as caught:
+            HybridEngine(
+                model=model,
+                rollout_config={"model": str(path), **ENGINE, **sizes},
+                train_config={"fsdp_config": {}},
+                compress_reshard=True,
+            )
+        error = caught.value
+        codes = [violation.code for violation in error.findings] if isinstance(error, ConfigError) else [error.code]
+        refusals.append(f"{codes} {error}")
+    return refusals
+
+
+def _write_config(directory: str, intermediate_size: int) -> Path:
+    path = Path(directory)
+    if dist.get_rank() == 0:
+        write_config(path, served_config("qwen3", **SIZES, intermediate_size=intermediate_size))
+    dist.barrier()
+    return path
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    batch = token_batch(100 * step + dist.get_rank(), num_sequences=2, length=16)
+    optimizer.zero_grad()
+    logits = model(input_ids=batch["tokens"] % 130).logits
+    (-label_log_probs(logits, batch["labels"] % 130).mean()).backward()
+    optimizer.step()
+
+
+def _switch(engine: Any, path: Path, weights: dict[str, torch.Tensor], is_quantised: bool, results: Rollouts) -> None:
+    parameters: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        parameters[name] = tensor.detach().clone()
+
+    with engine.inference.adaptor.observed(keep), other_torch_modes(), engine.rollout_context():
+        pass
+    report = engine.sharding.last_report
+    results.unverified.append(len(engine.inference.adaptor.layout().tensors) - report.tensors_verified)
+    total = torch.tensor([report.bytes_own + report.bytes_received])
+    dist.all_reduce(total)
+    results.nbytes.append(int(total))
+    if is_quantised:
+        results.scratch = sorted(engine.train.weights.scratch)
+        _compare(engine, path, weights, parameters, results)
+
+
+def _compare(
+    engine: Any,
+    path: Path,
+    weights: dict[str, torch.Tensor],
+    parameters: dict[str, torch.Tensor],
+    results: Rollouts,
+) -> None:
+    """Compare vLLM's parameters with its own load, and its log-probabilities with transformers."""
+    kept = engine.config.hf_config().get("quantization_config", {}).get("modules_to_not_convert", ())
+    names = [name for name in weights if name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept]
+    tensors = block_fp8.quantised_checkpoint(weights, names)
+    for name in weights.keys() - set(names):
+        tensors[name] = weights[name].bfloat16()
+    published = path / "published"
+    if dist.get_rank() == 0:
+        write_config(published, engine.config.hf_config())
+        block_fp8.write_checkpoint(published, tensors)
+    dist.barrier()
+    native = native_parameters(engine.inference, str(published))
+    assert parameters.keys() <= native.keys()
+    results.different += [name for name, tensor in parameters.items() if not same_bits(tensor, native[name])]
+    results.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
+    sequences = engine.generate(PROMPTS.tolist(), GREEDY)
+    rows = [[*prompt, *of_prompt[0].token_ids] for prompt, of_prompt in zip(PROMPTS.tolist(), sequences, strict=True)]
+    scored = torch.stack(engine.inference.prompt_logprobs(rows))
+    for name in names:
+        tensors[name] = block_fp8.dequantised(tensors[name], tensors.pop(f"{name}_scale_inv"))
+    results.gap = max(results.gap, _gap(published, tensors, rows, scored))
+    results.plain_gap = max(results.plain_gap, _gap(published, weights, rows, scored))
+    with engine.train_context():
+        engine.save_hf_checkpoint(str(path / "saved"))
+    if dist.get_rank() == 0:
+        saved = _read(path / "saved")
+        results.saved += sorted(saved.keys() ^ weights.keys())
+        results.saved += [name for name in saved if not torch.equal(saved[name], weights[name].to(saved[name].dtype))]
+    dist.barrier()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for file in path.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def _gap(path: Path, weights: dict[str, torch.Tensor], rows: list[list[int]], scored: torch.Tensor) -> float:
+    """Return the largest difference of vLLM's log-probabilities from those of transformers with these weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model: Any = AutoModelForCausalLM.from_config(config).float()
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    tokens = torch.tensor(rows)
+    with torch.no_grad():
+        log_probs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    return float((log_probs.gather(-1, tokens[:, 1:, None])[..., 0] - scored).abs().max())
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    directory = tmp_path_factory.mktemp("fp8")
+    served = workers.write_model(directory / "megatron", "qwen3", **SIZES, intermediate_size=384, num_hidden_layers=2)
+    tp2 = {"params_dtype": "bfloat16", "tensor_model_parallel_size": 2}
+    calls: dict[str, Call] = {
+        "fsdp2, vLLM's TP 1": (train_with_fsdp2, (str(directory / "tp1"), 1, 384)),
+        "fsdp2, vLLM's TP 2": (train_with_fsdp2, (str(directory / "tp2"), 2, 512)),
+        "megatron": (train_with_megatron, (str(served), tp2)),
+        "megatron with LoRA": (train_with_megatron, (str(served), {**tp2, "lora": {"rank": 4, "alpha": 8.0}})),
+        "refused": (refuse, (str(directory / "refused"),)),
+    }
+    return engines.launch_in_turn(2, calls)
+
+
+TRAINED = ("fsdp2, vLLM's TP 1", "fsdp2, vLLM's TP 2", "megatron", "megatron with LoRA")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_vllm_holds_what_it_loads_from_a_published_checkpoint(outcomes: Outcomes, name: str) -> None:
+    for rollouts in outcomes[name]:
+        assert rollouts.different == []
+        weights = {key: dtype for key, dtype in rollouts.dtypes.items() if key.endswith("_proj.weight")}
+        kept = {key for key, dtype in weights.items() if dtype != "float8_e4m3fn"}
+        assert kept == ({f"{KEPT}.weight"} if name.startswith("fsdp2") else set())
+        assert len(weights) == 8
+        assert rollouts.dtypes["lm_head.weight"] == rollouts.dtypes["model.norm.weight"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_about_half_of_the_bytes_are_sent(outcomes: Outcomes, name: str) -> None:
+    for rollouts in outcomes[name]:
+        quantised, _, plain, _ = rollouts.nbytes
+        # The embedding, the head and one projection stay as they are.
+        assert 0.5 < quantised / plain < 0.6
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_tensor_is_verified(outcomes: Outcomes, name: str) -> None:
+    for rollouts in outcomes[name]:
+        assert rollouts.unverified == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_log_probs_are_those_of_dequantised_weights(outcomes: Outcomes, name: str) -> None:
+    for rollouts in outcomes[name]:
+        assert rollouts.gap < 0.05
+        # Megatron's initial weights are so small that bfloat16 hides the difference.
+        assert rollouts.plain_gap > 0.1 or name.startswith("megatron")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_checkpoints_hold_the_weights_of_training(outcomes: Outcomes, name: str) -> None:
+    for rollouts in outcomes[name]:
+        assert rollouts.saved == []
+        assert {"quantised weights in float8_e4m3fn", "quantised weights in float32"} <= set(rollouts.scratch)
+
+
+def test_unchanged_quantised_weights_are_not_sent_again(outcomes: Outcomes) -> None:
+    for name in TRAINED[:2]:
+        assert all(rollouts.skipped > 1e5 for rollouts in outcomes[name])
+
+
+def test_devices_without_kernels_and_cuts_of_vllm_are_refused(outcomes: Outcomes) -> None:
+    for without_kernel, cut in outcomes["refused"]:
+        assert without_kernel.startswith("['no-kernel']")
+        assert "AMX" in without_kernel
+        assert "Set it to none" in without_kernel
+        assert cut.startswith("['not-constructible']")
+        assert "192 is not divisible" in cut
+        assert "quantization to none" in cut
