@@ -96,6 +96,7 @@ $(STAMP): $(REQUIREMENTS)
 	$(PY) -m pip install -qq $(if $(filter requirements.txt,$<),,--no-deps) -r '$<' || { \
 	    echo 'Installing $< failed. If torch was not found, see the head of that file.' >&2; exit 1; }; \
 	$(if $(findstring cpu,$<),,$(PY) -c 'import torch; torch.version.cuda or exit("This torch has no CUDA: leave out PIP_EXTRA_INDEX_URL")';) \
+	$(if $(findstring requirements-cpu,$<),$(PY) -m pip install -qq --no-deps --target '$(VENV)/vision' -r requirements-cpu-vision.txt;) \
 	cp '$<' '$@'
 # An old egg-info would stay, and its entry points come first where the checkout is on Python's path.
 $(VENV)/.installed-project: pyproject.toml $(STAMP)

@@ -18,7 +18,9 @@ SINGLE = "model.safetensors"
 
 TOKENIZER = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja")
 """Patterns of the files of a model's tokenizer."""
-COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER)
+PROCESSOR = ("*processor*.json", "chat_template.json")
+"""Patterns of the files of a processor of images."""
+COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER, *PROCESSOR)
 """Patterns of a model's files other than its weights."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"

@@ -34,6 +34,20 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _OF_EXPERTS = re.compile(r"\.layers\.(\d+)\..*\bexperts\.")
 
 
+PLACEHOLDER_BIAS = -100.0
+"""Added to the logits of placeholders of images, by both engines: the least that vLLM takes."""
+_PLACEHOLDER = re.compile("(image|video|audio)_token_(?:id|index)")
+
+
+def placeholder_tokens(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens in whose places a model puts images and the like, by kind.
+
+    `config`: contents of config.json. Models of text have none.
+    """
+    matches = ((_PLACEHOLDER.fullmatch(key), value) for key, value in config.items())
+    return {match[1]: value for match, value in matches if match and isinstance(value, int)}
+
+
 def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
     """Return the table of a transformers class, without settings of Megatron's models.
 
@@ -155,6 +169,7 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
         serving=Serving(ends_on_every_stage=True),
         not_built=(f"{architecture}, which has no name table,",),
         architecture=architecture,
+        placeholders=placeholder_tokens(config.to_dict()),
     )
 
 

@@ -167,6 +167,8 @@ class ModelTable:
         not_built: settings of the config that `build_model()` does not implement, a sentence each.
             The layout of a model that was built elsewhere does not depend on them.
         architecture: its entry of config.json's `architectures`.
+        placeholders: kind ("image", "video") -> token in whose places the model puts such; empty
+            for models of text.
     """
 
     dims: ModelDims
@@ -186,6 +188,7 @@ class ModelTable:
     ignored: tuple[str, ...] = ()
     not_built: tuple[str, ...] = ()
     architecture: str = ""
+    placeholders: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_derived(self) -> bool:

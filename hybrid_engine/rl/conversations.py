@@ -186,6 +186,12 @@ def converse(
         if violations:
             raise ArgumentError(violations)
         samplings = asked_for(sampling, len(prompts), _require_bound).each
+        # Later turns begin with token ids, which have no images.
+        pictured = [index for index, prompt in enumerate(prompts) if _has_images(prompt)]
+        if pictured:
+            key, problem = f"prompts[{pictured[0]}]", "has images, and conversations are text alone"
+            remedy = "Leave the environment out"
+            raise ArgumentError([Violation(key, problem, remedy, code="images-unsupported")])
     runner = _EnvironmentRunner(engine, environment, chat)
     first_samplings = list(samplings)
     if max_tokens_per_turn is not None:
@@ -260,6 +266,14 @@ def prompt_of(element: Any) -> Any:
     if isinstance(element, Mapping) and "prompt" in element:
         return element["prompt"]
     return element
+
+
+def _has_images(element: Any) -> bool:
+    from hybrid_engine.backends.vllm.images import has_images
+    from hybrid_engine.backends.vllm.prompts import form_of
+
+    prompt = prompt_of(element)
+    return form_of(prompt) == "a chat" and has_images(prompt)
 
 
 def _require_bound(sampling: Any) -> Any:

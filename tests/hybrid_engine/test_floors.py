@@ -65,7 +65,7 @@ OUTSIDE = {
     "backends.fsdp": {"packaging", "peft", "torch", "transformers"},
     "backends.huggingface": {"numpy", "rich", "safetensors", "torch"},
     "backends.megatron": {"megatron", "megatron_patches", "packaging", "pydantic", "torch"},
-    "backends.vllm": {"numpy", "pydantic", "torch", "transformers", "vllm"},
+    "backends.vllm": {"PIL", "numpy", "pydantic", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": {"pydantic"},
     "serving": {"msgspec", "ray", "requests", "torch"},
     "vllm_plugin": {"vllm"},

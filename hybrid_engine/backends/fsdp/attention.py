@@ -95,7 +95,10 @@ def attention_calls(model: Any) -> dict[int, AttentionCall]:
     rotary_calls: list[RotaryCall] = []
     calls: dict[int, AttentionCall] = {}
     layer_classes = model._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    # A vision tower has layers of its own, and comes first.
+    has_tower = model.config.get_text_config() is not model.config
+    decoder = model.get_decoder() if has_tower else model
+    layers = [module for module in decoder.modules() if type(module).__name__ in layer_classes]
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     mask = torch.ones_like(tokens)
     watch = OperationWatch()

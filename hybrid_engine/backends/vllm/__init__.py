@@ -8,6 +8,7 @@
     isolation.py        vLLM's environment, groups and registries, kept apart from the caller's
     process_state.py    random numbers and torch's settings, kept apart from the caller's
     prompts.py          prompts -> token ids, completions in the prompts' form; the tokenizer
+    images.py           prompts with images, for vLLM and for the trainer
     tool_calls.py       calls of tools in answers, by vLLM's parsers
     requests.py         requests and completions in vLLM's terms; no request outlives its call
     replica_exchange.py distribution of prompts over replicas, and exchange of completions

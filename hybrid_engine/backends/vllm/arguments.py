@@ -70,6 +70,10 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         # support only bfloat16 and DeepSeek's sizes.
         defaults["attention_backend"] = "CPU_MLA"
     derived = _derived_arguments(settings, device_type)
+    if derived["hf_overrides"].takes_images:
+        # vLLM would normalize by preprocessor_config.json alone. Without a mean in that file
+        # it normalizes nothing, and transformers' processor has defaults.
+        defaults["mm_device_do_normalize"] = False
     return {**defaults, **derived, **settings.generate.vllm}
 
 
@@ -121,6 +125,7 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
     """Return the arguments that follow from the keys, the job and the way of building."""
     generate = settings.generate
     seconds = math.ceil(generate.timeout_seconds)
+    reads = ConfigReads(settings.model_dir, settings.quantization_config)
     arguments: dict[str, Any] = {
         **generate.of_vllm(),
         "model": settings.model_dir,
@@ -133,7 +138,7 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
-        "hf_overrides": ConfigReads(settings.model_dir, settings.quantization_config),
+        "hf_overrides": reads,
         "enforce_eager": is_eager(settings, device_type),
         "max_logprobs": -1,
         "logprobs_mode": LOGPROBS_MODE,
@@ -143,6 +148,10 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
     }
     if settings.quantization_config is not None or generate.quantization == UNQUANTISED:
         arguments.pop("quantization", None)  # config.json decides, as vLLM sees it
+    if reads.takes_images:
+        # vLLM processes images with the model's tokenizer.
+        arguments["skip_tokenizer_init"] = False
+        arguments["tokenizer"] = settings.tokenizer_dir or settings.model_dir
     kv_cache_mb = generate.kv_cache_mb
     if device_type == "cpu":
         kv_cache_mb = kv_cache_mb or _CPU_KV_CACHE_MB

@@ -80,6 +80,11 @@ class ConfigReads:
         self._readers: dict[str, str] = {}  # key -> its value and its reader
         self._recording: list[type] = []
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether config.json has the section of a vision tower."""
+        return bool(self._config.get("vision_config"))
+
     def __call__(self, config: Any) -> Any:
         """Return vLLM's config object with the replaced values.
 

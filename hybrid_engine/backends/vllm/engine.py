@@ -33,6 +33,7 @@ import torch
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
+from hybrid_engine.backends.vllm.images import ImagePrompt, image_faults
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import (
@@ -68,9 +69,10 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     without_what_stays,
 )
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ModelError, StateError
+from hybrid_engine.errors import ArgumentError, ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.block_quantization import BLOCK_METHOD
+from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
@@ -159,6 +161,8 @@ class InferenceEngine:
                 finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
                 if finalizer is not None:
                     finalizer.detach()
+                config = self._llm.llm_engine.model_config.hf_config
+                self._placeholders = placeholder_tokens(config.to_dict()).values()
                 seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
                 self._generator_state = process_state.seeded_state(seed)
                 self._process_settings = ProcessSettings.now()
@@ -253,15 +257,18 @@ class InferenceEngine:
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
             requested = asked_for(sampling, len(token_ids), self._params_of)
             self.check_prompts(token_ids, requested.max_tokens)
+            faults = list(image_faults(token_ids, self._placeholders))
+            if faults:
+                raise ArgumentError(faults)
 
         def complete(share: Sequence[Request]) -> list[list[Completion]]:
             params = [
                 sampling_of(request.sampling, requested.shared, request.seed) for request in share
             ]
-            return self._complete([request.prompt for request in share], params, lora)
+            return self._complete([request.prompted for request in share], params, lora)
 
         try:
-            return self._exchange.complete(
+            completions = self._exchange.complete(
                 token_ids,
                 data,
                 settings=(data, requested.fields(data), lora),
@@ -272,6 +279,12 @@ class InferenceEngine:
         except BaseException:
             self._generator_state = state  # also if this replica succeeded and another failed
             raise
+        return [
+            [replace(completion, image_inputs=prompt.inputs) for completion in group]
+            if isinstance(prompt, ImagePrompt)
+            else group
+            for prompt, group in zip(token_ids, completions, strict=True)
+        ]
 
     def abandon_requests(self) -> None:
         """Abort all unfinished requests and reset the prefix cache; every rank calls this.
@@ -521,7 +534,12 @@ class InferenceEngine:
         return ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
 
     def _params_of(self, sampling: AnySampling | None) -> Any:
-        return sampling_params(sampling, self.tokenizer)
+        params = sampling_params(sampling, self.tokenizer)
+        if self._placeholders:
+            # In place of an image's embedding it would have none.
+            bias = dict.fromkeys(self._placeholders, PLACEHOLDER_BIAS)
+            params.logit_bias = {**(params.logit_bias or {}), **bias}
+        return params
 
     def _complete(
         self, prompts: Sequence[Sequence[int]], params: Sequence[Any], lora: str | None
@@ -552,7 +570,7 @@ class InferenceEngine:
                 "the KV cache's memory is released: call wake_kv_cache() before generating",
                 code="kv-cache-released",
             )
-        prompted = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        prompted = [requests.request_of(prompt) for prompt in prompts]
         tokenizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(map(requests.needs_tokenizer, params)):
             tokenizer = self.tokenizer.attached_to(llm)

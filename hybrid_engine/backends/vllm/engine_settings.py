@@ -234,6 +234,8 @@ class Completion:
             the `SamplingParams.prompt_logprobs` most probable ones; empty if that number is 0.
         routed_experts: experts that computed the tokens of prompt and completion, all but the last
             one, with `generate_config.router_replay`.
+        image_inputs: tensors of the prompt's images for transformers' model, such as
+            `pixel_values`, for `build_batch`; all completions of a prompt share them.
     """
 
     token_ids: tuple[int, ...]
@@ -248,6 +250,7 @@ class Completion:
     prompt_logprobs: tuple[float, ...] = ()
     prompt_top_logprobs: tuple[Mapping[int, float], ...] = ()
     routed_experts: RoutedExperts | None = field(default=None, repr=False)
+    image_inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def text(self) -> str:

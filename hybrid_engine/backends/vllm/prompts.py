@@ -21,6 +21,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
+from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 
 Message = Mapping[str, Any]
@@ -119,7 +120,10 @@ def token_ids_of(
     _require_unset(chat if listed else None)
     if form == "a text":
         return tokenizer.encode(listed)
-    return [[int(token) for token in prompt] for prompt in listed]
+    return [
+        prompt if isinstance(prompt, ImagePrompt) else [int(token) for token in prompt]
+        for prompt in listed
+    ]
 
 
 def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_id: int) -> Any:
@@ -379,10 +383,13 @@ def _encode_chats(
     chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer, rendering: Mapping[str, Any]
 ) -> list[list[int]]:
     violations = []
-    encoded = []
+    encoded: list[list[int]] = []
     for index, chat in enumerate(chats):
         try:
-            encoded.append(tokenizer.encode_chat(chat, rendering))
+            if has_images(chat):
+                encoded.append(tokenizer.encode_images(chat, rendering))
+            else:
+                encoded.append(tokenizer.encode_chat(chat, rendering))
         except ValueError as error:
             remedy = "Give it messages that the template takes"
             violations.append(
@@ -421,6 +428,21 @@ class ModelTokenizer:
             raise self._missing("has no tokenizer")
         return tokenizer
 
+    @cached_property
+    def processor(self) -> Any:
+        """The model's processor of images and text. Raises ConfigError if it has none."""
+        from transformers import AutoProcessor, ProcessorMixin
+
+        try:
+            processor = AutoProcessor.from_pretrained(
+                self.model_dir, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # as of tokenizers
+            raise self._missing(f"has no processor that can be read ({error})") from error
+        if not isinstance(processor, ProcessorMixin):
+            raise self._missing("has no processor of images")
+        return processor
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text, by default with the tokenizer's special tokens."""
         if not texts:
@@ -457,6 +479,20 @@ class ModelTokenizer:
         encoding = self._rendered(messages, rendering, return_dict=True)
         token_ids: list[int] = encoding["input_ids"]
         return token_ids
+
+    def encode_images(
+        self, messages: Sequence[Message], rendering: Mapping[str, Any]
+    ) -> ImagePrompt:
+        """Return the prompt of a chat with images; as `encode_chat` otherwise."""
+        images = images_of(messages)
+        text = self._rendered(messages, rendering, tokenize=False)
+        (token_ids,) = self.encode([text], add_special_tokens=False)
+        try:
+            return image_prompt(self.processor, text, token_ids, images)
+        except ConfigError:
+            raise
+        except Exception as error:  # processors of all families raise various types
+            raise ValueError(f"the model's processor refuses it: {error}") from error
 
     def encode_reply(
         self,
@@ -521,13 +557,14 @@ class ModelTokenizer:
         manager = internals.core_of(llm).structured_output_manager
         # It stays attached here: grammars keep it, and it has no other use.
         manager.tokenizer = tokenizer
+        before = [part.tokenizer for part in parts]
         for part in parts:
             part.tokenizer = tokenizer
         try:
             yield
         finally:
-            for part in parts:
-                part.tokenizer = None
+            for part, earlier in zip(parts, before, strict=True):
+                part.tokenizer = earlier
 
     def _missing(self, problem: str) -> ConfigError:
         remedy = "Name a directory that has the model's tokenizer, or pass token ids"

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.backends.vllm.images import ImagePrompt, PackedImage, unpacked
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -46,11 +47,29 @@ class Request(Record, frozen=True):
         prompt: token ids.
         seed: seed of its completions.
         sampling: message for `requests.sampling_of`.
+        unexpanded: token ids with one token for an image; empty without images.
+        images: of the prompt.
     """
 
     prompt: list[int]
     seed: int | None
     sampling: bytes
+    unexpanded: tuple[int, ...] = ()
+    images: tuple[PackedImage, ...] = ()
+
+    @property
+    def prompted(self) -> list[int]:
+        """The prompt, with its images."""
+        if not self.images:
+            return self.prompt
+        return ImagePrompt(self.prompt, self.unexpanded, unpacked(self.images), {})
+
+
+def request_of(prompt: Sequence[int], seed: int | None, sampling: bytes) -> Request:
+    """Return the request for a prompt."""
+    if isinstance(prompt, ImagePrompt):
+        return Request(list(prompt), seed, sampling, tuple(prompt.unexpanded), tuple(prompt.packed))
+    return Request(list(prompt), seed, sampling)
 
 
 Share = tuple[Sequence[Request], Callable[[Completions], Completions]]
@@ -82,7 +101,7 @@ def stream_seeds(
     if seeds is None:
         return [None] * len(prompts)
     seed_of = seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts)
-    digests = [text_digest(*map(str, prompt)) for prompt in prompts]
+    digests = [text_digest(*map(str, prompt), *_images_text(prompt)) for prompt in prompts]
     num_before: Counter[int] = Counter()
     if data == "local":
         # Equal prompts of lower ranks come before those of this rank.
@@ -97,6 +116,11 @@ def stream_seeds(
             streams.append(text_digest(str(seed), str(digest), str(num_before[digest])))
         num_before[digest] += 1
     return streams
+
+
+def _images_text(prompt: Sequence[int]) -> tuple[str, ...]:
+    """Return a digest of the images of a prompt, if it has any."""
+    return (prompt.digest,) if isinstance(prompt, ImagePrompt) else ()
 
 
 class ReplicaExchange:
@@ -140,7 +164,7 @@ class ReplicaExchange:
         self._require_same(settings, prompts if data == "global" else (), data)
         streams = stream_seeds(seeds, prompts, data, self._job)
         requests = [
-            Request(list(prompt), seed, message)
+            request_of(prompt, seed, message)
             for prompt, seed, message in zip(prompts, streams, sampling, strict=True)
         ]
         share_of = self._global_share if data == "global" else self._local_share
@@ -157,6 +181,7 @@ class ReplicaExchange:
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=7)
         for prompt in prompts:
             digest.update(np.array([len(prompt), *prompt], dtype=np.int64).tobytes())
+            digest.update("".join(_images_text(prompt)).encode())
         number = int.from_bytes(digest.digest(), "big")
         if self._job.agreement.is_same([number], "comparing prompts"):
             return

@@ -25,6 +25,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
     Sampling,
     TokenDecoder,
 )
+from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
 from hybrid_engine.errors import (
     ArgumentError,
@@ -290,6 +291,16 @@ def _routed_experts_of(choice: Any) -> RoutedExperts | None:
     return RoutedExperts(experts.astype("int16").tobytes(), *experts.shape[1:])
 
 
+def request_of(prompt: Sequence[int]) -> dict[str, Any]:
+    """Return a prompt in vLLM's form."""
+    if isinstance(prompt, ImagePrompt):
+        return {
+            "prompt_token_ids": prompt.unexpanded,
+            "multi_modal_data": {"image": list(prompt.images)},
+        }
+    return {"prompt_token_ids": list(prompt)}
+
+
 def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:
     """Return log-probabilities [length - 1] of each token but the first, from vLLM's rows."""
     pairs = zip(rows[1:], token_ids[1:], strict=True)
@@ -412,8 +423,12 @@ def abandon(llm: Any) -> None:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Reset the prefix cache. Raises StateError if vLLM has requests, or refuses to reset it."""
+    """Reset the caches of prefixes and of images' embeddings.
+
+    Raises StateError if vLLM has requests, or refuses to reset the cache of prefixes.
+    """
     _require_none(llm, "forget cached prefixes")
+    llm.llm_engine.reset_encoder_cache()
     if not llm.reset_prefix_cache():
         scheduler = internals.core_of(llm).scheduler
         pool = scheduler.kv_cache_manager.block_pool

@@ -2,6 +2,7 @@
 
     batch_building.py  rows from prompts and completions, one sequence a row
     row_packing.py     several sequences in a row
+    image_rows.py      images of rows, as a vision tower takes them
     batch_checks.py    checks before any collective, and comparison of the ranks' arguments
     arrangement.py     sequences of a row; micro batches, and the rows that a model computes
     token_outputs.py   entropy and most likely tokens, from logits split over ranks by vocabulary

@@ -25,6 +25,7 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.ports import Batch
+from hybrid_engine.trainer.batches.image_rows import ImageRows, images_in
 
 KEYS = ("attention_mask", "position_ids", "sequence_ids")
 
@@ -208,6 +209,7 @@ class Rows:
         temperature: [b, L] fp32, divisor of the logits; None: 1 everywhere.
         routed_experts: [b, L, layers, k] experts of each token, -1 where routers select them;
             None: everywhere.
+        images: of all rows; None: text alone.
     """
 
     tokens: torch.Tensor
@@ -219,6 +221,7 @@ class Rows:
     is_labelled: torch.Tensor | None = None
     temperature: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    images: ImageRows | None = None
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -341,6 +344,7 @@ def _unchanged_rows(part: Batch) -> Rows:
         is_labelled=is_labelled,
         temperature=temperature,
         routed_experts=part.get(ROUTED_EXPERTS),
+        images=images_in(part),
     )
 
 
@@ -380,6 +384,7 @@ def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
         is_labelled,
         None if temperature is None else temperature.gather(1, sources),
         experts,
+        images_in(part),
     )
 
 

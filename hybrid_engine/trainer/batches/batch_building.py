@@ -12,6 +12,7 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
+from hybrid_engine.trainer.batches.image_rows import with_images
 
 # -- checks of arguments ---------------------------------------------------------------------------
 
@@ -273,13 +274,14 @@ def build_batch(
         `mask` [B, S] fp32, 1 where the label is a token that was sampled: of the completion, or of
         an answer in a conversation; `weights` [B, S], see `mean_weights`; `temperature` [B]
         unless all are 1; and, if completions have any, `routed_experts` [B, S, layers, k] int16,
-        -1 for tokens without.
+        -1 for tokens without. If prompts have images, `images` has the
+        `ImageRows` of all rows.
 
     Raises BatchError, a ValueError, which names every value that is not token ids and every
     sequence that does not fit.
     """
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
-    return batch_of(samples, seq_length, pad_token_id)
+    return with_images(batch_of(samples, seq_length, pad_token_id), completions)
 
 
 def batch_of(

@@ -28,6 +28,7 @@ from hybrid_engine.trainer.batches.arrangement import (
     sequence_faults,
     sequence_ids_of,
 )
+from hybrid_engine.trainer.batches.image_rows import IMAGES, image_violations, images_in
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 
@@ -53,6 +54,7 @@ class BatchLimits:
         no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
         routing: of the model, if it takes `routed_experts` of a batch; otherwise it ignores them.
         no_replay: reason why `routed_experts` are refused; "" if they are not.
+        no_images: reason why images are unsupported; "" if they are supported.
     """
 
     vocab_size: int
@@ -64,6 +66,7 @@ class BatchLimits:
     no_packing: str = ""
     routing: Routing | None = None
     no_replay: str = ""
+    no_images: str = "this model is trained on text alone"
 
 
 def own_share(
@@ -113,7 +116,10 @@ def _violations(
         yield Violation("batch", problem, remedy, code="not-a-dict")
         return
     required = ("tokens", "labels") if needs_labels else ("tokens",)
-    violations = list(shape_violations(batch, required))
+    tensors = {name: tensor for name, tensor in batch.items() if name != IMAGES}
+    violations = list(shape_violations(tensors, required))
+    if not violations:
+        violations = image_violations(batch, limits.no_images)
     yield from violations
     if violations:
         return
@@ -355,11 +361,11 @@ def agreed_share(
         # ranks that compute a value separately get the same bits only if it needs no rounding
         exact = {
             name: tensor
-            for name, tensor in batch.items()
+            for name, tensor in _tensors(batch).items()
             if data == "global" and not (tensor.is_floating_point() or tensor.is_complex())
         }
         # such as advantages and old log-probabilities
-        rounded = {name: tensor for name, tensor in share.items() if name not in exact}
+        rounded = {name: tensor for name, tensor in _tensors(share).items() if name not in exact}
         arguments = _Arguments(
             limits.dp_rank,
             # as text, because a difference is shown in a message
@@ -368,6 +374,7 @@ def agreed_share(
                 "entropy": str(bool(outputs.entropy)),
                 "top_k": str(outputs.top_k),
                 "tokens": f"shape {list(share['tokens'].shape)}",
+                IMAGES: "none" if images_in(batch) is None else "some",
             },
             whole=_contents(exact) if agreement.world_size > 1 else {},
             # no other rank has this share if there are as many data parallel ranks as ranks
@@ -385,6 +392,12 @@ def agreed_share(
         by_rank = agreement.gather(arguments, _Arguments, phase)
         raise BatchError(list(_differences(by_rank)))
     return share
+
+
+def _tensors(batch: Batch) -> Batch:
+    """Return the tensors of a batch, without images."""
+    # Processors compute the images' values on each rank, so their rows are compared by the tokens.
+    return {name: tensor for name, tensor in batch.items() if name != IMAGES}
 
 
 def _contents(tensors: Batch) -> Contents:

@@ -41,6 +41,7 @@ from hybrid_engine.trainer.batches.batch_building import (
     samples_of,
 )
 from hybrid_engine.trainer.batches.batch_checks import shape_violations
+from hybrid_engine.trainer.batches.image_rows import require_no_images, with_images
 
 _MEANS_OVER_ROWS = ("weights", "token_weights")
 """Keys of weights whose weighted sums are averaged over rows (`mean_weights`)."""
@@ -145,7 +146,7 @@ def pack(
     lengths = torch.tensor([sample.length for sample in samples])
     # no wider than needed, because there is a row for each sequence
     width = max((sample.length for sample in samples), default=1)
-    batch = batch_of(samples, width, pad_token_id)
+    batch = with_images(batch_of(samples, width, pad_token_id), completions)
     batch["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
     packed = pack_rows(batch, seq_length, multiple_of=multiple_of, pad_token_id=pad_token_id)
     packed.batch["weights"] = mean_weights(packed.batch["mask"])
@@ -174,6 +175,7 @@ def pack_rows(
     `worker.update` requires, and tensors of another shape.
     """
     _require_count(multiple_of)
+    require_no_images(batch, "pack_rows")
     keys = {name: tensor for name, tensor in batch.items() if name in ("tokens", *KEYS)}
     faults = [*shape_violations(keys, ["tokens"])] or [*sequence_faults(keys)]
     if faults:

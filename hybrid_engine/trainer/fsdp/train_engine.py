@@ -5,7 +5,9 @@ The counterpart of trainer/megatron/train_engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.job import Job
@@ -27,6 +30,10 @@ from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
+
+_NO_IMAGES = "the model has no token for images in its config.json"
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+"""Kind of a token -> its number in transformers' `mm_token_type_ids`."""
 
 
 class FsdpTrainEngine:
@@ -81,6 +88,7 @@ class FsdpTrainEngine:
             self._seq_length,
             no_packing=self._no_packing,
             no_replay="models that FSDP2 shards select experts themselves",
+            no_images="" if "image" in self.model.table.placeholders else _NO_IMAGES,
         )
 
     def train_step(
@@ -164,15 +172,37 @@ class FsdpTrainEngine:
         return ""
 
     def _logits(self, rows: Rows) -> torch.Tensor:
-        # transformers recognizes a new sequence in a row by a position that restarts at 0
-        positions = {} if rows.sequence_ids is None else {"position_ids": rows.position_ids}
-        logits: torch.Tensor = self.model.model(rows.tokens, use_cache=False, **positions).logits
+        inputs = {} if rows.images is None else self._image_inputs(rows)
+        if rows.sequence_ids is not None:
+            # transformers recognizes a new sequence in a row by a position that restarts at 0
+            inputs["position_ids"] = rows.position_ids
+        logits: torch.Tensor = self.model.model(rows.tokens, use_cache=False, **inputs).logits
         return logits.float()
+
+    def _image_inputs(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Return what the model takes beside the tokens: the images, and where they are."""
+        assert rows.images is not None
+        inputs = rows.images.joined()
+        if "mm_token_type_ids" in self._parameters_of_forward:
+            # 0 for text; positions follow from it
+            kinds = torch.zeros_like(rows.tokens)
+            for kind, token in self.model.table.placeholders.items():
+                kinds[rows.tokens == token] = _KINDS[kind]
+            inputs["mm_token_type_ids"] = kinds
+        return inputs
+
+    @cached_property
+    def _parameters_of_forward(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(transformers_model(self.model.model).forward).parameters
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
         assert rows.labels is not None
         logits = self._logits(rows)
+        placeholders = list(self.model.table.placeholders.values())
+        if placeholders:
+            # as in vLLM, which never draws them
+            logits[..., placeholders] += PLACEHOLDER_BIAS
         if rows.temperature is not None:
             logits = logits / rows.temperature.unsqueeze(-1)
         losses = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")

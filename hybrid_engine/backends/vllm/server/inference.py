@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
+from hybrid_engine.backends.vllm.images import require_text
 from hybrid_engine.backends.vllm.prompts import (
     ChatArguments,
     ModelTokenizer,
@@ -111,6 +112,7 @@ class ServedInference:
         with job.agreement.phase("checking prompts"):
             check_data(data)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
+            require_text(token_ids, "a server")
             requested = asked_for(sampling, len(token_ids), _over_http)
             self.check_prompts(token_ids, requested.max_tokens)
         seeds = stream_seeds(requested.seeds, token_ids, data, job)

@@ -1,0 +1,166 @@
+"""Prompts with images: token ids for vLLM and the trainer, and tensors for the trainer.
+
+    [{"role": "user", "content": [{"type": "image", "image": image},
+                                  {"type": "text", "text": "What is this?"}]}]
+
+A chat template writes one token for an image. The model's processor replaces it by as many as the
+image has in the model. vLLM takes the prompt before that, and replaces it itself; the trainer takes
+it after that, with the processor's tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_engine.errors import ArgumentError, Violation
+from hybrid_engine.messages import Record
+
+
+class PackedImage(Record, frozen=True):
+    """An RGB image in a message.
+
+    Attributes:
+        width, height: pixels.
+        content: 3 bytes a pixel, row by row.
+    """
+
+    width: int
+    height: int
+    content: bytes
+
+
+class ImagePrompt(list[int]):
+    """Token ids of a prompt as the model computes it, with all tokens of its images.
+
+    Attributes:
+        unexpanded: token ids with one token for an image, as vLLM takes them.
+        images: RGB images of PIL.
+        inputs: tensors of the images for transformers' model, such as `pixel_values`.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        unexpanded: Sequence[int],
+        images: Sequence[Any],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__init__(token_ids)
+        self.unexpanded = list(unexpanded)
+        self.images = tuple(images)
+        self.inputs = inputs
+
+    @cached_property
+    def packed(self) -> list[PackedImage]:
+        """The images, for a message."""
+        return [PackedImage(image.width, image.height, image.tobytes()) for image in self.images]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the images' pixels."""
+        digest = hashlib.blake2b(digest_size=16)
+        for image in self.packed:
+            digest.update(f"{image.width} {image.height} ".encode() + image.content)
+        return digest.hexdigest()
+
+
+def unpacked(images: Sequence[PackedImage]) -> list[Any]:
+    """Return the images of a message."""
+    from PIL import Image
+
+    return [Image.frombytes("RGB", (image.width, image.height), image.content) for image in images]
+
+
+def has_images(chat: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a message of a chat has an image."""
+    return next(_image_parts(chat), None) is not None
+
+
+def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the images of a chat, in order, as RGB.
+
+    Raises ValueError for what is neither an image of PIL nor a file of one.
+    """
+    from PIL import Image
+
+    images = []
+    for part in _image_parts(chat):
+        image = part.get("image")
+        if isinstance(image, str | Path):
+            try:
+                image = Image.open(image)
+            except OSError as error:
+                raise ValueError(f"its image cannot be read: {error}") from error
+        if not isinstance(image, Image.Image):
+            raise ValueError(
+                'an image is {"type": "image", "image": ...} with an image of PIL or the path '
+                f"of a file, found {type(image).__name__}"
+            )
+        images.append(image.convert("RGB"))
+    return images
+
+
+def image_prompt(
+    processor: Any, text: str, unexpanded: Sequence[int], images: Sequence[Any]
+) -> ImagePrompt:
+    """Return a prompt whose images the processor has made tensors of.
+
+    Args:
+        processor: of the model, a `ProcessorMixin` of transformers.
+        text: the prompt as the chat template renders it.
+        unexpanded: token ids of `text`.
+        images: RGB images of PIL, in the order of their places in the text.
+    """
+    inputs = dict(
+        processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+    )
+    # The others have a value for each token, and follow from the tokens.
+    names = [name for name in processor.image_processor.model_input_names if name in inputs]
+    token_ids = inputs["input_ids"][0].tolist()
+    return ImagePrompt(token_ids, unexpanded, images, {name: inputs[name] for name in names})
+
+
+def image_faults(
+    prompts: Sequence[Sequence[int]], placeholders: Collection[int]
+) -> Iterator[Violation]:
+    """Yield prompts that have tokens of images without the images, as those of an earlier prompt.
+
+    `placeholders`: token ids in whose places the model puts images and the like.
+    """
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, ImagePrompt) and not set(placeholders).isdisjoint(prompt):
+            problem = "has tokens of images, but no images"
+            remedy = "Pass a chat with the images; several turns have text alone"
+            yield Violation(f"prompts[{index}]", problem, remedy, code="tokens-without-images")
+
+
+def require_text(prompts: Sequence[Sequence[int]], engine: str) -> None:
+    """Raise ArgumentError naming every prompt with images, which `engine` does not take."""
+    violations = [
+        Violation(
+            f"prompts[{index}]",
+            f"has images, and {engine} takes text alone",
+            "Use vLLM in the training processes, without an environment",
+            code="images-unsupported",
+        )
+        for index, prompt in enumerate(prompts)
+        if isinstance(prompt, ImagePrompt)
+    ]
+    if violations:
+        raise ArgumentError(violations)
+
+
+def _image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, str):
+            continue
+        for part in content or ():
+            if isinstance(part, Mapping) and part.get("type") == "image":
+                yield part

@@ -1,0 +1,93 @@
+"""Images of a batch's rows, as a model's vision tower takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybrid_engine.errors import BatchError, Violation
+
+IMAGES = "images"
+"""Key of a batch for its `ImageRows`."""
+
+
+class ImageRows:
+    """Inputs of a vision tower, for each row of a batch.
+
+    Rows of different images have tensors of different sizes, so this is no tensor. Rows of the
+    same images share theirs.
+
+    Args:
+        rows: for each row, the tensors that a processor of transformers makes of its images, such
+            as `pixel_values` [patches, elements] and `image_grid_thw` [images, 3]; empty without
+            an image.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self.rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> ImageRows:
+        if isinstance(rows, torch.Tensor):
+            return ImageRows([self.rows[row] for row in rows.tolist()])
+        return ImageRows(self.rows[rows])
+
+    def to(self, device: torch.device) -> ImageRows:
+        """Return a copy on `device`."""
+        moved = [{name: tensor.to(device) for name, tensor in row.items()} for row in self.rows]
+        return ImageRows(moved)
+
+    def joined(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all rows, each name's concatenated along dim 0."""
+        names = self.rows[0]
+        return {name: torch.cat([row[name] for row in self.rows]) for name in names}
+
+
+def images_in(batch: Mapping[str, Any]) -> ImageRows | None:
+    """Return the images of a batch; None if it has text alone."""
+    images = batch.get(IMAGES)
+    return images if isinstance(images, ImageRows) else None
+
+
+def with_images(batch: Mapping[str, torch.Tensor], completions: Sequence[Any]) -> dict[str, Any]:
+    """Return a batch with the images of its completions' prompts; unchanged if there are none."""
+    rows = [getattr(completion, "image_inputs", None) or {} for completion in completions]
+    return {**batch, IMAGES: ImageRows(rows)} if any(rows) else dict(batch)
+
+
+def image_violations(batch: Mapping[str, Any], refusal: str) -> list[Violation]:
+    """Return what is wrong with the images of a batch.
+
+    Args:
+        batch: rows of tokens, with or without images.
+        refusal: reason why the model takes no images; "" if it does.
+    """
+    images = images_in(batch)
+    if images is None:
+        return []
+    if refusal:
+        remedy = "Use prompts of text, or a trainer that takes images"
+        return [Violation(IMAGES, refusal, remedy, code="images-unsupported")]
+    num_rows = len(batch["tokens"])
+    if len(images) != num_rows:
+        problem = f"has {len(images)} rows, but tokens have {num_rows}"
+        remedy = "Pass the images of each row"
+        return [Violation(IMAGES, problem, remedy, code="wrong-number-of-rows")]
+    # The ranks gather the layers of the vision tower together, in each micro batch or in none.
+    without = [row for row, inputs in enumerate(images.rows) if not inputs]
+    if without:
+        problem = f"row {without[0]} has none, and {num_rows - len(without)} rows have some"
+        remedy = "Make batches of prompts that all have an image, or all have none"
+        return [Violation(IMAGES, problem, remedy, code="rows-without-images")]
+    return []
+
+
+def require_no_images(batch: Mapping[str, Any], name: str) -> None:
+    """Raise BatchError if a batch has images, which function `name` does not take."""
+    violations = image_violations(batch, f"{name} takes rows of text alone")
+    if violations:
+        raise BatchError(violations)
