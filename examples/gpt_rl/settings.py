@@ -15,11 +15,12 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Section, Seed
+from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Section, Seed, Steps
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.config import shared_engine_settings
+from hybrid_engine.rl.run_checks import staleness_violations
 from hybrid_engine.rl.run_files import defaults_of
 
 
@@ -82,6 +83,10 @@ class RLConfig(Section):
     """Passes over the completions of an iteration."""
     minibatches: Count = 2
     """Optimizer steps per epoch."""
+    max_staleness: Steps = 0
+    """With a server: publishes by which the weights that drew a token may be older."""
+    importance_cap: Positive | None = None
+    """Truncated importance sampling: the largest weight of a token."""
     learning_rate: Positive = 3e-4
     """Constant learning rate."""
     clip_ratio: Annotated[Positive, Field(lt=1)] = 0.2
@@ -196,6 +201,7 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
     if rl.prompts_per_iteration > len(train):
         problem = f"{rl.prompts_per_iteration}, but train.jsonl has {len(train)} problems"
         yield Violation("rl_config.prompts_per_iteration", problem, f"Use {len(train)} or fewer")
+    yield from staleness_violations(rl, engine.generate_config, "rl_config")
     has_critic = engine.critic_config is not None
     if has_critic != (rl.algorithm == "ppo"):
         problem = f"{rl.algorithm} {'with' if has_critic else 'without'} critic_config"

@@ -141,7 +141,14 @@ def loop_config(rl: RLConfig) -> GrpoConfig | PpoConfig:
         "minibatches",
         "learning_rate",
     }
-    same_names |= {"clip_ratio", "kl_coefficient", "evaluate_every", "seed"}
+    same_names |= {
+        "max_staleness",
+        "importance_cap",
+        "clip_ratio",
+        "kl_coefficient",
+        "evaluate_every",
+        "seed",
+    }
     settings = rl.model_dump(include=same_names)
     settings |= {"steps": rl.iterations, "prompts_per_step": rl.prompts_per_iteration}
     settings |= {"stop_token_ids": (task.END,), "save_every": rl.checkpoint_every}

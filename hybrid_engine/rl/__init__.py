@@ -9,6 +9,8 @@
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
                                     conversations with an environment           conversations.py
       tools             rank 0      functions that the model calls              tools.py
+      queue             servers     with max_staleness: the next steps, while one is learned
+                                                                                group_queue.py
       reward            rank 0      functions and coroutines of the user        rewards.py,
                                                                                 user_callbacks.py
       forward_context   reference   its log-probabilities, if there is a KL term

@@ -3,7 +3,8 @@
     OUT/completions/step-000010.jsonl
 
 One line per completion: prompt, text, token_ids, reward, rewards by function, advantage (GRPO),
-finish_reason, num_tokens, weight_version. pandas and datasets read the files as they are.
+finish_reason, num_tokens, weight_version, and if servers drew it weight_versions and logprobs by
+token. pandas and datasets read the files as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ScoredCompletion:
         reward: total reward; NaN if the completion was left out.
         rewards: rewards by name, if there are several functions.
         advantage: of GRPO; None with PPO, which has one for each token.
-        weight_version: version of the weights that drew it.
+        weight_version: version of the weights that drew it, or its first token.
     """
 
     prompt: Any
@@ -76,6 +77,9 @@ class ScoredCompletion:
             "num_tokens": len(completion.token_ids),
             "weight_version": self.weight_version,
         }
+        if getattr(completion, "versions", ()):
+            values["weight_versions"] = list(completion.versions)
+            values["logprobs"] = list(completion.logprobs)
         if isinstance(completion, Conversation):
             values["turns"] = len(completion.turns)
         return values
@@ -88,7 +92,10 @@ def samples_of(
     batch: Mapping[str, torch.Tensor],
     version: int,
 ) -> list[ScoredCompletion]:
-    """Return the completions of a step with their rewards, and their advantages [B] if any."""
+    """Return the completions of a step with their rewards, and their advantages [B] if any.
+
+    `version`: version of the weights, of completions that do not have their own.
+    """
     completions = [
         (prompt, completion)
         for prompt, group in zip(prompts, groups, strict=True)
@@ -102,8 +109,9 @@ def samples_of(
     samples = []
     for row, (prompt, completion) in enumerate(completions):
         rewards = {name: values[row] for name, values in by_name.items()}
+        drawn = next(iter(getattr(completion, "versions", ())), version)
         samples.append(
-            ScoredCompletion(prompt, completion, totals[row], rewards, advantages[row], version)
+            ScoredCompletion(prompt, completion, totals[row], rewards, advantages[row], drawn)
         )
     return samples
 

@@ -75,6 +75,9 @@ class LoopConfig(Section):
     """Strings that end a completion; they are not part of it."""
     epochs: Count = 1
     """Passes over the completions of a step."""
+    max_staleness: Steps = 0
+    """With servers: publishes by which the weights that drew a token may be older than those that
+    learn from it. Up to this many further steps are drawn while one is learned."""
     minibatches: Count = 1
     """Optimizer steps per epoch; each learns from an equal part of the completions."""
     learning_rate: Positive | None = None
@@ -180,6 +183,14 @@ class LoopConfig(Section):
     def completions_per_step(self) -> int:
         """Number of completions of a step, B."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def clips_to_sampler(self) -> bool:
+        """True if ratios are to the probabilities with which tokens were drawn, in vLLM.
+
+        Otherwise they are to those of the trainer before the step.
+        """
+        return self.max_staleness > 0 and self.importance_cap is None
 
     def policy_loss(self) -> Callable[[Batch, torch.Tensor], Loss]:
         """Return the loss of the policy by these settings."""

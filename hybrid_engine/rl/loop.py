@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -49,10 +48,11 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.conversations import Environment, converse, prompt_of
+from hybrid_engine.rl.conversations import Environment
 from hybrid_engine.rl.critic import Critic
+from hybrid_engine.rl.group_queue import GroupQueue, randomness
 from hybrid_engine.rl.packed_calls import PackedCalls
-from hybrid_engine.rl.prompt_source import PromptSource, is_stream, source_of
+from hybrid_engine.rl.prompt_source import is_stream, source_of
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
 from hybrid_engine.rl.run_checks import (
     RunArguments,
@@ -60,7 +60,6 @@ from hybrid_engine.rl.run_checks import (
     argument_violations,
     limit_violations,
     require_arguments,
-    require_room,
     require_runnable,
     train_violations,
 )
@@ -80,7 +79,6 @@ from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Sampling
     from hybrid_engine.backends.vllm.prompts import ChatArguments
 
 Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
@@ -236,6 +234,7 @@ class Loop:
 
     Attributes:
         done: number of the last step that was run or loaded.
+        queue: completions of the next steps.
         samples: completions of the last step that was run.
     """
 
@@ -255,10 +254,8 @@ class Loop:
         self.worker = worker
         if not callable(prompts) and not is_stream(prompts):
             prompts = list(prompts)
-        self.environment = environment
         self.done = 0
         self.samples: list[ScoredCompletion] = []
-        self._chat = chat
         self._are_weights_unchanged = True
         self._arguments = RunArguments.of(
             prompts,
@@ -276,9 +273,8 @@ class Loop:
         if violations:
             raise ConfigError(violations)
         config = self.config
-        self._prompts: PromptSource = source_of(prompts, config.prompts_per_step, config.seed)
-        # Others were checked above.
-        self._checks_each_step = callable(prompts) or is_stream(prompts)
+        source = source_of(prompts, config.prompts_per_step, config.seed)
+        self.queue = GroupQueue(worker, self._arguments, self._limits, source)
         self._rewards = RewardFunctions(reward, config)
         self._calls = PackedCalls(worker.actor.engine.limits, config.pack)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
@@ -303,7 +299,11 @@ class Loop:
         self._switch = weakref.ref(worker.sharding)
 
     def close(self) -> None:
-        """Remove the hook from the worker, which outlives this loop. Idempotent; not collective."""
+        """Remove the hook from the worker, which outlives this loop, and stop drawing ahead.
+
+        Idempotent; not collective.
+        """
+        self.queue.close()
         switch = self._switch()
         if switch is not None:
             switch.remove_hook(self._count_switch)
@@ -393,11 +393,10 @@ class Loop:
         worker, config, meter = self.worker, self.config, self._meter
         meter.begin(number)
         self._are_weights_unchanged = True
-        names, prompts = self._prompts.take(number)
-        if self._checks_each_step:
-            require_room(prompts, self._arguments, self._limits)
+        names, prompts = self.queue.prompts_of(number)
         version = worker.train.version
         with worker.rollout_context():
+            waited = self.queue.begin(number)
             groups, scores = self._draw_and_score(number, names, prompts)
         rewards = scores.totals
         batch = self._batch(groups, rewards)
@@ -427,7 +426,10 @@ class Loop:
                 if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
                     report |= self._update(batch, number)
         self.done = number
-        figures = completion_figures(batch, groups, scores)
+        self.queue.learned(number)
+        figures = completion_figures(batch, groups, scores) | self.queue.figures(groups)
+        if config.max_staleness:
+            meter.add("generation_wait", waited)
         return {
             "step": number,
             **figures,
@@ -458,6 +460,9 @@ class Loop:
     def save(self, files: RunFiles, row: Row) -> None:
         """Write a checkpoint of the step of `row`, from which `run` resumes."""
         step = row["step"]
+        if self.config.max_staleness:
+            with self._meter.phase("generate"):
+                self.queue.wait()
         with self._meter.phase("checkpoint"), self.worker.train_context():
             self.worker.save_checkpoint(files.weights(step))
             if self.critic is not None:
@@ -465,7 +470,7 @@ class Loop:
             # Last: a checkpoint counts once it is completed.
             with self.worker.job.agreement.phase("completing the checkpoint"):
                 if self.worker.rank == 0:
-                    self._prompts.save(files.checkpoint(step), step)
+                    self.queue.save(files.checkpoint(step), step)
                     files.complete(Progress(step, row, self._reference_digest))
 
     def export(self, files: RunFiles) -> None:
@@ -482,8 +487,7 @@ class Loop:
                 self.worker.load_checkpoint(files.weights(step))
             if self.critic is not None:
                 self.critic.load(files.critic(step))
-            with self.worker.job.agreement.phase("reading the place in the prompts"):
-                self._prompts.load(files.checkpoint(step), step)
+            self.queue.load(files.checkpoint(step), step)
 
     def _newest(self, files: RunFiles) -> tuple[Progress, bool] | None:
         """Return the newest checkpoint and whether its row was written, as rank 0 reads them."""
@@ -536,7 +540,11 @@ class Loop:
             part_names = [names[index] for index in indices]
             part_prompts = [prompts[index] for index in indices]
             with self._meter.phase("generate"):
-                drawn = self._draw(part_names, part_prompts, self._sampling(number, draw))
+                if draw:
+                    sampling = self.queue.sampling(number, draw)
+                    drawn = self.queue.draw(part_names, part_prompts, sampling)
+                else:
+                    drawn = self.queue.take(number)
             with self._meter.phase("reward"):
                 part = self._rewards.compute(self.worker.job, part_names, part_prompts, drawn)
             if scores is None:
@@ -550,34 +558,6 @@ class Loop:
                 break
         assert scores is not None
         return groups, scores
-
-    def _sampling(self, number: int, draw: int = 0) -> Sampling:
-        """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""
-        from hybrid_engine.backends.vllm import Sampling
-
-        return Sampling(
-            n=self.config.samples_per_prompt,
-            temperature=self.config.temperature,
-            max_tokens=self.config.max_tokens,
-            stop_token_ids=self.config.stop_token_ids,
-            stop=self.config.stop,
-            seed=self._random(number, f"samples{draw or ''}").getrandbits(62),
-        )
-
-    def _draw(self, names: Sequence[int], prompts: Sequence[Any], sampling: Sampling) -> Groups:
-        """Draw the completions, or hold the conversations, of each prompt."""
-        if self.environment is None:
-            plain_prompts = [prompt_of(prompt) for prompt in prompts]
-            return self.worker.generate_sequences(plain_prompts, sampling, **self._chat)
-        return converse(
-            self.worker,
-            prompts,
-            sampling,
-            self.environment,
-            max_tokens_per_turn=self.config.max_tokens_per_turn,
-            names=names,
-            **self._chat,
-        )
 
     def _advantages_of(
         self, config: GrpoConfig, rewards: torch.Tensor, groups: Groups
@@ -632,6 +612,10 @@ class Loop:
     def _update(self, batch: dict[str, torch.Tensor], number: int) -> dict[str, float]:
         """Take all optimizer steps of a step; return the mean of their reports."""
         config = self.config
+        if config.clips_to_sampler:
+            is_drawn = batch["mask"].bool()
+            log_probs = batch["sampled_log_probs"].where(is_drawn, batch["old_log_probs"])
+            batch = {**batch, "old_log_probs": log_probs}
         generator = self._generator(number, "minibatches")
         outputs: Any = {"entropy": True} if config.entropy_coefficient else {}
         reports = []
@@ -647,15 +631,11 @@ class Loop:
         means.pop("kl", None)
         return means
 
-    def _random(self, number: int, purpose: str) -> random.Random:
-        """Return the random numbers of a step for one purpose."""
-        # Seeded per purpose, so that a new random choice does not change the existing ones. The
-        # seed is a string, which Random hashes alike in every process.
-        return random.Random(f"{self.config.seed}/{number}/{purpose}")
-
     def _generator(self, number: int, purpose: str) -> torch.Generator:
         """Return torch's random numbers of a step for one purpose."""
-        return torch.Generator().manual_seed(self._random(number, purpose).getrandbits(30))
+        return torch.Generator().manual_seed(
+            randomness(self.config.seed, number, purpose).getrandbits(30)
+        )
 
 
 def _without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid_engine.config import HybridConfig
+from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.models import table_for
@@ -103,6 +103,7 @@ class RunLimits:
         tokenizer: tokenizer of texts and chats.
         check_prompts: (token ids of prompts, max_tokens) -> None; raises ArgumentError for prompts
             that vLLM cannot complete.
+        generate: settings of the inference side.
         no_packing: reason why the model computes one sequence a row only; "" if it is not known.
     """
 
@@ -112,6 +113,7 @@ class RunLimits:
     has_critic: bool
     tokenizer: ModelTokenizer
     check_prompts: Callable[[Sequence[Sequence[int]], int], None]
+    generate: GenerateConfig
     no_packing: str = ""
 
     @classmethod
@@ -125,6 +127,7 @@ class RunLimits:
             worker.config.critic_config is not None,
             worker.inference.tokenizer,
             worker.inference.check_prompts,
+            worker.config.generate_config,
             limits.no_packing,
         )
 
@@ -146,6 +149,7 @@ class RunLimits:
             engines.critic_config is not None,
             ModelTokenizer(str(engines.model)),
             check_prompts,
+            engines.generate_config,
         )
 
 
@@ -249,6 +253,7 @@ def limit_violations(
     violations += _critic_violations(config, limits)
     violations += _size_violations(config, limits)
     violations += packing_violations(config, limits.no_packing)
+    violations += staleness_violations(config, limits.generate, config.name)
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts
@@ -261,6 +266,51 @@ def limit_violations(
         )
     collect(violations, require_room, prompts, arguments, limits)
     return violations
+
+
+class DrawsAhead(Protocol):
+    """Settings of a loop that decide how far servers draw ahead."""
+
+    @property
+    def max_staleness(self) -> int: ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def minibatches(self) -> int: ...
+
+
+def staleness_violations(
+    config: DrawsAhead, generate: GenerateConfig, name: str
+) -> Iterator[Violation]:
+    """Yield settings with which no step can be drawn while another is learned.
+
+    `name`: section of `config` in messages.
+    """
+    if not config.max_staleness:
+        return
+    key = f"{name}.max_staleness"
+    of_run = f"max_staleness is {config.max_staleness}"
+    if not generate.servers:
+        problem = f"is {config.max_staleness}, but vLLM generates in the ranks that train"
+        remedy = "Start servers and set generate_config.servers, or leave it out"
+        yield Violation(key, problem, remedy, code="needs-servers")
+        return
+    if generate.release_weights:
+        key = "generate_config.release_weights"
+        problem = f"is true, so servers have no weights during training, but {of_run}"
+        yield Violation(key, problem, "Set it to false", code="needs-weights")
+    if generate.server_pause == "abort":
+        key = "generate_config.server_pause"
+        problem = f"is abort, which ends completions at a publish, but {of_run}"
+        yield Violation(key, problem, "Set it to keep, or to wait", code="conflicting-keys")
+    num_updates = config.epochs * config.minibatches
+    if generate.server_max_lag < num_updates:
+        key = "generate_config.server_max_lag"
+        problem = f"is {generate.server_max_lag}, but a step has {num_updates} optimizer steps"
+        remedy = f"Set it to {num_updates}, epochs x minibatches"
+        yield Violation(key, problem, remedy, code="below-updates")
 
 
 def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLimits) -> None:
@@ -330,6 +380,11 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
         problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
         remedy = "Pass an environment, or set max_tokens"
         yield Violation(key, problem, remedy, code="needs-environment")
+    if "environment" in arguments.callbacks and config.max_staleness:
+        key = f"{config.name}.max_staleness"
+        problem = f"is {config.max_staleness}, but conversations are not drawn in the background"
+        remedy = "Leave it out, or the environment"
+        yield Violation(key, problem, remedy, code="conflicting-keys")
     if config.pack and config.ratio == "sequence":
         key = f"{config.name}.pack"
         problem = "is true, but a ratio for a sequence needs one sequence a row"

@@ -8,7 +8,8 @@
     OUT/metrics.1.events.*, ...     their events, under a name that TensorBoard does not read
     OUT/first-checkpoint            written after the first checkpoint, has its step; never removed
     OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json;
-                                    the place in a stream of prompts
+                                    the place in a stream of prompts; queue.msgpack, with
+                                    max_staleness
     OUT/exports/step-000050/        Hugging Face checkpoints, written on request
 
 progress.json is written last and atomically: a checkpoint without it is incomplete, and is removed

@@ -32,6 +32,8 @@ The phase is generate, reward, score, critic, update, checkpoint or evaluate.
 
 _TOTALS = ("bytes_received", "bytes_least")
 _MAXIMA = ("peak_bytes", "rss_bytes")
+_MINIMA = ("generation_wait_seconds",)
+"""Servers wait only while no rank has requests."""
 
 
 def completion_figures(
@@ -126,8 +128,12 @@ class StepMeter:
         self._on_phase(name, self.step)
         start = time.perf_counter()
         yield
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to the seconds of `name`."""
         key = f"{name}_seconds"
-        self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - start
+        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
 
     def take(self, worker: ActorHybridWorker) -> dict[str, float]:
         """Return the measurements since the last call, combined over all ranks. Collective."""
@@ -153,7 +159,8 @@ class StepMeter:
 def combine_ranks(
     of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False
 ) -> dict[str, float]:
-    """Combine the measurements of all ranks: the sum of bytes, the maximum of seconds and memory.
+    """Combine the measurements of all ranks: the sum of bytes, the maximum of seconds and memory,
+    except the seconds in which servers wait.
 
     `are_totals`: every rank reports the bytes of all ranks, as in switches with servers.
     """
@@ -162,7 +169,7 @@ def combine_ranks(
     # A phase of a switch may have run on some ranks only.
     for name in dict.fromkeys(name for measured in of_ranks for name in measured):
         # A step takes as long, and needs as much memory, as its worst rank.
-        combine = total if name in _TOTALS else max
+        combine = total if name in _TOTALS else min if name in _MINIMA else max
         combined[name] = combine(measured.get(name, 0) for measured in of_ranks)
     return combined
 

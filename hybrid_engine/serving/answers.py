@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybrid_engine.errors import GenerationError, ServerError, clipped, first_of
+from hybrid_engine.errors import GenerationError, ServerError, clipped, first_of, shortened
 from hybrid_engine.serving.invitation import DrawnWith
 
 _ROUNDING = 1e-3
@@ -26,11 +26,14 @@ class Weights(msgspec.Struct, frozen=True):
 
     Attributes:
         job: job of the trainers that filled the server.
-        versions: weight versions of the choice's tokens, without repeats.
+        versions: weight versions of the choice's tokens, without repeats, if they are known.
+        spans: (version, first token, token after the last) of all tokens, in order, if the request
+            asked for any version; None before vLLM 0.32.
     """
 
     job: str
-    versions: list[str]
+    versions: list[str] = []
+    spans: list[tuple[str, int, int]] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -54,6 +57,13 @@ class Choice(msgspec.Struct, frozen=True):
     def log_probs(self) -> list[float]:
         """Log-probabilities of the tokens in nats; empty if the response has none."""
         return [] if self.logprobs is None else self.logprobs.token_logprobs
+
+    def versions(self, wanted: DrawnWith) -> tuple[int, ...]:
+        """Return the weight version of each token; `wanted`: weights that the request asked for."""
+        if wanted.version is not None:
+            return (wanted.version,) * len(self.token_ids)
+        spans = (self.hybrid_engine and self.hybrid_engine.spans) or []
+        return tuple(int(version) for version, start, end in spans for _ in range(start, end))
 
     @property
     def refusal(self) -> str:
@@ -166,7 +176,25 @@ def _other_weights(choice: Choice, wanted: DrawnWith) -> Iterator[str]:
     place = f"choice {choice.index}"
     if drawn is None:
         yield f"{place} does not report its weights, but the request asked for {wanted}"
+    elif wanted.version is None:
+        yield from _unknown_versions(choice, drawn, wanted)
     elif (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
         versions = first_of(drawn.versions, 3)
         source = f"version {versions} of job {drawn.job}"
         yield f"{place} was generated with {source}, not with {wanted}"
+
+
+def _unknown_versions(choice: Choice, drawn: Weights, wanted: DrawnWith) -> Iterator[str]:
+    """Yield a problem unless the choice reports a version of the requested job for each token."""
+    place = f"choice {choice.index}"
+    if drawn.job != wanted.job:
+        yield f"{place} was generated with weights of job {drawn.job}, not with {wanted}"
+    elif drawn.spans is None:
+        yield f"{place} does not report the version of each token, as vLLM 0.32 and later do"
+    else:
+        ends = [0, *(end for _, _, end in drawn.spans)]
+        are_numbers = all(version.isdecimal() for version, _, _ in drawn.spans)
+        is_whole = ends == [*(start for _, start, _ in drawn.spans), len(choice.token_ids)]
+        if not (are_numbers and is_whole and ends == sorted(ends)):
+            shown = shortened(drawn.spans)
+            yield f"{place} has {len(choice.token_ids)} tokens, but versions of {shown}"

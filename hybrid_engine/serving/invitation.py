@@ -269,17 +269,21 @@ class DrawnWith(ServerMessage, frozen=True, kw_only=True):
 
     Attributes:
         job: see `Invitation`.
-        version: see `Update`.
+        version: see `Update`. None: any versions of the job; a request in flight continues after a
+            publish.
     """
 
     job: str
-    version: int
+    version: int | None
 
     def __str__(self) -> str:
-        return f"version {self.version} of job {self.job}"
+        version = "any version" if self.version is None else f"version {self.version}"
+        return f"{version} of job {self.job}"
 
     def arguments(self) -> dict[str, str]:
         """Return the `vllm_xargs` of the request."""
+        if self.version is None:
+            return {JOB: self.job}
         return {JOB: self.job, VERSION: str(self.version)}
 
 

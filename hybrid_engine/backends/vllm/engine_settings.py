@@ -236,6 +236,7 @@ class Completion:
             one, with `generate_config.router_replay`.
         image_inputs: tensors of the prompt's images for transformers' model, such as
             `pixel_values`, for `build_batch`; all completions of a prompt share them.
+        versions: of a server's completion: version of the weights that drew each token.
     """
 
     token_ids: tuple[int, ...]
@@ -251,6 +252,7 @@ class Completion:
     prompt_top_logprobs: tuple[Mapping[int, float], ...] = ()
     routed_experts: RoutedExperts | None = field(default=None, repr=False)
     image_inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    versions: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def text(self) -> str:

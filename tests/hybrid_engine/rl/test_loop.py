@@ -311,8 +311,8 @@ def test_max_tokens_per_turn_requires_an_environment() -> None:
     with pytest.raises(ConfigError, check=needed):
         Loop(worker, "ab", mock.Mock(), config)
     loop = Loop(worker, "ab", mock.Mock(), config, environment=mock.Mock())
-    with mock.patch("hybrid_engine.rl.loop.converse") as converse:
-        loop._draw([7], ["a"], Sampling())
+    with mock.patch("hybrid_engine.rl.group_queue.converse") as converse:
+        loop.queue.draw([7], ["a"], Sampling())
     assert converse.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7]}
 
 
@@ -322,7 +322,7 @@ def loop_without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
 
 @pytest.mark.slow  # imports vLLM
 def test_each_step_of_each_run_has_its_own_seed() -> None:
-    seeds = [loop_without_engines(seed=seed)._sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
+    seeds = [loop_without_engines(seed=seed).queue.sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
     assert len(set(seeds)) == 10
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Sampling, load_config
-from hybrid_engine.backends.vllm.server import inference as server_inference
+from hybrid_engine.backends.vllm.server import drawing
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import GenerationError, ServerError
 from hybrid_engine.ranks.job import Job
@@ -201,7 +201,7 @@ def test_an_invalid_response_raises_a_named_error(served: tuple[ServedInference,
     kind = GenerationError if name in GENERATION_ERRORS else ServerError
     started = time.monotonic()
     with pytest.raises(kind) as caught:
-        inference._ask(0, PROMPTS, Sampling(max_tokens=MAX_TOKENS))
+        inference._ask(0, PROMPTS, Sampling(max_tokens=MAX_TOKENS), WEIGHTS)
     assert type(caught.value) is kind
     assert len(str(caught.value)) < 3000
     with pytest.raises((GenerationError, ServerError)):
@@ -215,13 +215,13 @@ def test_a_failure_stops_further_requests(
     inference, _ = served
     num_requests = itertools.count()
 
-    def fail_first(number: int, prompts: object, sampling: object) -> list[Any]:
+    def fail_first(number: int, prompts: object, sampling: object, weights: object) -> list[Any]:
         if next(num_requests) == 0:
             raise ServerError("no memory")
         time.sleep(0.1)
         return []
 
-    monkeypatch.setattr(server_inference, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(drawing, "_MOST_REQUESTS", 2)
     monkeypatch.setattr(inference, "_ask", fail_first)
     with pytest.raises(ServerError, match="no memory"):
         inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MAX_TOKENS, seed=1))

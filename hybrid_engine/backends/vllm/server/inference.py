@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -22,25 +21,20 @@ from hybrid_engine.backends.vllm.prompts import (
 )
 from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
 from hybrid_engine.backends.vllm.requests import asked_for
+from hybrid_engine.backends.vllm.server.drawing import Drawing
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, GenerationError, StateError, Violation
+from hybrid_engine.errors import ArgumentError, StateError, Violation
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data, NearEnd, Trainer
-from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.answers import Choice, Expected, checked_choices
 from hybrid_engine.serving.clients import named_server
+from hybrid_engine.serving.invitation import DrawnWith
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.roles import NoInference
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import Samplings
-
-_PROMPTS_OF_A_REQUEST = 64
-"""Prompts per request. A server decodes requests together, and nothing while it parses one."""
-_MOST_REQUESTS = 64
-"""Maximum number of concurrent requests of a rank."""
 
 
 class ServedInference:
@@ -105,8 +99,28 @@ class ServedInference:
     ) -> list[list[Completion]]:
         """Complete prompts on the servers; see `InferenceEngine.generate_over_replicas`.
 
-        Collective. `sampling` is a `Sampling`, or a list of them. Each rank requests its share of
-        the prompts, starting with a different server.
+        Collective. `sampling` is a `Sampling`, or a list of them.
+        """
+        return self.begin(prompts, sampling, attention_mask, data, chat).collect()
+
+    def begin(
+        self,
+        prompts: Prompts,
+        sampling: Samplings | None = None,
+        attention_mask: torch.Tensor | None = None,
+        data: Data = "global",
+        chat: ChatArguments | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> Drawing:
+        """Begin to draw completions in the background; `collect` of the result waits for them.
+
+        Collective. Each rank requests its share of the prompts, starting with a different server.
+
+        Args:
+            prompts, sampling, attention_mask, data, chat: as of `generate_over_replicas`.
+            goes_on: completions continue after a publish, with the next weights; see
+                `Completion.versions`. Otherwise the present weights draw all tokens.
         """
         job = self.job
         with job.agreement.phase("checking prompts"):
@@ -115,35 +129,14 @@ class ServedInference:
             require_text(token_ids, "a server")
             requested = asked_for(sampling, len(token_ids), _over_http)
             self.check_prompts(token_ids, requested.max_tokens)
+            weights = self._weights(goes_on)
         seeds = stream_seeds(requested.seeds, token_ids, data, job)
         samplings = [
             replace(unseeded, seed=seed)
             for unseeded, seed in zip(requested.each, seeds, strict=True)
         ]
-        # Global data: rank r completes every world_size-th prompt, from r on.
-        step = job.world_size if data == "global" else 1
-        share = slice(job.rank % step, None, step)
-        with job.agreement.phase("generate", kind=GenerationError):
-            completed = self._complete(token_ids[share], samplings[share])
-        if data == "local" or step == 1:
-            return completed
-        # Prompts and tokenizer are not sent, because all ranks have them.
-        sent = [
-            [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
-            for row in completed
-        ]
-        kind = list[list[Completion]]
-        by_rank = job.agreement.gather(sent, kind, "exchange of completions", LIMIT)
-        answers = []
-        for index, prompt in enumerate(token_ids):
-            row = by_rank[index % step][index // step]
-            answers.append(
-                [
-                    replace(completion, prompt_token_ids=tuple(prompt), tokenizer=self.tokenizer)
-                    for completion in row
-                ]
-            )
-        return answers
+        ask = functools.partial(self._ask, weights=weights)
+        return Drawing(ask, job, self.tokenizer, token_ids, samplings, data, len(self._servers))
 
     def check_prompts(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]
@@ -158,58 +151,27 @@ class ServedInference:
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
         server = next(self._turns) % len(self._servers)
-        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1))
+        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), self._weights())
         return completion
 
-    def _complete(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
-    ) -> list[list[Completion]]:
-        """Complete prompts by concurrent requests of this rank.
-
-        A request has one sampling with one seed, and one length, so prompts with different ones are
-        sent in separate requests.
-        """
-        is_alike = len(set(samplings)) == 1 and samplings[0].max_tokens is not None
-        size = _PROMPTS_OF_A_REQUEST if is_alike else 1
-        waiting = deque(enumerate(range(0, len(prompts), size)))
-        completed: dict[int, list[list[Completion]]] = {}
-
-        def ask() -> None:
-            while waiting:
-                try:
-                    number, start = waiting.popleft()
-                except IndexError:  # another thread took the last one
-                    return
-                server = (self.job.rank + number) % len(self._servers)
-                try:
-                    part = prompts[start : start + size]
-                    completed[number] = self._ask(server, part, samplings[start])
-                except BaseException:
-                    waiting.clear()  # the whole call fails, so draw nothing more
-                    raise
-
-        # Not an executor: it would be joined when the wait is interrupted, and a server that does
-        # not respond would block that forever.
-        num_threads = min(len(waiting), _MOST_REQUESTS)
-        asking = [in_background(ask, "completions") for _ in range(num_threads)]
-        try:
-            wait(asking)
-        finally:
-            waiting.clear()
-        for thread in asking:
-            thread.result()
-        return [row for _, rows in sorted(completed.items()) for row in rows]
-
-    def _ask(
-        self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
-        """Complete prompts in one request to server `number`."""
+    def _weights(self, goes_on: bool = False) -> DrawnWith:
+        """Return the weights that a request asks for. Raises StateError if there are none."""
         weights = None if self._publisher is None else self._publisher.drawn_with
         if weights is None:
             raise StateError(
                 "the servers have no weights of these trainers: generate in a rollout context",
                 code="no-weights",
             )
+        return DrawnWith(job=weights.job, version=None) if goes_on else weights
+
+    def _ask(
+        self,
+        number: int,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        weights: DrawnWith,
+    ) -> list[list[Completion]]:
+        """Complete prompts in one request to server `number`."""
         # Without a value vLLM would generate 16 tokens.
         max_tokens = sampling.max_tokens or self._longest - len(prompts[0])
         values = {name: value for name, value in asdict(sampling).items() if value is not None}
@@ -234,11 +196,13 @@ class ServedInference:
         for index, prompt in enumerate(prompts):
             own_choices = choices[index * sampling.n : (index + 1) * sampling.n]
             completions.append(
-                [self._completion(choice, prompt, sampling) for choice in own_choices]
+                [self._completion(choice, prompt, sampling, weights) for choice in own_choices]
             )
         return completions
 
-    def _completion(self, choice: Choice, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    def _completion(
+        self, choice: Choice, prompt: Sequence[int], sampling: Sampling, weights: DrawnWith
+    ) -> Completion:
         return Completion(
             tuple(choice.token_ids),
             tuple(choice.log_probs) if sampling.logprobs else (),
@@ -248,6 +212,7 @@ class ServedInference:
             drawn_text=choice.text if sampling.stop else None,
             tokenizer=self.tokenizer,
             temperature=sampling.temperature or 1.0,
+            versions=choice.versions(weights),
         )
 
     def shutdown(self) -> None:

@@ -68,6 +68,8 @@ def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     spans = getattr(output, "weight_versions", None)
     if spans is not None:
         drawn["versions"] = sorted({span.version for span in spans})
+        if VERSION not in wanted:
+            drawn["spans"] = [(span.version, span.start, span.end) for span in spans]
     elif VERSION in wanted:
         drawn["versions"] = [wanted[VERSION]]
     return {"hybrid_engine": drawn}

@@ -56,9 +56,13 @@ def test_only_open_routes_answer_without_a_proof(monkeypatch: pytest.MonkeyPatch
 
 def test_a_choice_carries_the_known_weight_versions() -> None:
     plain = SimpleNamespace()
-    spans = SimpleNamespace(weight_versions=[SimpleNamespace(version=version) for version in ("4", "3", "4")])
+    parts = [("4", 0, 2), ("3", 2, 3), ("4", 3, 5)]
+    versions = [SimpleNamespace(version=version, start=start, end=end) for version, start, end in parts]
+    spans = SimpleNamespace(weight_versions=versions)
     requested = {JOB: "a", VERSION: "3"}
     assert routes.drawn_with(plain, None) == routes.drawn_with(spans, {}) == {}
     assert routes.drawn_with(plain, requested) == {"hybrid_engine": {"job": "a", "versions": ["3"]}}
     assert routes.drawn_with(plain, {JOB: "a"}) == {"hybrid_engine": {"job": "a"}}
-    assert routes.drawn_with(spans, {JOB: "a"}) == {"hybrid_engine": {"job": "a", "versions": ["3", "4"]}}
+    assert routes.drawn_with(spans, requested) == {"hybrid_engine": {"job": "a", "versions": ["3", "4"]}}
+    label = {"job": "a", "versions": ["3", "4"], "spans": parts}
+    assert routes.drawn_with(spans, {JOB: "a"}) == {"hybrid_engine": label}

@@ -1,0 +1,323 @@
+"""Prompts and completions of steps; with servers those of the next steps are drawn ahead.
+
+    step n, which learns with the weights that step n - 1 made, and k = max_staleness
+
+    publish         servers pause, are filled, and go on, with completions in flight too
+    begin   n + k   request its completions, for any weights of this job; at first n ... n + k
+    take    n       wait for its completions, and check the version of each token
+    learn   n       servers draw n + 1 ... n + k
+
+So no token of step n is older than the publish of step n - k. With k = 0, `take` draws the step.
+
+A checkpoint has the completions of all begun steps. The run waits for them before it saves, so it
+learns the same completions whether it goes on or is resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, cast
+
+from hybrid_engine.errors import (
+    GenerationError,
+    HybridEngineError,
+    LostRankError,
+    MessageError,
+    clipped,
+    first_of,
+)
+from hybrid_engine.files.durable import naming, write_bytes
+from hybrid_engine.files.reading import read_regular
+from hybrid_engine.messages import decode, encode
+from hybrid_engine.ranks.agreement import MOST_SHARED
+from hybrid_engine.rl.conversations import converse, prompt_of
+from hybrid_engine.rl.prompt_source import PromptSource, is_stream
+from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
+from hybrid_engine.rl.step_metrics import Groups
+from hybrid_engine.trainer.worker import ActorHybridWorker
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion, Sampling
+    from hybrid_engine.backends.vllm.server.drawing import Drawing
+    from hybrid_engine.backends.vllm.server.inference import ServedInference
+
+logger = logging.getLogger("hybrid_engine")
+
+_FILE = "queue.msgpack"
+_REMEDY = (
+    "Remove the checkpoint's directory to resume from the one before it, or begin a new run "
+    "elsewhere"
+)
+
+
+@dataclass(frozen=True)
+class _BegunStep:
+    """A step whose completions have been requested.
+
+    Attributes:
+        drawing: the requests; None if the completions come from a checkpoint.
+        restored: completions of each prompt, from a checkpoint.
+    """
+
+    drawing: Drawing | None
+    restored: list[list[Completion]] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if this rank has nothing to wait for."""
+        return self.drawing is None or self.drawing.is_finished
+
+    def collect(self) -> list[list[Completion]]:
+        """Wait for the completions of each prompt, and return them. Collective."""
+        return self.restored if self.drawing is None else self.drawing.collect()
+
+
+class GroupQueue:
+    """Completions of the present step, and with `max_staleness` of the next ones.
+
+    Args:
+        worker: both engines.
+        arguments: arguments of the run.
+        limits: limits of its engines.
+        source: prompts of each step.
+
+    Attributes:
+        ready: with `max_staleness`, the number of steps that had been drawn completely when the
+            trainer asked for one, including that one.
+    """
+
+    def __init__(
+        self,
+        worker: ActorHybridWorker,
+        arguments: RunArguments,
+        limits: RunLimits,
+        source: PromptSource,
+    ) -> None:
+        self.ready = 0
+        self._worker = worker
+        self._arguments = arguments
+        self._limits = limits
+        self._source = source
+        # A list was checked before.
+        self._checks_each_step = callable(arguments.prompts) or is_stream(arguments.prompts)
+        # A stream is read once.
+        self._prompts: dict[int, tuple[Sequence[int], list[Any]]] = {}
+        self._depth = arguments.config.max_staleness
+        self._environment = arguments.callbacks.get("environment")
+        self._chat: Any = arguments.chat
+        self._begun: dict[int, _BegunStep] = {}
+        self._drawings: list[Drawing] = []
+        self._published: list[int] = []
+
+    def prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """Return the numbers of a step's prompts, and the prompts.
+
+        Raises ArgumentError or ConfigError if the caller's function returns invalid ones.
+        """
+        if number not in self._prompts:
+            names, prompts = self._source.take(number)
+            if self._checks_each_step:
+                require_room(prompts, self._arguments, self._limits)
+            self._prompts[number] = names, prompts
+        return self._prompts[number]
+
+    def sampling(self, number: int, draw: int = 0) -> Sampling:
+        """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""
+        from hybrid_engine.backends.vllm import Sampling
+
+        config = self._arguments.config
+        return Sampling(
+            n=config.samples_per_prompt,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            stop_token_ids=config.stop_token_ids,
+            stop=config.stop,
+            seed=randomness(config.seed, number, f"samples{draw or ''}").getrandbits(62),
+        )
+
+    def begin(self, number: int) -> float:
+        """Begin all steps that may be drawn during step `number`. Collective, in rollout context.
+
+        Returns the seconds in which this rank had no requests before it began the next step.
+        """
+        if not self._depth:
+            return 0.0
+        version = self._worker.train.version
+        # In the warm-up of PPO's critic, steps change no weight.
+        if version not in self._published:
+            self._published = [*self._published[-self._depth :], version]
+        last = min(number + self._depth, self._arguments.config.steps)
+        new = [step for step in range(number, last + 1) if step not in self._begun]
+        waited = 0.0
+        if new and self._drawings and all(drawing.is_finished for drawing in self._drawings):
+            waited = time.perf_counter() - max(drawing.ended_at for drawing in self._drawings)
+        servers = cast("ServedInference", self._worker.inference)
+        for step in new:
+            _, prompts = self.prompts_of(step)
+            plain_prompts = [prompt_of(prompt) for prompt in prompts]
+            drawing = servers.begin(
+                plain_prompts, self.sampling(step), chat=self._chat, goes_on=True
+            )
+            self._begun[step] = _BegunStep(drawing)
+            self._drawings = [*self._drawings[-self._depth :], drawing]
+        return waited
+
+    def take(self, number: int) -> Groups:
+        """Return the completions of each prompt of a step. Collective, in the rollout context.
+
+        Raises GenerationError if a token is older than `max_staleness` allows.
+        """
+        if not self._depth:
+            return self.draw(*self.prompts_of(number), self.sampling(number))
+        begun = list(self._begun.values())
+        unfinished = self._worker.job.agreement.any_of(
+            [not step.is_finished for step in begun], "looking at the queue"
+        )
+        self.ready = unfinished.count(False)
+        groups = self._begun[number].collect()
+        self.staleness(groups)
+        return groups
+
+    def draw(self, names: Sequence[int], prompts: Sequence[Any], sampling: Sampling) -> Groups:
+        """Draw completions, or hold conversations, of prompts with the present weights."""
+        if self._environment is None:
+            plain_prompts = [prompt_of(prompt) for prompt in prompts]
+            return self._worker.generate_sequences(plain_prompts, sampling, **self._chat)
+        return converse(
+            self._worker,
+            prompts,
+            sampling,
+            self._environment,
+            max_tokens_per_turn=self._arguments.config.max_tokens_per_turn,
+            names=names,
+            **self._chat,
+        )
+
+    def staleness(self, groups: Any) -> list[int]:
+        """Return the number of publishes since the weights of each token of `groups`.
+
+        Raises GenerationError if it is above `max_staleness`.
+        """
+        ages = {version: age for age, version in enumerate(reversed(self._published))}
+        versions = [
+            version for group in groups for completion in group for version in completion.versions
+        ]
+        unknown = sorted(set(versions) - ages.keys())
+        if unknown:
+            drawn = first_of([str(version) for version in unknown], 3)
+            allowed = ", ".join(map(str, self._published))
+            raise GenerationError(
+                f"servers drew tokens with weights of version {drawn}, but max_staleness is "
+                f"{self._depth}, and the last publishes are {allowed}",
+                code="too-stale",
+            )
+        return [ages[version] for version in versions]
+
+    def figures(self, groups: Any) -> dict[str, float]:
+        """Return the figures of a step's completions; none without `max_staleness`."""
+        if not self._depth:
+            return {}
+        ages = self.staleness(groups)
+        return {
+            "staleness_mean": fmean(ages),
+            "staleness_max": float(max(ages)),
+            "queue_length": float(self.ready),
+        }
+
+    def learned(self, number: int) -> None:
+        """Forget a step, after which no checkpoint needs its completions."""
+        self._begun.pop(number, None)
+        self._prompts.pop(number, None)
+
+    def wait(self) -> None:
+        """Wait for the completions of all begun steps, before a checkpoint. Collective.
+
+        Steps whose requests failed are begun again when they are needed.
+        """
+        for number in list(self._begun):
+            try:
+                self._begun[number].collect()
+            except LostRankError:  # no collective can follow
+                raise
+            except HybridEngineError as error:
+                logger.warning("step %d will be drawn again: %s", number, clipped(str(error), 500))
+                del self._begun[number]
+
+    def save(self, directory: Path, step: int) -> None:
+        """Write the place in the prompts after a step, and the completions of all begun steps.
+
+        After `wait`, on one rank. Raises FileError.
+        """
+        self._source.save(directory, step)
+        if not self._depth:
+            return
+        groups = {
+            number: [
+                [replace(completion, tokenizer=None) for completion in group]
+                for group in step.collect()
+            ]
+            for number, step in self._begun.items()
+        }
+        write_bytes(directory / _FILE, encode((self._published, groups), MOST_SHARED))
+
+    def load(self, directory: Path, step: int) -> None:
+        """Read what `save` wrote, on rank 0 for all ranks. Collective.
+
+        Raises FileError that names a damaged or missing file.
+        """
+        self.close()
+        agreement = self._worker.job.agreement
+        with agreement.phase("reading the place in the prompts"):
+            self._source.load(directory, step)
+        if not self._depth:
+            return
+        path = directory / _FILE
+        local = []
+        with agreement.phase("reading the queue"):
+            if self._worker.rank == 0:
+                with naming("reading", path, _REMEDY):
+                    local = [read_regular(path, MOST_SHARED)]
+                    _contents(local[0])
+        _, (text,) = agreement.share(local, "reading the queue")
+        self._published, saved = _contents(text)
+        tokenizer = self._worker.inference.tokenizer
+        for number, groups in saved.items():
+            restored = [
+                [replace(completion, tokenizer=tokenizer) for completion in group]
+                for group in groups
+            ]
+            self._begun[number] = _BegunStep(None, restored)
+
+    def close(self) -> None:
+        """Forget all steps, and make no more requests. Not collective."""
+        for drawing in self._drawings:
+            drawing.cancel()
+        self._drawings = []
+        self._begun = {}
+        self._prompts = {}
+
+
+def _contents(message: bytes) -> tuple[list[int], dict[int, list[list[Completion]]]]:
+    """Return versions of the last publishes, and completions by step. Raises ValueError."""
+    from hybrid_engine.backends.vllm import Completion
+
+    kind = tuple[list[int], dict[int, list[list[Completion]]]]
+    try:
+        contents: tuple[list[int], dict[int, list[list[Completion]]]]
+        contents = decode(message, kind, MOST_SHARED)
+        return contents
+    except MessageError as error:
+        raise ValueError(str(error)) from error
+
+
+def randomness(seed: int, number: int, purpose: str) -> random.Random:
+    """Return the random numbers of a step for one purpose."""
+    # Seeded per purpose, so that a new random choice does not change the existing ones. The
+    # seed is a string, which Random hashes alike in every process.
+    return random.Random(f"{seed}/{number}/{purpose}")
