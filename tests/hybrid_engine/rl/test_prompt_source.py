@@ -87,7 +87,7 @@ def test_an_empty_stream_is_refused() -> None:
 def test_a_place_that_cannot_be_read_again_is_refused_in_the_first_step() -> None:
     class Opaque(Stream):
         def state_dict(self) -> Any:
-            return {"position": Path("objects of a class")}
+            return {"position": Stream(1)}
 
     with pytest.raises(ArgumentError, check=has_violations(("prompts", "unsavable-place"))):
         source_of(Opaque(3), 1, seed=0).take(1)

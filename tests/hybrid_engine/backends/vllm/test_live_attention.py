@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
-from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _model, _rotary_embeddings_kept
+from hybrid_engine.backends.vllm.positions import (
+    _at_position,
+    _forget_layers,
+    _model,
+    _position_of,
+    _rotary_embeddings_kept,
+)
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.errors import ModelError
@@ -90,7 +96,7 @@ def read_vllm(directory: Path) -> dict[int, Attention]:
         config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
         undo.callback(gc.collect)
         undo.callback(isolation.destroy_groups)
-        undo.enter_context(_at_position(job, settings, config))
+        undo.enter_context(_at_position(_position_of(job), settings, config))
         model = _model(config)
         undo.callback(_forget_layers, model)
         return live_attention(model, config.compilation_config.static_forward_context)
