@@ -207,7 +207,10 @@ class Engine(engine.ScriptEngine):
             self._at("vllm")
             return FakeVllm(self.rig.script, job)
 
-        with mock.patch("hybrid_engine.assembly.build_inference_engine", vllm):
+        with (
+            mock.patch("hybrid_engine.assembly.build_inference_engine", vllm),
+            mock.patch("hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table),
+        ):
             self.attach(["chunk"], None, 0)
 
 
