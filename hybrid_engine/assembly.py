@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import HubSnapshot
@@ -366,7 +367,7 @@ def quantised_table(
 
         if not isinstance(weights, AdaptorWithSources):
             problem = f"fp8, but a {type(weights).__name__} cannot quantise weights"
-            remedy = "Leave it out"
+            remedy = f"Set it to {UNQUANTISED}"
             raise ConfigError([Violation(_QUANTIZATION, problem, remedy, code="cannot-quantise")])
         names = quantised_at_position(settings, job, table.shapes, table.dtypes)
     all_names = _union(job, names, "exchange of quantised tensors")

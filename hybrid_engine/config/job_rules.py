@@ -32,6 +32,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models.block_quantization import block_config
 from hybrid_engine.models.families import read_model, require_written
 from hybrid_engine.models.table import ModelTable, value_table
 from hybrid_engine.planning.planner import largest_bucket
@@ -271,6 +272,13 @@ def _not_planned(config: HybridConfig) -> Iterator[Violation]:
         yield Violation(
             "device_budget_gib",
             "memory is not planned with actor_config.lora",
+            "Leave device_budget_gib out",
+            code="not-planned",
+        )
+    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
+        yield Violation(
+            "device_budget_gib",
+            "memory is not planned with weights that are quantised before they are sent",
             "Leave device_budget_gib out",
             code="not-planned",
         )

@@ -132,6 +132,11 @@ def block_config(hf_config: Mapping[str, Any], method: str | None) -> dict[str, 
     if method not in (None, BLOCK_METHOD):
         return None
     if not isinstance(published, Mapping):
+        if method == BLOCK_METHOD and "text_config" in hf_config:
+            problem = "fp8, but which layers of a model with text_config are quantised is not known"
+            remedy = "Use a config.json with quantization_config, or another method"
+            key = "generate_config.quantization"
+            raise ConfigError([Violation(key, problem, remedy, code="other-quantization")])
         return _usual_config(hf_config) if method == BLOCK_METHOD else None
     problems = list(_problems(published))
     if not problems:

@@ -89,7 +89,9 @@ def part_of_tensor(part: str, shape: Shape) -> PartOfTensor:
         ValueError: the selection does not fit the shape.
     """
     match = _PART.fullmatch(part)
-    if match is None or match["dims"] is None:
+    if match is None:
+        raise ValueError(f"{part} is not a name with a selection in brackets")
+    if match["dims"] is None:
         return PartOfTensor(part, shape, (None,) * len(shape))
     dims = [_DIM.fullmatch(dim.strip()) for dim in match["dims"].split(",")]
     refined: list[int] = []
@@ -100,6 +102,8 @@ def part_of_tensor(part: str, shape: Shape) -> PartOfTensor:
         if dim is None:
             raise ValueError(f"{part} is not a name with `:`, an index or `first::step` in a dim")
         step = int(dim["step"] or 0)
+        if dim["step"] is not None and step == 0:
+            raise ValueError(f"{part} has a step of 0")
         index = None if dim["index"] is None else int(dim["index"])
         if step:
             if size % step:

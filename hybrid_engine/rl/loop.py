@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -80,6 +81,8 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ChatArguments
+
+logger = logging.getLogger("hybrid_engine")
 
 Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
@@ -334,6 +337,8 @@ class Loop:
             is_due = config.is_due(row["step"], config.evaluate_every)
             row = self.finish(row, evaluate if is_due else None)
             if (is_due or evaluate is None) and config.keep_best not in (None, *row):
+                if files is not None and not is_saved:
+                    self.save(files, row)
                 problem = f"there is no column {config.keep_best!r}"
                 remedy = f"Use one of {first_of(sorted(row), 60)}"
                 key = f"{config.name}.keep_best"
@@ -356,7 +361,14 @@ class Loop:
                 with self.worker.rollout_context():
                     pass
         if evaluate is not None and config.evaluate_first and newest is None:
-            yield self.finish({"step": 0}, evaluate)
+            first = self.finish({"step": 0}, evaluate)
+            if config.keep_best not in (None, *first):
+                logger.warning(
+                    "%s.keep_best is %r, which `evaluate` has not returned",
+                    config.name,
+                    config.keep_best,
+                )
+            yield first
         must_stop = False
         while self.done < config.steps and not (must_stop or self._must_stop(should_stop)):
             try:

@@ -25,6 +25,8 @@ from hybrid_engine.files.reading import read_regular
 
 _FILE = "prompts.pt"
 _MAX_PLACE_NBYTES = 1 << 28
+_MOST_PLACES = 64
+"""Places that are kept: a step is saved at most `max_staleness` + 1 steps after it was taken."""
 
 
 class PromptSource(Protocol):
@@ -111,6 +113,24 @@ class StreamedPrompts:
 
         Raises ArgumentError if the stream is empty, or if its place cannot be saved.
         """
+        try:
+            prompts = self._next_prompts()
+        except Exception as error:  # of the stream, which may read a network
+            problem = f"the stream failed: {type(error).__name__}: {clipped(str(error))}"
+            remedy = "Resume the run when it can be read"
+            violation = Violation("prompts", problem, remedy, code="stream-failed")
+            raise ArgumentError([violation]) from error
+        if not prompts:
+            problem = "the stream has no prompts"
+            remedy = "Pass a stream of prompts"
+            raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
+        self._places[number] = self._place()
+        for earlier in sorted(self._places)[:-_MOST_PLACES]:
+            del self._places[earlier]
+        return range(self._count), prompts
+
+    def _next_prompts(self) -> list[Any]:
+        """Return the next prompts; an empty list if the stream has none."""
         if self._iterator is None:
             self._iterator = self._begin_pass(self._beginning)
         prompts = list(itertools.islice(self._iterator, self._count))
@@ -119,18 +139,13 @@ class StreamedPrompts:
             self._iterator = self._begin_pass(self._beginning)
             part = list(itertools.islice(self._iterator, self._count - len(prompts)))
             if not part:
-                problem = "the stream has no prompts"
-                remedy = "Pass a stream of prompts"
-                raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
+                return []
             prompts += part
-        self._places[number] = self._place()
-        return range(self._count), prompts
+        return prompts
 
     def save(self, directory: Path, step: int) -> None:
         """Write the place after a step. Raises FileError."""
         write_bytes(directory / _FILE, self._places[step])
-        for earlier in [number for number in self._places if number < step]:
-            del self._places[earlier]
 
     def load(self, directory: Path, step: int) -> None:
         """Go on from the place in the checkpoint of a step. Raises FileError."""

@@ -220,7 +220,8 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
         key = f"{config.name}.evaluate_first"
         problem = "is set, but there is no `evaluate`"
         violations.append(Violation(key, problem, "Pass one", code="needs-evaluate"))
-    is_uneven = config.save_every % config.evaluate_every != 0
+    # Figures of `evaluate` are not in every row; these columns are.
+    is_uneven = config.save_every % config.evaluate_every != 0 and config.keep_best != "reward"
     if config.keep_best is not None and "evaluate" in arguments.callbacks and is_uneven:
         key = f"{config.name}.save_every"
         problem = (
@@ -228,6 +229,10 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
             "there are checkpoints without a figure for keep_best"
         )
         violations.append(Violation(key, problem, "Change one of them", code="not-divisible"))
+    if config.best == "lowest" and config.keep_best is None:
+        key = f"{config.name}.best"
+        problem = "is set, but keep_best is not"
+        violations.append(Violation(key, problem, "Set keep_best", code="needs-keep-best"))
     return violations
 
 

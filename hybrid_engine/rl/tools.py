@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import (
@@ -16,6 +17,7 @@ from hybrid_engine.errors import (
     nearest,
     shortened,
 )
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.conversations import Environment
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
@@ -37,9 +39,10 @@ class ToolEnvironment:
         train(..., environment=ToolEnvironment(tools, parser="hermes"), tools=tools)
 
     All tools that the conversations of a turn call run at the same time: coroutine functions in one
-    event loop, others in threads. The reply has a message of role `tool` for each call, with the
-    result as text or JSON. What a model does wrong, and exceptions of tools, are such messages too:
-    "error: ...".
+    event loop, others in a thread each. The reply has a message of role `tool` for each call, with
+    the result as text or JSON. Wrong names and arguments, and exceptions of tools, are such
+    messages too: "error: ...". An answer in which the parser finds no call, also because it is
+    malformed, ends the conversation.
 
     Args:
         tools: functions with type hints and a docstring, which get keyword arguments.
@@ -62,8 +65,14 @@ class ToolEnvironment:
     ) -> None:
         from hybrid_engine.backends.vllm.tool_calls import ToolCallParser
 
-        self._tools = {tool.__name__: tool for tool in tools}
         self._parser = ToolCallParser(parser, tools)
+        schemas = [index for index, tool in enumerate(tools) if not callable(tool)]
+        if schemas:
+            problem = "is a schema, which cannot be run"
+            remedy = "Pass the function"
+            violation = Violation(f"tools[{schemas[0]}]", problem, remedy, code="not-callable")
+            raise ArgumentError([violation])
+        self._tools = {tool.__name__: tool for tool in tools}
         self._timeout_seconds = timeout_seconds
         self._most_turns = most_turns
 
@@ -107,7 +116,10 @@ class ToolEnvironment:
 async def _run(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     if is_coroutine_function(tool):
         return await tool(**arguments)
-    result = await asyncio.to_thread(tool, **arguments)
+    # A thread of its own: the threads of a pool would be held by calls that never return, and the
+    # process would wait for them when it exits.
+    running = in_background(partial(tool, **arguments), "tool")
+    result = await asyncio.shield(asyncio.wrap_future(running))
     return await result if inspect.isawaitable(result) else result
 
 

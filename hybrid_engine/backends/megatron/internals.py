@@ -229,19 +229,26 @@ class _ExpertChooser:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> TopK:
-        # A user's RouterReplay records and replays choices, whoever makes them.
         select: Any = self.choose or default
-        if self._inner is not None:
-            replay = self._inner.get_replay_topk
-            values, experts = replay(scores, topk, num_groups, group_topk, select)
-        else:
-            values, experts = select(scores, topk, num_groups, group_topk)
         replayed = self.replayed.take()
-        if replayed is None:
-            return values, experts
-        is_replayed = (replayed >= 0).all(dim=1, keepdim=True)
-        experts = torch.where(is_replayed, replayed, experts)
-        return scores.gather(1, experts), experts
+
+        def select_or_take(
+            scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None
+        ) -> TopK:
+            values, experts = select(scores, topk, num_groups, group_topk)
+            if replayed is None:
+                return values, experts
+            is_replayed = (replayed >= 0).all(dim=1, keepdim=True)
+            experts = torch.where(is_replayed, replayed, experts)
+            return scores.gather(1, experts), experts
+
+        if self._inner is None:
+            return select_or_take(scores, topk, num_groups, group_topk)
+        # A user's RouterReplay records the experts that compute, and replays in place of them.
+        chosen: TopK = self._inner.get_replay_topk(
+            scores, topk, num_groups, group_topk, select_or_take
+        )
+        return chosen
 
 
 def _chooser_of(router: TopKRouter) -> _ExpertChooser:

@@ -87,7 +87,7 @@ def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Any]:
 
     Raises ValueError for what is neither an image of PIL nor a file of one.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     images = []
     for part in _image_parts(chat):
@@ -102,7 +102,11 @@ def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Any]:
                 'an image is {"type": "image", "image": ...} with an image of PIL or the path '
                 f"of a file, found {type(image).__name__}"
             )
-        images.append(image.convert("RGB"))
+        try:
+            # Photos may be stored rotated.
+            images.append(ImageOps.exif_transpose(image).convert("RGB"))
+        except OSError as error:
+            raise ValueError(f"image {len(images)} cannot be read: {error}") from error
     return images
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.backends.vllm.internals import CHAT_REQUEST
-from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest
+from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest, shortened
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, name: str, tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
+        self, name: str, tools: Iterable[Mapping[str, Any] | Callable[..., Any]] = ()
     ) -> None:
         from vllm.tool_parsers import ToolParserManager
 
@@ -73,20 +73,30 @@ class ToolCallParser:
         return text
 
 
-def _schemas_of(tools: Sequence[Mapping[str, Any] | Callable[..., Any]]) -> list[Any]:
+def _schemas_of(tools: Iterable[Mapping[str, Any] | Callable[..., Any]]) -> list[Any]:
     """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
     from transformers.utils import get_json_schema
 
-    schemas = []
+    if not hasattr(tools, "__iter__"):
+        problem = f"got {shortened(tools)}"
+        raise ArgumentError([Violation("tools", problem, "Pass a list", code="not-a-list")])
+    schemas: list[Any] = []
     violations = []
+    names: set[str] = set()
     for index, tool in enumerate(tools):
+        key = f"tools[{index}]"
         try:
             schemas.append(tool if isinstance(tool, Mapping) else get_json_schema(tool))
         except Exception as error:  # of transformers' reader of signatures and docstrings
             problem = f"has no schema: {clipped(str(error))}"
             remedy = "Give it type hints, and a docstring with a line for each argument"
-            key = f"tools[{index}]"
             violations.append(Violation(key, problem, remedy, code="no-tool-schema"))
+            continue
+        name = schemas[-1].get("function", {}).get("name")
+        if name in names:
+            problem = f"there is another tool {name!r}"
+            violations.append(Violation(key, problem, "Rename one", code="repeated-tool"))
+        names.add(name)
     if violations:
         raise ArgumentError(violations)
     return schemas

@@ -190,7 +190,13 @@ def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
 
 
 def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
-    """Yield the reason why the model's checkpoint is refused, judged by its config.json."""
+    """Yield the reason why the model's checkpoint is refused, and what fp8 blocks change."""
+    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
+        yield (
+            "vLLM generates in fp8, by config.json or generate_config.quantization, and is sent "
+            "quantised weights; bytes are counted unquantised, about twice as many, and memory "
+            "without the buffer of quantised weights."
+        )
     quantization = config.hf_config().get("quantization_config")
     if quantization is None:
         return
@@ -201,11 +207,6 @@ def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
         f"The model's weights are stored quantised ({shortened(method)}): such a checkpoint is "
         "refused, so convert it first."
     )
-    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
-        yield (
-            "vLLM generates in fp8 by this config.json, and is sent quantised weights; bytes are "
-            "counted unquantised, about twice as many."
-        )
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import violations
@@ -94,9 +95,9 @@ class TracedSides:
             violation = Violation("model", problem, remedy, code="needs-package")
             raise ConfigError([violation]) from error
         config = self._config
-        settings = InferenceSettings(
-            str(config.model), sizes, config.generate_config, config.served_dtype
-        )
+        # Bytes are counted unquantised, and methods need kernels of the job's devices.
+        generate = config.generate_config.model_copy(update={"quantization": UNQUANTISED})
+        settings = InferenceSettings(str(config.model), sizes, generate, config.served_dtype)
         positions = [
             Position(rank, sizes.world_size, self._num_hosts)
             for rank in range(sizes.ranks_per_instance)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.errors import BatchError, Violation, shortened
 
 IMAGES = "images"
 """Key of a batch for its `ImageRows`."""
@@ -38,8 +38,14 @@ class ImageRows:
 
     def to(self, device: torch.device) -> ImageRows:
         """Return a copy on `device`."""
-        moved = [{name: tensor.to(device) for name, tensor in row.items()} for row in self.rows]
-        return ImageRows(moved)
+        copies: dict[int, torch.Tensor] = {}
+        for row in self.rows:
+            for tensor in row.values():
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.to(device)
+        return ImageRows(
+            [{name: copies[id(tensor)] for name, tensor in row.items()} for row in self.rows]
+        )
 
     def joined(self) -> dict[str, torch.Tensor]:
         """Return the tensors of all rows, each name's concatenated along dim 0."""
@@ -83,6 +89,14 @@ def image_violations(batch: Mapping[str, Any], refusal: str) -> list[Violation]:
         problem = f"row {without[0]} has none, and {num_rows - len(without)} rows have some"
         remedy = "Make batches of prompts that all have an image, or all have none"
         return [Violation(IMAGES, problem, remedy, code="rows-without-images")]
+    kinds = {
+        tuple((name, inputs[name].dtype, inputs[name].shape[1:]) for name in sorted(inputs))
+        for inputs in images.rows
+    }
+    if len(kinds) > 1:
+        problem = f"rows have different tensors: {shortened(sorted(map(str, kinds)))}"
+        remedy = "Pass the tensors of one processor"
+        return [Violation(IMAGES, problem, remedy, code="different-images")]
     return []
 
 

@@ -135,6 +135,8 @@ def test_every_second_column_of_an_expert_is_one_box(tp_size: int) -> None:
         ("w[7,:,:]", "index 7 is out of range"),
         ("w[0,:,2::2]", "index 2 is out of range"),
         ("w[0,:,1:3]", "is not a name with"),
+        ("w[0,:,0::0]", "a step of 0"),
+        ("w[0,:,0::2", "selection in brackets"),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused(part: str, message: str) -> None:

@@ -84,6 +84,22 @@ def test_an_empty_stream_is_refused() -> None:
         source_of(Stream(0), 1, seed=0).take(1)
 
 
+def test_errors_of_a_stream_name_the_prompts() -> None:
+    class Broken(Stream):
+        def __iter__(self) -> Iterator[str]:
+            raise ConnectionError("no network")
+
+    with pytest.raises(ArgumentError, check=has_violation("prompts", "stream-failed", "no network")):
+        source_of(Broken(3), 1, seed=0).take(1)
+
+
+def test_old_places_are_dropped() -> None:
+    source = source_of(Stream(3), 1, seed=0)
+    for number in range(1, 201):
+        source.take(number)
+    assert len(source._places) < 100  # type: ignore[attr-defined]
+
+
 def test_a_place_that_cannot_be_read_again_is_refused_in_the_first_step() -> None:
     class Opaque(Stream):
         def state_dict(self) -> Any:

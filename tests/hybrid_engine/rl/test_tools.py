@@ -109,16 +109,30 @@ def test_an_answer_without_calls_ends_the_conversation(tokenizer: ModelTokenizer
 
 
 def test_tools_of_a_turn_run_together(tokenizer: ModelTokenizer) -> None:
-    """Passes only if three calls of a plain function run at once."""
-    barrier = threading.Barrier(3)
+    """Passes only if all calls of a plain function run at once; a pool has fewer threads."""
+    barrier = threading.Barrier(60)
 
     def meet() -> str:
         """Meet the others."""
         barrier.wait(timeout=60)
         return "met"
 
-    contents = contents_of(tokenizer, ToolEnvironment([meet], "hermes"), called("meet", "{}") * 3)
-    assert contents == ["met"] * 3
+    contents = contents_of(tokenizer, ToolEnvironment([meet], "hermes"), called("meet", "{}") * 60)
+    assert contents == ["met"] * 60
+
+
+def test_calls_that_never_return_do_not_hold_up_later_ones(tokenizer: ModelTokenizer) -> None:
+    ended = threading.Event()
+
+    def hang() -> str:
+        """Hang."""
+        ended.wait(60)
+        return ""
+
+    environment = ToolEnvironment([hang, add], "hermes", timeout_seconds=0.5)
+    assert contents_of(tokenizer, environment, called("hang", "{}") * 60) == ["error: no result after 0.5 s"] * 60
+    assert contents_of(tokenizer, environment, called("add", '{"a": 1, "b": 2}')) == ["3"]
+    ended.set()
 
 
 def test_a_conversation_with_tools(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +166,10 @@ def test_unknown_parsers_and_tools_without_a_schema_are_refused() -> None:
         ArgumentError, check=has_violations(("tools[1]", "no-tool-schema"), ("tools[2]", "no-tool-schema"))
     ):
         ToolEnvironment([add, lambda x: x, time.sleep], "hermes")
+    with pytest.raises(ArgumentError, check=has_violations(("tools[1]", "repeated-tool"))):
+        ToolEnvironment([add, add], "hermes")
+    schema: Any = {"type": "function", "function": {"name": "other"}}
+    with pytest.raises(ArgumentError, check=has_violations(("tools[1]", "not-callable"))):
+        ToolEnvironment([add, schema], "hermes")
+    with pytest.raises(ArgumentError, check=has_violations(("tools", "not-a-list"))):
+        ToolEnvironment(add, "hermes")  # type: ignore[arg-type]

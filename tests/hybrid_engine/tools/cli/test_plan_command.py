@@ -279,9 +279,11 @@ def test_a_quantised_checkpoint_is_remarked_on(tmp_path: Path) -> None:
 
 
 def test_bytes_of_fp8_rollouts_are_remarked_on(tmp_path: Path) -> None:
-    model = write_config(tmp_path, {**LLAMA_3_8B, "quantization_config": PUBLISHED})
-    (remark,) = [remark for remark in plan_as_json(*job(model, 8, tp=8))["remarks"] if "unquantised" in remark]
-    assert "sent quantised weights" in remark
+    published = write_config(tmp_path / "published", {**LLAMA_3_8B, "quantization_config": PUBLISHED})
+    plain = write_config(tmp_path / "plain", LLAMA_3_8B)
+    for arguments in (job(published, 8, tp=8), (*job(plain, 8, tp=8), "generate_config.quantization=fp8")):
+        (remark,) = [remark for remark in plan_as_json(*arguments)["remarks"] if "unquantised" in remark]
+        assert "sent quantised weights" in remark
 
 
 def test_a_search_fits_80_columns_and_its_keys_are_valid(tmp_path: Path) -> None:

@@ -206,10 +206,11 @@ def refuse(paths: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
     return violations
 
 
-def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, bool]:
     """Record with Megatron's own RouterReplay, and replay other experts with it.
 
-    Returns what was recorded, and log-probabilities without and with the replay.
+    Returns what was recorded, log-probabilities without and with the replay, and whether it records the
+    experts of a batch.
     """
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -223,9 +224,14 @@ def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.
         RouterReplay.set_replay_data([(experts + 1) % 8 for experts in recorded])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         replayed = run.engine.log_probs(batch)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        num_layers = run.engine.limits.routing.num_layers
+        experts = torch.tensor([[7, 2, 5, 0]], dtype=torch.int16).expand(1, LENGTH, num_layers, 4)
+        run.engine.log_probs({**batch, "routed_experts": experts.contiguous()})
+        are_recorded = all((data == experts[0, :, 0]).all() for data in RouterReplay.get_recorded_data())
         RouterReplay.clear_global_router_replay_action()
         RouterReplay.clear_global_router_replay_instances()
-        return recorded, log_probs, replayed
+        return recorded, log_probs, replayed, are_recorded
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +277,7 @@ def test_experts_that_routers_cannot_take_are_refused(engines: Ranks, paths: dic
 
 
 def test_the_replay_of_a_user_stays_where_groups_have_scores(engines: Ranks, paths: dict[str, Path]) -> None:
-    ((recorded, log_probs, replayed),) = engines.launch(record_by_hand, 1, paths["deepseek_v3"])
+    ((recorded, log_probs, replayed, are_recorded),) = engines.launch(record_by_hand, 1, paths["deepseek_v3"])
+    assert are_recorded
     assert [tuple(experts.shape) for experts in recorded] == [(LENGTH, 4)] * 2
     assert not torch.allclose(log_probs, replayed, atol=1e-3)
