@@ -70,7 +70,7 @@ def test_an_engine_without_all_its_tensors_is_shut_down(engines: Ranks, tmp_path
         assert was_ended
 
 
-def fail_on_rank_1() -> tuple[str, bool]:
+def fail_on_rank_1(model: Path) -> tuple[str, bool]:
     """Fail to build on rank 1; return the error, and whether this rank's engine ended."""
     dist.init_process_group("gloo")
     job = Job.join(60)
@@ -82,14 +82,15 @@ def fail_on_rank_1() -> tuple[str, bool]:
         return engine
 
     with pytest.raises(Exception, match="no memory on rank 1") as caught:
-        build(job, construct)
+        build(job, construct, model=model)
     job.close()
     dist.destroy_process_group()
     return type(caught.value).__name__, engine.is_shut_down
 
 
-def test_an_engine_is_shut_down_if_another_rank_fails(engines: Ranks) -> None:
-    (error, was_ended), (_, rank_1_ended) = engines.launch(fail_on_rank_1, 2)
+def test_an_engine_is_shut_down_if_another_rank_fails(engines: Ranks, tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", dict(DENSE))
+    (error, was_ended), (_, rank_1_ended) = engines.launch(fail_on_rank_1, 2, model)
     assert error == RemoteError.__name__
     assert was_ended
     assert not rank_1_ended
