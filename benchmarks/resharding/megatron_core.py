@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from benchmarks.resharding.bridges import transformer_engine_name
 from benchmarks.resharding.measuring import Clock, Digests, digest
 from benchmarks.resharding.ours import connect, fill
-from hybrid_engine.backends.megatron.adaptor import SUMS, MegatronAdaptor
+from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig, HybridConfig
 from hybrid_engine.errors import StateError
@@ -47,7 +47,7 @@ class MegatronDestination:
     """
 
     def __init__(self, adaptor: MegatronAdaptor) -> None:
-        if SUMS in adaptor.buffers():
+        if adaptor.scratch:
             raise StateError("cannot fill a model with LoRA: build it without lora")
         self._adaptor = adaptor
         self._buffers = adaptor.buffers()

@@ -61,7 +61,7 @@ def test_the_same_call_resumes(tmp_path: Path) -> None:
         start(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "optimizer.pt"])
 def test_an_unusable_export_directory_is_refused_before_training(tmp_path: Path, name: str) -> None:
     begin_run(tmp_path / "run")
     (tmp_path / "run" / "model").mkdir()
