@@ -218,7 +218,9 @@ def idle_llm() -> SimpleNamespace:
     core.scheduler = mock.Mock(requests={}, finished_req_ids=set())
     core.model_executor.driver_worker.worker.model_runner = SimpleNamespace(requests={})
     outputs = SimpleNamespace(request_states={}, parent_requests={}, external_req_ids={})
-    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), output_processor=outputs)
+    engine = SimpleNamespace(
+        reset_encoder_cache=lambda: None, engine_core=SimpleNamespace(engine_core=core), output_processor=outputs
+    )
     return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
 
 
