@@ -15,9 +15,10 @@ adaptor's own records in place of these (quantised_sources.py).
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -136,6 +137,14 @@ class AdaptorWithSources(ABC):
     @abstractmethod
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
+
+    def without_view(self) -> Self:
+        """Return this adaptor without its view, with the same computed sources."""
+        if self.view is None:
+            return self
+        twin = copy.copy(self)
+        twin.view = None
+        return twin
 
     def layout(self) -> Layout:
         """Return the location of every canonical tensor that a switch reads on this rank.

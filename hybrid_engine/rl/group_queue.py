@@ -37,7 +37,7 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.agreement import MOST_SHARED
 from hybrid_engine.rl.conversations import converse, prompt_of
-from hybrid_engine.rl.prompt_source import PromptSource, is_stream
+from hybrid_engine.rl.prompt_source import PromptSource, are_listed
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -105,7 +105,7 @@ class GroupQueue:
         self._limits = limits
         self._source = source
         # A list was checked before.
-        self._checks_each_step = callable(arguments.prompts) or is_stream(arguments.prompts)
+        self._checks_each_step = not are_listed(arguments.prompts)
         # A stream is read once.
         self._prompts: dict[int, tuple[Sequence[int], list[Any]]] = {}
         self._depth = arguments.config.max_staleness

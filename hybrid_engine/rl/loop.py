@@ -53,7 +53,7 @@ from hybrid_engine.rl.conversations import Environment
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.group_queue import GroupQueue, randomness
 from hybrid_engine.rl.packed_calls import PackedCalls
-from hybrid_engine.rl.prompt_source import is_stream, source_of
+from hybrid_engine.rl.prompt_source import are_listed, source_of
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
 from hybrid_engine.rl.run_checks import (
     RunArguments,
@@ -142,7 +142,7 @@ def train(
     setting that would end the run later, if `out` has another run, or if another job writes to it;
     later the errors of `Loop.learn`.
     """
-    if not callable(prompts) and not is_stream(prompts):
+    if are_listed(prompts):
         prompts = _listed(prompts)
     arguments = RunArguments.of(
         prompts,
@@ -255,7 +255,7 @@ class Loop:
         **chat: Unpack[ChatArguments],
     ) -> None:
         self.worker = worker
-        if not callable(prompts) and not is_stream(prompts):
+        if are_listed(prompts):
             prompts = list(prompts)
         self.done = 0
         self.samples: list[ScoredCompletion] = []

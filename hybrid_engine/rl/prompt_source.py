@@ -15,7 +15,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -35,7 +35,7 @@ class PromptSource(Protocol):
     def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
         """Return the prompts of a step, and the numbers that name them in messages.
 
-        Steps are taken in ascending order. Raises ArgumentError if there are no such prompts.
+        Steps are taken in ascending order. Raises ArgumentError if the caller's prompts fail.
         """
 
     def save(self, directory: Path, step: int) -> None:
@@ -191,6 +191,11 @@ def is_stream(prompts: Any) -> bool:
     """Return whether prompts are a stream that has a place."""
     names = ("__iter__", "state_dict", "load_state_dict")
     return all(hasattr(prompts, name) for name in names)
+
+
+def are_listed(prompts: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether prompts are all there, not drawn step by step from a function or a stream."""
+    return not callable(prompts) and not is_stream(prompts)
 
 
 def source_of(prompts: Any, count: int, seed: int) -> PromptSource:

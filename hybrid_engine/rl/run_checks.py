@@ -24,7 +24,7 @@ from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
 from hybrid_engine.rl.packed_calls import packing_violations
-from hybrid_engine.rl.prompt_source import is_stream
+from hybrid_engine.rl.prompt_source import are_listed, is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
@@ -82,10 +82,10 @@ class RunArguments:
             remedy = "Call train(model, prompts, reward, GrpoConfig(...))"
             raise ConfigError([Violation("config", problem, remedy, code="not-a-config")])
         num_prompts = None
-        if callable(prompts) and not is_stream(prompts):
+        if are_listed(prompts):
+            num_prompts = len(prompts) if hasattr(prompts, "__len__") else None
+        elif not is_stream(prompts):
             callbacks["prompts"] = prompts
-        elif not is_stream(prompts) and hasattr(prompts, "__len__"):
-            num_prompts = len(prompts)
         config = config.with_steps(num_prompts)
         passed = {name: function for name, function in callbacks.items() if function is not None}
         return cls(prompts, reward, config, chat, passed)
@@ -262,7 +262,7 @@ def limit_violations(
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts
-    if callable(prompts) or is_stream(prompts):
+    if not are_listed(prompts):
         return violations
     prompts = prompts[:most_prompts]
     if not prompts:

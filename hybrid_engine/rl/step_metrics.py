@@ -159,17 +159,20 @@ class StepMeter:
 def combine_ranks(
     of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False
 ) -> dict[str, float]:
-    """Combine the measurements of all ranks: the sum of bytes, the maximum of seconds and memory,
-    except the seconds in which servers wait.
+    """Combine the measurements of all ranks.
+
+    Bytes are summed. Of seconds and memory the maximum counts, of seconds in which servers wait the
+    minimum.
 
     `are_totals`: every rank reports the bytes of all ranks, as in switches with servers.
     """
     total = max if are_totals else sum
+    ways = {**dict.fromkeys(_TOTALS, total), **dict.fromkeys(_MINIMA, min)}
     combined = {}
     # A phase of a switch may have run on some ranks only.
     for name in dict.fromkeys(name for measured in of_ranks for name in measured):
         # A step takes as long, and needs as much memory, as its worst rank.
-        combine = total if name in _TOTALS else min if name in _MINIMA else max
+        combine = ways.get(name, max)
         combined[name] = combine(measured.get(name, 0) for measured in of_ranks)
     return combined
 

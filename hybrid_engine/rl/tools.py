@@ -66,12 +66,15 @@ class ToolEnvironment:
         from hybrid_engine.backends.vllm.tool_calls import ToolCallParser
 
         self._parser = ToolCallParser(parser, tools)
-        schemas = [index for index, tool in enumerate(tools) if not callable(tool)]
-        if schemas:
-            problem = "is a schema, which cannot be run"
-            remedy = "Pass the function"
-            violation = Violation(f"tools[{schemas[0]}]", problem, remedy, code="not-callable")
-            raise ArgumentError([violation])
+        problem = "is a schema, which cannot be run"
+        remedy = "Pass the function"
+        violations = [
+            Violation(f"tools[{index}]", problem, remedy, code="not-callable")
+            for index, tool in enumerate(tools)
+            if not callable(tool)
+        ]
+        if violations:
+            raise ArgumentError(violations)
         self._tools = {tool.__name__: tool for tool in tools}
         self._timeout_seconds = timeout_seconds
         self._most_turns = most_turns

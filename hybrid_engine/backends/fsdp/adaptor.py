@@ -357,8 +357,8 @@ class FsdpAdaptor(AdaptorWithSources):
     @property
     def merged(self) -> FsdpAdaptor:
         """Adaptor of the same model with LoRA merged, for writing a checkpoint."""
-        if self.lora is None and self.view is None:
-            return self
+        if self.lora is None:
+            return self.without_view()
         return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
 
     def zero_padding(self) -> None:

@@ -72,8 +72,9 @@ class MegatronAdaptor(AdaptorWithSources):
     @property
     def merged(self) -> MegatronAdaptor:
         """The same model with LoRA added, from which a checkpoint is written."""
-        is_merged = self.lora == "merged" and self.view is None
-        return self if is_merged else MegatronAdaptor(self.model, "merged")
+        if self.lora == "merged":
+            return self.without_view()
+        return MegatronAdaptor(self.model, "merged")
 
     def own_layout(self) -> Layout:
         shards = self._weight_shards()

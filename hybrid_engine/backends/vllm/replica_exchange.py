@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -123,6 +123,39 @@ def _images_text(prompt: Sequence[int]) -> tuple[str, ...]:
     return (prompt.digest,) if isinstance(prompt, ImagePrompt) else ()
 
 
+def sendable(completed: Completions) -> Completions:
+    """Return completions without prompts and tokenizer, which all ranks have."""
+    return [
+        [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
+        for row in completed
+    ]
+
+
+def interleaved(
+    by_part: Sequence[Completions] | Mapping[int, Completions],
+    prompts: TokenIds,
+    tokenizer: ModelTokenizer,
+) -> Completions:
+    """Return the completions of all prompts, in their order.
+
+    Args:
+        by_part: results of `sendable`: part p of n has those of the prompts `p::n`.
+        prompts: token ids of all prompts.
+        tokenizer: of the completions.
+    """
+    num = len(by_part)
+    answers = []
+    for index, prompt in enumerate(prompts):
+        row = by_part[index % num][index // num]
+        answers.append(
+            [
+                replace(completion, prompt_token_ids=tuple(prompt), tokenizer=tokenizer)
+                for completion in row
+            ]
+        )
+    return answers
+
+
 class ReplicaExchange:
     """Communication within a replica, and between ranks with the same place in all replicas.
 
@@ -216,24 +249,9 @@ class ReplicaExchange:
             return share, lambda completed: completed
 
         def answers_of(completed: Completions) -> Completions:
-            # Prompts and tokenizer are not sent, because all ranks have them.
-            sent = [
-                [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
-                for row in completed
-            ]
-            by_replica = _gathered(group, dp_rank, sent, Completions)
-            answers = []
-            for index, request in enumerate(requests):
-                prompt = tuple(request.prompt)
-                # The inverse of the slice `dp_rank::num`.
-                row = by_replica[index % num][index // num]
-                answers.append(
-                    [
-                        replace(completion, prompt_token_ids=prompt, tokenizer=self._tokenizer)
-                        for completion in row
-                    ]
-                )
-            return answers
+            by_replica = _gathered(group, dp_rank, sendable(completed), Completions)
+            prompts = [request.prompt for request in requests]
+            return interleaved(by_replica, prompts, self._tokenizer)
 
         return share, answers_of
 

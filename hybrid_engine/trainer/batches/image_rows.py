@@ -16,8 +16,8 @@ IMAGES = "images"
 class ImageRows:
     """Inputs of a vision tower, for each row of a batch.
 
-    Rows of different images have tensors of different sizes, so this is no tensor. Rows of the
-    same images share theirs.
+    A mapping of tensors for each row, because images differ in size. Rows of the same images share
+    theirs.
 
     Args:
         rows: for each row, the tensors that a processor of transformers makes of its images, such

@@ -55,7 +55,7 @@ class ShardedCheckpoints:
         job = self._job
         engine.model.guard(KINDS)
         with job.agreement.phase("looking for values that are not finite"):
-            engine.model.weights.prepare()
+            engine.model.weights.finish_pending()
             state = _tensors_of(engine, job.rank)
             if check_nan:
                 require_finite_to_save(
@@ -85,7 +85,7 @@ class ShardedCheckpoints:
         engine.model.guard(KINDS)
         saved = SavedCheckpoint(directory, job)
         with job.agreement.phase("reading the checkpoint"):
-            engine.model.weights.prepare()
+            engine.model.weights.finish_pending()
             if _VALUES not in saved.entries(""):
                 raise StateError(
                     f"no checkpoint of an FSDP2 trainer: {saved.path}. Load it with the trainer "

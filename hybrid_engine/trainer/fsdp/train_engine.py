@@ -240,7 +240,7 @@ def copy_weights(source: ShardedModel, target: ShardedModel) -> None:
     """Copy the weights of a model with the same sharding."""
     target.guard(["param"])
     source.guard(["param"])
-    source.weights.prepare()
+    source.weights.finish_pending()
     sources = source.weights.tensors.tensors
     for name, tensor in target.weights.tensors.tensors.items():
         local_of(tensor).copy_(local_of(sources[name]))

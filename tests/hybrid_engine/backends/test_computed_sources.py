@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_scratch_buffers_are_shown_to_peers_and_need_no_copy() -> None:
     # A tensor without elements has no place, but is computed with the others.
     assert weights.sources.homes.keys() == {"norm", "product"}
     assert weights.sources.tensors["nothing"].shape == (0, 3)
+
+
+def test_without_its_view_an_adaptor_has_the_same_sources() -> None:
+    """A checkpoint is written from it, and must not compute the sums of LoRA into further memory."""
+    weights = ShiftedNorm()
+    assert weights.without_view() is weights
+    view = mock.Mock(sources=ComputedSources("view", {"scale": NORM}, torch.device("cpu"), mock.Mock()))
+    weights.view = view
+    plain = weights.without_view()
+    assert (plain.view, weights.view) == (None, view)
+    assert plain.scratch == weights.scratch - {"view in float32"}
+    assert all(flat is weights.buffers()[name] for name, flat in plain.buffers().items())
 
 
 def test_values_that_cannot_be_used_are_named_by_the_stored_tensor() -> None:

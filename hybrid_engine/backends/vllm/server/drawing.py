@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 
-from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+from hybrid_engine.backends.vllm.replica_exchange import Completions, interleaved, sendable
 from hybrid_engine.errors import GenerationError
 from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data
@@ -21,7 +21,7 @@ _PROMPTS_OF_A_REQUEST = 64
 _MOST_REQUESTS = 64
 """Maximum number of concurrent requests of a rank."""
 
-Ask = Callable[[int, Sequence[Sequence[int]], Sampling], list[list[Completion]]]
+Ask = Callable[[int, Sequence[Sequence[int]], Sampling], Completions]
 """(number of a server, prompts, sampling) -> completions of each prompt."""
 
 
@@ -59,9 +59,9 @@ class Drawing:
         self._tokenizer = tokenizer
         self._prompts = prompts
         # Global data: rank r completes every world_size-th prompt, from r on.
-        self._step = job.world_size if data == "global" else 1
-        self._is_local = data == "local" or self._step == 1
-        share = slice(job.rank % self._step, None, self._step)
+        step = job.world_size if data == "global" else 1
+        self._is_local = step == 1
+        share = slice(job.rank % step, None, step)
         self._share = prompts[share]
         self._samplings = samplings[share]
         self._num_servers = num_servers
@@ -69,8 +69,8 @@ class Drawing:
         self._size = _PROMPTS_OF_A_REQUEST if is_alike else 1
         starts = range(0, len(self._share), self._size)
         self._waiting = deque(enumerate(starts))
-        self._completed: dict[int, list[list[Completion]]] = {}
-        self._answers: list[list[Completion]] | None = None
+        self._completed: dict[int, Completions] = {}
+        self._answers: Completions | None = None
         self.ended_at = time.perf_counter()
         # Not an executor: it would be joined when the wait is interrupted, and a server that does
         # not respond would block that forever.
@@ -106,7 +106,7 @@ class Drawing:
         """Make no more requests. Not collective."""
         self._waiting.clear()
 
-    def collect(self) -> list[list[Completion]]:
+    def collect(self) -> Completions:
         """Wait for the completions of each prompt, and return them. Collective.
 
         Raises the errors of `generate_over_replicas`, in every call.
@@ -122,25 +122,12 @@ class Drawing:
             for thread in self._threads:
                 thread.result()
             completed = [row for _, rows in sorted(self._completed.items()) for row in rows]
-        self._answers = completed if self._is_local else self._exchange(completed)
+        self._answers = completed if self._is_local else self._exchanged(completed)
         return self._answers
 
-    def _exchange(self, completed: list[list[Completion]]) -> list[list[Completion]]:
+    def _exchanged(self, completed: Completions) -> Completions:
         """Return the completions of all ranks, in the order of the prompts."""
-        # Prompts and tokenizer are not sent, because all ranks have them.
-        sent = [
-            [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
-            for row in completed
-        ]
-        kind = list[list[Completion]]
-        by_rank = self._job.agreement.gather(sent, kind, "exchange of completions", LIMIT)
-        answers = []
-        for index, prompt in enumerate(self._prompts):
-            row = by_rank[index % self._step][index // self._step]
-            answers.append(
-                [
-                    replace(completion, prompt_token_ids=tuple(prompt), tokenizer=self._tokenizer)
-                    for completion in row
-                ]
-            )
-        return answers
+        agreement = self._job.agreement
+        sent = sendable(completed)
+        by_rank = agreement.gather(sent, Completions, "exchange of completions", LIMIT)
+        return interleaved(by_rank, self._prompts, self._tokenizer)
