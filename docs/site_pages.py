@@ -36,7 +36,7 @@ REFERENCE = {
         "rl.loop.train",
         "rl.loop.Loop",
         "rl.conversations.converse",
-        "rl.conversations.Conversation",
+        "rl.conversation_state.Conversation",
         "rl.config.LoopConfig",
         "rl.config.GrpoConfig",
         "rl.config.PpoConfig",

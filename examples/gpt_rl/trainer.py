@@ -165,7 +165,8 @@ def documented(row: Row, num_completions: int) -> Row:
     columns |= dict.fromkeys(("reward", "kl", "accuracy", "logprob_diff"))
     columns |= {name: value for name, value in row.items() if name not in ("step", "seconds")}
     columns["reshard_share"] = row["reshard_seconds"] / row["seconds"]
-    if "generate_seconds" in row:
+    # The row before the first iteration has no completions, but may have waited for those to come.
+    if "response_tokens" in row:
         num_tokens = row["response_tokens"] * num_completions
         columns["tokens_per_second"] = num_tokens / row["generate_seconds"]
     return {**columns, "unix_time": round(time.time(), 3)}

@@ -7,7 +7,9 @@
     Loop.learn(n)
       prompts           all ranks   a list, a function or a stream              prompt_source.py
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
-                                    conversations with an environment           conversations.py
+                                    conversations with an environment           conversations.py,
+                                                                       conversation_state.py,
+                                                                       served_conversations.py
       tools             rank 0      functions that the model calls              tools.py
       queue             servers     with max_staleness: the next steps, while one is learned
                                                                                 group_queue.py
@@ -34,7 +36,8 @@ algorithm. docs/rl.md is the user's page.
 from __future__ import annotations
 
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.conversations import Conversation, converse
+from hybrid_engine.rl.conversation_state import Conversation
+from hybrid_engine.rl.conversations import converse
 from hybrid_engine.rl.loop import Loop, train
 from hybrid_engine.rl.rewards import BatchReward
 from hybrid_engine.rl.tools import ToolEnvironment, by_name

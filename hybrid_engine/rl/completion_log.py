@@ -23,7 +23,7 @@ from rich.text import Text
 
 from hybrid_engine.errors import ConfigError, clipped
 from hybrid_engine.files.durable import naming, write_text
-from hybrid_engine.rl.conversations import Conversation, prompt_of
+from hybrid_engine.rl.conversation_state import Conversation, prompt_of
 
 if TYPE_CHECKING:
     import torch

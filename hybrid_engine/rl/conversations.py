@@ -7,130 +7,36 @@
               `max_tokens` tokens follow the prompt
 
 Training uses exactly the token ids that vLLM received and drew, so log-probabilities match them.
+
+Replicas of vLLM in the ranks draw a turn of all conversations together, and wait for all replies
+before the next. With servers each conversation goes on when its reply is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
+from hybrid_engine.errors import ArgumentError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.rl.user_callbacks import run_callbacks
+from hybrid_engine.rl.conversation_state import (
+    Conversation,
+    ConversationState,
+    Environment,
+    EnvironmentRunner,
+    prompt_of,
+    sampling_of_turn,
+)
+from hybrid_engine.rl.served_conversations import ServedConversations
 from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Completion
-    from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
-    from hybrid_engine.backends.vllm.prompts import ChatArguments, Message, ModelTokenizer
+    from hybrid_engine.backends.vllm.prompts import ChatArguments
     from hybrid_engine.backends.vllm.requests import Samplings
 
-    Reply = Sequence[Message] | str | Sequence[int] | None
-    """Messages, a text or token ids that continue the conversation; None ends it."""
-
-Environment = Callable[[Any], "Callable[[Completion], Reply]"]
-"""(prompt) -> function that replies to each answer of one conversation; called on rank 0 only."""
-
-
-_REPLY_REMEDY = "Reply with messages, a text, token ids, or None to end the conversation"
 CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
 _SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns of one conversation; each turn begins with all token ids of the turn before it.
-
-    Attributes:
-        turns: the answers. The prompt of each is everything that vLLM received for it.
-        is_cut: True if the last reply was dropped because it did not fit into `max_tokens`.
-        messages: the chat with answers and replies. Replies that are texts or token ids are part
-            of the assistant's message that they continue. Empty above rank 0, and for prompts that
-            are not chats.
-        environment: the function that replied; on rank 0 only, for the reward.
-
-    Raises ValueError if the turns do not form one conversation.
-    """
-
-    turns: tuple[Completion, ...]
-    is_cut: bool = False
-    messages: tuple[Message, ...] = field(default=(), compare=False)
-    environment: Any = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        # Token ids that the next prompt must begin with. If a turn were tokenized again, its ids
-        # could differ from the drawn ids, and log-probabilities would not match.
-        context: tuple[int, ...] = ()
-        for number, turn in enumerate(self.turns):
-            if turn.prompt_token_ids[: len(context)] != context:
-                raise ValueError(
-                    f"the prompt of turn {number} does not begin with the {len(context)} token ids "
-                    "of the turns before it"
-                )
-            if turn.temperature != self.temperature:
-                raise ValueError(
-                    f"turn {number} was drawn at temperature {turn.temperature}, turn 0 at "
-                    f"{self.temperature}"
-                )
-            context = (*turn.prompt_token_ids, *turn.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """Token ids of the first turn's prompt."""
-        return self.turns[0].prompt_token_ids
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Token ids after the prompt: answers and replies."""
-        last = self.turns[-1]
-        whole = (*last.prompt_token_ids, *last.token_ids)
-        return whole[len(self.prompt_token_ids) :]
-
-    @property
-    def is_drawn(self) -> tuple[bool, ...]:
-        """True for each of `token_ids` that the policy drew, False for tokens of replies."""
-        drawn: list[bool] = []
-        for turn in self.turns:
-            # Before the answer of a turn, after all that came earlier, stands the reply to the
-            # previous answer.
-            reply_end = len(turn.prompt_token_ids) - len(self.prompt_token_ids)
-            drawn += [False] * (reply_end - len(drawn))
-            drawn += [True] * len(turn.token_ids)
-        return tuple(drawn)
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """Log-probabilities of the tokens that the policy drew."""
-        return tuple(value for turn in self.turns for value in turn.logprobs)
-
-    @property
-    def routed_experts(self) -> RoutedExperts | None:
-        """Experts of each token but the last, None without.
-
-        They are those of the turn that drew the token, because later turns computed it again.
-        """
-        known = [turn.routed_experts for turn in self.turns if turn.routed_experts is not None]
-        if len(known) < len(self.turns):
-            return None
-        return reduce(lambda experts, later: experts.followed_by(later), known)
-
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature of every turn."""
-        return self.turns[0].temperature
-
-    @property
-    def finish_reason(self) -> str:
-        """Finish reason of the last turn, or "length" if the conversation was cut."""
-        return "length" if self.is_cut else self.turns[-1].finish_reason
-
-    @property
-    def text(self) -> str:
-        """Text of the last answer."""
-        return self.turns[-1].text
 
 
 def converse(
@@ -157,8 +63,9 @@ def converse(
         environment: called on rank 0 with an element of `prompts` for each conversation. It
             returns a function that is called with each answer, except those that `max_tokens` cut
             off, and returns the reply: messages, if the prompts are chats; a text or token ids,
-            which are appended unchanged; or None to end the conversation. If it is a coroutine
-            function, the replies of all conversations of a turn are awaited together.
+            which are appended unchanged; or None to end the conversation. Replies of coroutine
+            functions are awaited together: all those of a turn, and with servers while others are
+            drawn. Other functions are called one after the other.
         max_tokens_per_turn: bounds each answer. An answer that it cuts off ("length") gets a
             reply like any other.
         names: numbers of the prompts in messages; default: their indices.
@@ -170,6 +77,119 @@ def converse(
 
     Also raises the errors of `generate_sequences`.
     """
+    from hybrid_engine.backends.vllm.server.inference import ServedInference
+
+    inference: Any = engine.inference
+    if isinstance(inference, ServedInference):
+        begun = begin_conversations(
+            engine,
+            prompts,
+            sampling,
+            environment,
+            max_tokens_per_turn=max_tokens_per_turn,
+            names=names,
+            **chat,
+        )
+        return begun.collect()
+    samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
+    runner = EnvironmentRunner(engine, environment, chat)
+    first_samplings = list(samplings)
+    if max_tokens_per_turn is not None:
+        first_samplings = [
+            sampling_of_turn(params, params.max_tokens, max_tokens_per_turn) for params in samplings
+        ]
+    first_prompts = [prompt_of(prompt) for prompt in prompts]
+    groups = engine.generate_sequences(first_prompts, first_samplings, **chat)
+    # A later turn may use all of max_tokens. Fail now, not after some turns, if there is no room.
+    engine.inference.check_prompts(
+        [group[0].prompt_token_ids for group in groups], [params.max_tokens for params in samplings]
+    )
+    # Flat, in the order of the prompts: a turn generates for all active conversations at once.
+    conversations = [
+        ConversationState(prompt, f"prompt {name}, completion {number}", params)
+        for prompt, name, params, group in zip(
+            prompts, names or range(len(prompts)), samplings, groups, strict=True
+        )
+        for number in range(len(group))
+    ]
+    runner.begin(conversations)
+    active = conversations
+    answers = [answer for group in groups for answer in group]
+    turn = 1
+    while active:
+        for state, answer in zip(active, answers, strict=True):
+            state.add_answer(answer)
+        answered = [state for state in active if state.gets_reply]
+        replies = runner.replies(answered)
+        active = [
+            state for state, reply in zip(answered, replies, strict=True) if state.add_reply(reply)
+        ]
+        turn += 1
+        if active:
+            params_of_turn = [
+                sampling_of_turn(state.sampling, state.room, max_tokens_per_turn, turn)
+                for state in active
+            ]
+            completions = engine.generate_sequences(
+                [state.context for state in active], params_of_turn
+            )
+            answers = [answer for (answer,) in completions]
+    finished = iter(conversations)
+    return [[next(finished).result() for _ in group] for group in groups]
+
+
+def begin_conversations(
+    engine: HybridEngine[Any],
+    prompts: Sequence[Any],
+    sampling: Samplings,
+    environment: Environment,
+    *,
+    max_tokens_per_turn: int | None = None,
+    names: Sequence[int] | None = None,
+    goes_on: bool = False,
+    **chat: Unpack[ChatArguments],
+) -> ServedConversations:
+    """Begin conversations with servers, which go on in the background; `collect` waits for them.
+
+    Collective. Arguments and errors as of `converse`.
+
+    Args:
+        goes_on: they continue after a publish, with the next weights; see `Completion.versions`.
+            Otherwise the present weights draw all tokens.
+    """
+    samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
+    inference: Any = engine.inference
+    first_prompts = [prompt_of(prompt) for prompt in prompts]
+    token_ids, seeded = inference.requests_of(first_prompts, list(samplings), chat=chat)
+    complete = inference.completer(goes_on=goes_on)
+    runner = EnvironmentRunner(engine, environment, chat)
+    groups = [
+        [
+            ConversationState(
+                prompt,
+                f"prompt {name}, completion {number}",
+                # Seeds of the completions of a prompt as vLLM makes them.
+                replace(params, n=1, seed=None if params.seed is None else params.seed + number),
+                context=list(context),
+            )
+            for number in range(params.n)
+        ]
+        for prompt, name, params, context in zip(
+            prompts, names or range(len(prompts)), seeded, token_ids, strict=True
+        )
+    ]
+    runner.begin([state for group in groups for state in group])
+    return ServedConversations(engine, groups, runner, complete, max_tokens_per_turn)
+
+
+def _checked(
+    engine: HybridEngine[Any],
+    prompts: Sequence[Any],
+    sampling: Samplings,
+    max_tokens_per_turn: int | None,
+    chat: Mapping[str, Any],
+) -> Sequence[Any]:
+    """Return the sampling of each prompt. Collective; raises ArgumentError."""
     from hybrid_engine.backends.vllm.requests import asked_for
 
     with engine.job.agreement.phase("checking a conversation"):
@@ -192,55 +212,7 @@ def converse(
             key, problem = f"prompts[{pictured[0]}]", "has images, and conversations are text alone"
             remedy = "Leave the environment out"
             raise ArgumentError([Violation(key, problem, remedy, code="images-unsupported")])
-    runner = _EnvironmentRunner(engine, environment, chat)
-    first_samplings = list(samplings)
-    if max_tokens_per_turn is not None:
-        first_samplings = [
-            _sampling_of_turn(params, params.max_tokens, max_tokens_per_turn)
-            for params in samplings
-        ]
-    first_prompts = [prompt_of(prompt) for prompt in prompts]
-    groups = engine.generate_sequences(first_prompts, first_samplings, **chat)
-    # A later turn may use all of max_tokens. Fail now, not after some turns, if there is no room.
-    engine.inference.check_prompts(
-        [group[0].prompt_token_ids for group in groups], [params.max_tokens for params in samplings]
-    )
-    # Flat, in the order of the prompts: a turn generates for all active conversations at once.
-    conversations = [
-        _ConversationState(prompt, f"prompt {name}, completion {number}", params)
-        for prompt, name, params, group in zip(
-            prompts, names or range(len(prompts)), samplings, groups, strict=True
-        )
-        for number in range(len(group))
-    ]
-    runner.begin(conversations)
-    active = conversations
-    answers = [answer for group in groups for answer in group]
-    turn = 1
-    while active:
-        for state, answer in zip(active, answers, strict=True):
-            state.add_answer(answer)
-        # An answer that max_tokens cut off ends its conversation. If only max_tokens_per_turn cut
-        # it off, there is room left.
-        answered = [
-            state for state in active if state.turns[-1].finish_reason != "length" or state.room
-        ]
-        replies = runner.replies(answered)
-        active = [
-            state for state, reply in zip(answered, replies, strict=True) if state.add_reply(reply)
-        ]
-        turn += 1
-        if active:
-            params_of_turn = [
-                _sampling_of_turn(state.sampling, state.room, max_tokens_per_turn, turn)
-                for state in active
-            ]
-            completions = engine.generate_sequences(
-                [state.context for state in active], params_of_turn
-            )
-            answers = [answer for (answer,) in completions]
-    finished = iter(conversations)
-    return [[next(finished).result() for _ in group] for group in groups]
+    return samplings
 
 
 def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Iterator[Violation]:
@@ -259,13 +231,6 @@ def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Iterator[Vi
             remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
             problem = "this call has no such argument"
             yield Violation(name, problem, remedy, code="unknown-argument")
-
-
-def prompt_of(element: Any) -> Any:
-    """Return the prompt of an element of `prompts`, which may be a mapping with further values."""
-    if isinstance(element, Mapping) and "prompt" in element:
-        return element["prompt"]
-    return element
 
 
 def _has_images(element: Any) -> bool:
@@ -293,199 +258,3 @@ def _require_bound(sampling: Any) -> Any:
     )
     problem = f"got {shortened(sampling)}"
     raise ArgumentError([Violation("sampling", problem, remedy, code="unbounded-sampling")])
-
-
-def _sampling_of_turn(sampling: Any, room: int, limit: int | None, turn: int = 1) -> Any:
-    """Return the sampling of a turn for which `room` tokens are left.
-
-    The turn draws at most `limit` tokens. From the second turn on it draws one answer, with a seed
-    that depends on the turn.
-    """
-    max_tokens = min(room, limit or room)
-    # vLLM refuses min_tokens above max_tokens, which a short rest of the room would cause.
-    changes: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "min_tokens": min(max_tokens, sampling.min_tokens),
-    }
-    if turn > 1:
-        # The n completions of a prompt are n conversations by now. With the seed of the first
-        # turn, every turn would draw the same random numbers.
-        changes["n"] = 1
-        changes["seed"] = None
-        if sampling.seed is not None:
-            changes["seed"] = text_digest(str(sampling.seed), str(turn))
-    if not hasattr(sampling, "clone"):
-        return replace(sampling, **changes)
-    # vLLM's class is not a dataclass, and the object belongs to the caller.
-    params = sampling.clone()
-    for name, value in changes.items():
-        setattr(params, name, value)
-    return params
-
-
-@dataclass
-class _ConversationState:
-    """State of an unfinished conversation. All ranks have turns and context, rank 0 the rest.
-
-    Attributes:
-        prompt: the element of `prompts`.
-        place: prompt and completion, for messages.
-        sampling: the caller's sampling; its `max_tokens` bounds everything after the prompt.
-        turns: the answers so far.
-        context: all token ids so far, the prompt of the next turn.
-        is_cut: the last reply did not fit.
-        messages: the chat before the assistant's message that has the last answer; None if the
-            prompt is not a chat.
-        prefix: text of that assistant's message before the last answer.
-        last_reply: messages of the last reply. For a reply of text or token ids: the text of the
-            last answer and the reply, which are both part of the assistant's message.
-        respond: the environment's function.
-    """
-
-    prompt: Any
-    place: str
-    sampling: Any
-    turns: list[Completion] = field(default_factory=list)
-    context: list[int] = field(default_factory=list)
-    is_cut: bool = False
-    messages: list[Message] | None = None
-    prefix: str = ""
-    last_reply: Sequence[Message] | str = ""
-    respond: Any = None
-
-    @property
-    def room(self) -> int:
-        """Number of tokens that may follow the context."""
-        num_taken = len(self.context) - len(self.turns[0].prompt_token_ids)
-        return int(self.sampling.max_tokens) - num_taken
-
-    def add_answer(self, answer: Completion) -> None:
-        """Append an answer to turns and context."""
-        self.turns.append(answer)
-        self.context = [*answer.prompt_token_ids, *answer.token_ids]
-
-    def add_reply(self, reply: list[int] | None) -> bool:
-        """Append a reply if it leaves room for an answer of at least one token.
-
-        Returns whether the conversation continues.
-        """
-        # A reply that fills the room is dropped as well: tokens after the last answer are not
-        # trained on.
-        self.is_cut = reply is not None and len(reply) >= self.room
-        if reply is None or self.is_cut:
-            return False
-        self.context += reply
-        # Text continues the assistant's message. A message of another role after it would make
-        # templates fail that require alternating roles.
-        if isinstance(self.last_reply, str):
-            self.prefix += self.last_reply
-        elif self.messages is not None:
-            self.messages += [self._assistant_message(), *self.last_reply]
-            self.prefix = ""
-        return True
-
-    def result(self) -> Conversation:
-        messages: tuple[Message, ...] = ()
-        if self.messages is not None:
-            messages = (*self.messages, self._assistant_message())
-        return Conversation(tuple(self.turns), self.is_cut, messages, self.respond)
-
-    def _assistant_message(self) -> Message:
-        return {"role": "assistant", "content": self.prefix + self.turns[-1].text}
-
-
-class _EnvironmentRunner:
-    """Environments of all conversations. They run on rank 0, which sends the replies to all."""
-
-    def __init__(
-        self, engine: HybridEngine[Any], environment: Environment, chat: ChatArguments
-    ) -> None:
-        self._engine = engine
-        self._environment = environment
-        self._chat = chat
-        self._tokenizer: ModelTokenizer = engine.inference.tokenizer
-
-    def begin(self, conversations: Sequence[_ConversationState]) -> None:
-        """Create the environment of each conversation. Raises as `converse` if that fails."""
-        from hybrid_engine.backends.vllm.prompts import form_of
-
-        job = self._engine.job
-        with job.agreement.phase("environment"):
-            if self._engine.rank != 0:
-                return
-            calls = [(state.place, self._environment, (state.prompt,)) for state in conversations]
-            responders = run_callbacks("environment", calls, job.timeout_seconds)
-            for state, respond in zip(conversations, responders, strict=True):
-                prompt = prompt_of(state.prompt)
-                state.messages = list(prompt) if form_of(prompt) == "a chat" else None
-                if not callable(respond):
-                    problem = f"for {state.place} it returned {shortened(respond)}"
-                    remedy = "Return a function that takes an answer and returns the reply"
-                    violation = Violation("environment", problem, remedy, code="not-callable")
-                    raise ArgumentError([violation])
-                state.respond = respond
-
-    def replies(self, conversations: Sequence[_ConversationState]) -> list[list[int] | None]:
-        """Return the token ids of the reply to each last answer; None ends the conversation.
-
-        Raises as `begin`.
-        """
-        job = self._engine.job
-        local: list[list[int] | None] = []
-        with job.agreement.phase("environment"):
-            if self._engine.rank == 0:
-                calls = [
-                    (state.place, state.respond, (state.turns[-1],)) for state in conversations
-                ]
-                results = run_callbacks("environment", calls, job.timeout_seconds)
-                local = [
-                    self._take_reply(state, reply)
-                    for state, reply in zip(conversations, results, strict=True)
-                ]
-        gathered = job.agreement.gather(local, list[list[int] | None], "environment")
-        replies: list[list[int] | None] = gathered[0]
-        return replies
-
-    def _take_reply(self, state: _ConversationState, reply: Any) -> list[int] | None:
-        """Return the token ids of a reply, and note its messages in `state`."""
-        from hybrid_engine.backends.vllm.prompts import form_of
-
-        if reply is None:
-            return None
-        try:
-            token_ids = self._token_ids(reply, state)
-            if not token_ids:
-                raise ValueError("the reply has no tokens; None would end the conversation")
-            # A reply that does not fit is dropped anyway. Its length must not fail the check.
-            token_ids = token_ids[: max(1, state.room)]
-            self._engine.inference.check_prompts([token_ids], 1)
-        except (ConfigError, ValueError) as error:
-            problem = f"for {state.place}: {error}"
-            violation = Violation("environment", problem, _REPLY_REMEDY, code="invalid-reply")
-            raise ArgumentError([violation]) from error
-        if state.messages is not None:
-            state.last_reply = reply
-            if form_of(reply) != "a chat":
-                answer = state.turns[-1].token_ids
-                state.last_reply = self._tokenizer.decode([*answer, *token_ids])
-        return token_ids
-
-    def _token_ids(self, reply: Any, state: _ConversationState) -> list[int]:
-        """Return the token ids of a reply. Raises ValueError if it is invalid."""
-        from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
-
-        form = form_of(reply)
-        if form == "token ids":
-            return [int(token) for token in reply]
-        if form == "a text":
-            return self._tokenizer.encode([reply], add_special_tokens=False)[0]
-        if form != "a chat":
-            raise ValueError(f"the reply is {form}")
-        if state.messages is None:
-            raise ValueError(
-                "the reply has messages, but the prompt is not a chat, so there is no template "
-                "to render them with"
-            )
-        rendering = rendering_of(self._chat, self._tokenizer)
-        answer = state.turns[-1].token_ids
-        return self._tokenizer.encode_reply(state.messages, answer, reply, rendering)

@@ -10,7 +10,8 @@
 So no token of step n is older than the publish of step n - k. With k = 0, `take` draws the step.
 
 A checkpoint has the completions of all begun steps. The run waits for them before it saves, so it
-learns the same completions whether it goes on or is resumed.
+learns the same completions whether it goes on or is resumed. Conversations are not saved, because
+their environments cannot be; a resumed run holds them again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.agreement import MOST_SHARED
-from hybrid_engine.rl.conversations import converse, prompt_of
+from hybrid_engine.rl.conversation_state import prompt_of
+from hybrid_engine.rl.conversations import begin_conversations, converse
 from hybrid_engine.rl.prompt_source import PromptSource, are_listed
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
     from hybrid_engine.backends.vllm.server.drawing import Drawing
     from hybrid_engine.backends.vllm.server.inference import ServedInference
+    from hybrid_engine.rl.served_conversations import ServedConversations
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -65,7 +68,7 @@ class _BegunStep:
         restored: completions of each prompt, from a checkpoint.
     """
 
-    drawing: Drawing | None
+    drawing: Drawing | ServedConversations | None
     restored: list[list[Completion]] = field(default_factory=list)
 
     @property
@@ -73,7 +76,7 @@ class _BegunStep:
         """True if this rank has nothing to wait for."""
         return self.drawing is None or self.drawing.is_finished
 
-    def collect(self) -> list[list[Completion]]:
+    def collect(self) -> Groups:
         """Wait for the completions of each prompt, and return them. Collective."""
         return self.restored if self.drawing is None else self.drawing.collect()
 
@@ -112,7 +115,7 @@ class GroupQueue:
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
         self._begun: dict[int, _BegunStep] = {}
-        self._drawings: list[Drawing] = []
+        self._drawings: list[Drawing | ServedConversations] = []
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
@@ -156,17 +159,32 @@ class GroupQueue:
         new = [step for step in range(number, last + 1) if step not in self._begun]
         waited = 0.0
         if new and self._drawings and all(drawing.is_finished for drawing in self._drawings):
-            waited = time.perf_counter() - max(drawing.ended_at for drawing in self._drawings)
-        servers = cast("ServedInference", self._worker.inference)
+            ended_at = max(drawing.ended_at for drawing in self._drawings)
+            # A rank that requests nothing does not wait either.
+            waited = max(0.0, time.perf_counter() - ended_at)
         for step in new:
-            _, prompts = self.prompts_of(step)
-            plain_prompts = [prompt_of(prompt) for prompt in prompts]
-            drawing = servers.begin(
-                plain_prompts, self.sampling(step), chat=self._chat, goes_on=True
-            )
+            drawing = self._begin_step(step)
             self._begun[step] = _BegunStep(drawing)
             self._drawings = [*self._drawings[-self._depth :], drawing]
         return waited
+
+    def _begin_step(self, number: int) -> Drawing | ServedConversations:
+        """Request the completions of a step, with any weights of this job."""
+        names, prompts = self.prompts_of(number)
+        if self._environment is not None:
+            return begin_conversations(
+                self._worker,
+                prompts,
+                self.sampling(number),
+                self._environment,
+                max_tokens_per_turn=self._arguments.config.max_tokens_per_turn,
+                names=names,
+                goes_on=True,
+                **self._chat,
+            )
+        servers = cast("ServedInference", self._worker.inference)
+        plain_prompts = [prompt_of(prompt) for prompt in prompts]
+        return servers.begin(plain_prompts, self.sampling(number), chat=self._chat, goes_on=True)
 
     def take(self, number: int) -> Groups:
         """Return the completions of each prompt of a step. Collective, in the rollout context.
@@ -238,8 +256,11 @@ class GroupQueue:
     def wait(self) -> None:
         """Wait for the completions of all begun steps, before a checkpoint. Collective.
 
-        Steps whose requests failed are begun again when they are needed.
+        Steps whose requests failed are begun again when they are needed. Conversations are not
+        waited for, because they are not saved.
         """
+        if self._environment is not None:
+            return
         for number in list(self._begun):
             try:
                 self._begun[number].collect()
@@ -257,13 +278,14 @@ class GroupQueue:
         self._source.save(directory, step)
         if not self._depth:
             return
-        groups = {
-            number: [
-                [replace(completion, tokenizer=None) for completion in group]
-                for group in step.collect()
-            ]
-            for number, step in self._begun.items()
-        }
+        groups: dict[int, Any] = {}
+        # An environment's state cannot be saved, so a resumed run holds conversations again.
+        if self._environment is None:
+            for number, begun in self._begun.items():
+                groups[number] = [
+                    [replace(completion, tokenizer=None) for completion in group]
+                    for group in cast("Sequence[Sequence[Completion]]", begun.collect())
+                ]
         write_bytes(directory / _FILE, encode((self._published, groups), MOST_SHARED))
 
     def load(self, directory: Path, step: int) -> None:

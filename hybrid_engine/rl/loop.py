@@ -49,7 +49,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.conversations import Environment
+from hybrid_engine.rl.conversation_state import Environment
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.group_queue import GroupQueue, randomness
 from hybrid_engine.rl.packed_calls import PackedCalls

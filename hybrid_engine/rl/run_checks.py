@@ -22,7 +22,8 @@ from hybrid_engine.models.config_json import positions_of
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
+from hybrid_engine.rl.conversation_state import prompt_of
+from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, unknown_arguments
 from hybrid_engine.rl.packed_calls import packing_violations
 from hybrid_engine.rl.prompt_source import are_listed, is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
@@ -385,11 +386,6 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
         problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
         remedy = "Pass an environment, or set max_tokens"
         yield Violation(key, problem, remedy, code="needs-environment")
-    if "environment" in arguments.callbacks and config.max_staleness:
-        key = f"{config.name}.max_staleness"
-        problem = f"is {config.max_staleness}, but conversations are not drawn in the background"
-        remedy = "Leave it out, or the environment"
-        yield Violation(key, problem, remedy, code="conflicting-keys")
     if config.pack and config.ratio == "sequence":
         key = f"{config.name}.pack"
         problem = "is true, but a ratio for a sequence needs one sequence a row"

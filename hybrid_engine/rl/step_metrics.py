@@ -13,7 +13,7 @@ import torch
 
 from hybrid_engine.errors import ArgumentError, Violation, shortened
 from hybrid_engine.rl import losses
-from hybrid_engine.rl.conversations import Conversation
+from hybrid_engine.rl.conversation_state import Conversation
 from hybrid_engine.rl.rewards import Scores
 from hybrid_engine.rl.user_callbacks import number_of
 from hybrid_engine.switch.report import ReshardReport

@@ -18,7 +18,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.ranks.background import in_background
-from hybrid_engine.rl.conversations import Environment
+from hybrid_engine.rl.conversation_state import Environment
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import selectors
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hybrid_engine.errors import (
     ArgumentError,
@@ -27,8 +27,10 @@ from hybrid_engine.errors import (
     is_of_package,
     shortened,
 )
+from hybrid_engine.ranks.background import in_background
 
 logger = logging.getLogger("hybrid_engine")
+_T = TypeVar("_T")
 
 # Rank 0 gives up before the other ranks' timeout, so that its error, which has the cause, comes
 # first. A coroutine that blocks the event loop also blocks the loop's own timeout, so the waiting
@@ -36,6 +38,10 @@ logger = logging.getLogger("hybrid_engine")
 _SHARE_OF_TIMEOUT = 0.9
 _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
 _POLL_SECONDS = 0.05
+_SECONDS_OF_A_STEP = 1.0
+# Signal handlers do not run in the thread of the event loop, so KeyboardInterrupt and SystemExit
+# come from the coroutine itself.
+_RAISED_BY_COROUTINES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
 _MAX_CHARACTERS = 2000
 """Length at which the text of a user's exception is cut."""
 
@@ -126,7 +132,7 @@ def run_callbacks(
     if pending:
         places = [place for place, *_ in calls]
         coroutine = _await_all(argument, places, pending, _SHARE_OF_TIMEOUT * timeout_seconds)
-        running = asyncio.run_coroutine_threadsafe(coroutine, _event_loop().loop)
+        running = start(coroutine)
         limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
         try:
             for index, result in _wait_for(running, argument, limit_seconds).items():
@@ -136,16 +142,56 @@ def run_callbacks(
     return results
 
 
+async def run_callback(
+    argument: str,
+    place: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    timeout_seconds: float,
+    lock: asyncio.Lock,
+) -> Any:
+    """Make one call from the event loop, and await its result if it is awaitable.
+
+    The call runs in a thread, because it may start an event loop or take long. Calls with the same
+    `lock` run one after the other, as in `run_callbacks`; awaitable results are awaited together.
+
+    Raises ArgumentError as `run_callbacks`; `timeout_seconds` bounds the call and its result each.
+    """
+    seconds = _SHARE_OF_TIMEOUT * timeout_seconds
+    async with lock:
+        call = in_background(functools.partial(function, *arguments), argument)
+        called = {0: asyncio.wrap_future(call)}
+        result = (await _await_all(argument, [place], called, seconds))[0]
+    if inspect.isawaitable(result):
+        result = (await _await_all(argument, [place], {0: result}, seconds))[0]
+    return result
+
+
+def start(coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+    """Start a coroutine in the event loop of callbacks, and return its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop().loop)
+
+
+def steps_of(running: Future[Any], argument: str, timeout_seconds: float) -> Iterator[None]:
+    """Yield every few seconds until `running`, of `start`, is done: the steps of `rounds`.
+
+    Raises ArgumentError that names the line, if a coroutine blocks the event loop.
+    """
+    seconds = min(_SECONDS_OF_A_STEP, timeout_seconds / 8)
+    while not wait([running], seconds).done:
+        # It ends at once unless the loop is blocked.
+        heartbeat = start(asyncio.sleep(0))
+        _wait_for(heartbeat, argument, timeout_seconds / 4)
+        yield
+
+
 async def _await_all(
     argument: str, places: Sequence[str], pending: Mapping[int, Awaitable[Any]], seconds: float
 ) -> dict[int, Any]:
     """Await all of `pending` together, for at most `seconds`; cancel the rest on failure."""
-    # Signal handlers do not run in this thread, so KeyboardInterrupt and SystemExit come from the
-    # coroutine itself.
-    kinds = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
 
     async def result_of(index: int) -> Any:
-        with _naming(argument, places[index], kinds):
+        with _naming(argument, places[index], _RAISED_BY_COROUTINES):
             return await pending[index]
 
     tasks = {index: asyncio.ensure_future(result_of(index)) for index in pending}
@@ -157,18 +203,20 @@ async def _await_all(
             task.result()  # raises the exception of a task that failed
         late = [places[index] for index, task in tasks.items() if not task.done()]
         if late:
-            problem = f"not done after {seconds:g} s: {first_of(late, 3, '; ')}"
-            remedy = (
-                "Bound the time that each of them takes, or raise generate_config.timeout_seconds"
-            )
-            raise ArgumentError([Violation(argument, problem, remedy, code="callback-timeout")])
+            raise ArgumentError([_timeout_violation(argument, seconds, first_of(late, 3, "; "))])
         return {index: task.result() for index, task in tasks.items()}
     finally:
         for task in tasks.values():
             task.cancel()
 
 
-def _wait_for(running: Future[dict[int, Any]], argument: str, seconds: float) -> dict[int, Any]:
+def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
+    problem = f"not done after {seconds:g} s: {places}"
+    remedy = "Bound the time that each of them takes, or raise generate_config.timeout_seconds"
+    return Violation(argument, problem, remedy, code="callback-timeout")
+
+
+def _wait_for(running: Future[_T], argument: str, seconds: float) -> _T:
     """Return the results of `running`.
 
     Raises ArgumentError that names the line, if a coroutine blocks the event loop for `seconds`.

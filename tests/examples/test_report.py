@@ -11,6 +11,7 @@ from rich.console import Console
 
 from examples.gpt_rl import report
 from examples.gpt_rl.train import run_files
+from examples.gpt_rl.trainer import documented
 
 
 def row(iteration: int, **changes: Any) -> dict[str, Any]:
@@ -52,3 +53,10 @@ def test_missing_rows_and_values_are_tolerated(rows: list[dict[str, Any]], tmp_p
         directory.metrics.append(values)
     report.Report(Console(file=screen, width=80), directory).finish()
     assert ("- after the warm-up" in screen.getvalue()) == (tmp_path / "reward.png").is_file() == bool(rows)
+
+
+def test_a_row_without_completions_has_no_rate() -> None:
+    """Before the first iteration, a checkpoint may wait for completions of later ones."""
+    row = {"step": 0, "seconds": 2.0, "reshard_seconds": 0.5, "generate_seconds": 0.5}
+    assert "tokens_per_second" not in documented(row, 8)
+    assert documented({**row, "response_tokens": 3.0}, 8)["tokens_per_second"] == 48

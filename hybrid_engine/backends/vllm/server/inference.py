@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -122,21 +122,37 @@ class ServedInference:
             goes_on: completions continue after a publish, with the next weights; see
                 `Completion.versions`. Otherwise the present weights draw all tokens.
         """
-        job = self.job
-        with job.agreement.phase("checking prompts"):
+        token_ids, samplings = self.requests_of(prompts, sampling, attention_mask, data, chat)
+        with self.job.agreement.phase("looking for weights"):
+            ask = functools.partial(self._ask, weights=self._weights(goes_on))
+        return Drawing(
+            ask, self.job, self.tokenizer, token_ids, samplings, data, len(self._servers)
+        )
+
+    def requests_of(
+        self,
+        prompts: Prompts,
+        sampling: Samplings | None = None,
+        attention_mask: torch.Tensor | None = None,
+        data: Data = "global",
+        chat: ChatArguments | None = None,
+    ) -> tuple[list[list[int]], list[Sampling]]:
+        """Return token ids and sampling of each prompt, with the seed of its random stream.
+
+        Collective. Raises ArgumentError on all ranks for invalid prompts.
+        """
+        with self.job.agreement.phase("checking prompts"):
             check_data(data)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
             require_text(token_ids, "a server")
             requested = asked_for(sampling, len(token_ids), _over_http)
             self.check_prompts(token_ids, requested.max_tokens)
-            weights = self._weights(goes_on)
-        seeds = stream_seeds(requested.seeds, token_ids, data, job)
+        seeds = stream_seeds(requested.seeds, token_ids, data, self.job)
         samplings = [
             replace(unseeded, seed=seed)
             for unseeded, seed in zip(requested.each, seeds, strict=True)
         ]
-        ask = functools.partial(self._ask, weights=weights)
-        return Drawing(ask, job, self.tokenizer, token_ids, samplings, data, len(self._servers))
+        return token_ids, samplings
 
     def check_prompts(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]
@@ -150,8 +166,24 @@ class ServedInference:
         Raises ArgumentError for an invalid prompt, GenerationError, ServerError.
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
+        return self._complete_one(self._weights(), prompt, sampling)
+
+    def completer(
+        self, *, goes_on: bool = False
+    ) -> Callable[[Sequence[int], Sampling], Completion]:
+        """Return a function that completes a prompt, which is not checked; from any thread.
+
+        Collective. Raises StateError without weights. For `goes_on` see `begin`.
+        """
+        with self.job.agreement.phase("looking for weights"):
+            weights = self._weights(goes_on)
+        return functools.partial(self._complete_one, weights)
+
+    def _complete_one(
+        self, weights: DrawnWith, prompt: Sequence[int], sampling: Sampling
+    ) -> Completion:
         server = next(self._turns) % len(self._servers)
-        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), self._weights())
+        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
         return completion
 
     def _weights(self, goes_on: bool = False) -> DrawnWith:
