@@ -37,8 +37,12 @@ def register() -> None:
 
 @functools.cache
 def prepare_process() -> GatedFormat:
-    """Register both names in this process, close its gate, and return the load format."""
+    """Register both names in this process, close its gate, and return the load format.
+
+    On a CPU it also corrects the worker.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     from hybrid_engine.backends.vllm import server
     from hybrid_engine.backends.vllm.server import capture, gate, queues
@@ -48,6 +52,11 @@ def prepare_process() -> GatedFormat:
     capture.register_loader(NAME)
     gate.close_gate(NAME)
     queues.unname_queues()
+    if current_platform.is_cpu():
+        from hybrid_engine.backends.vllm import internals
+        from hybrid_engine.backends.vllm.cpu import seeded_draws
+
+        seeded_draws.correct_worker(internals.CPU_WORKER.load())
     return GatedFormat(NAME)
 
 

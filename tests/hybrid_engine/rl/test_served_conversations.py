@@ -186,7 +186,10 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     directory = tmp_path_factory.mktemp("served")
     config = served_config("qwen2", torch_dtype="float32", max_position_embeddings=LENGTH)
     model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
-    with serving(model, directory / "server", *FILLED, *PLAIN, "--max-model-len", str(LENGTH)) as served:
+    # Requests compute prompts in parts.
+    sizes = {"--max-model-len": LENGTH, "--max-num-seqs": 8, "--max-num-batched-tokens": 8}
+    arguments = [str(part) for size in sizes.items() for part in size]
+    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
         calls: dict[str, Any] = {
             "hold": (hold, (model, served.url)),
             "fail": (fail, (model, served.url)),

@@ -10,6 +10,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.route_capture import RouteCapture
+from hybrid_engine.backends.vllm.cpu.seeded_draws import with_spare_generators
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
@@ -25,7 +26,7 @@ class IsolatedCPUWorker(_CPUWorker):
 
     The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
     multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
-    [tokens, heads x elements] it is correct.
+    [tokens, heads x elements] it is correct. Seeded requests may be computed in parts.
 
     Attributes:
         route_capture: adds the experts of each token to the output of a step, if set.
@@ -44,6 +45,7 @@ class IsolatedCPUWorker(_CPUWorker):
             self.route_capture.begin(scheduler_output)
         return super().execute_model(scheduler_output)
 
+    @with_spare_generators
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         if self.route_capture is not None:

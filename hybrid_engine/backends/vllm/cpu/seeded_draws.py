@@ -1,0 +1,48 @@
+"""Seeded requests whose prompts are computed in parts, on a CPU.
+
+After each part vLLM draws a token, drops it, and moves the request's generator back. torch's CPU
+generators cannot be moved, and vLLM 0.32's engine ends with "CPU Generator does not use offset".
+Here such tokens are drawn with spare generators, and those of the requests stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _SpareGenerator(torch.Generator):
+    """A generator of tokens that are dropped; moving it has no effect."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+def with_spare_generators(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
+
+    @functools.wraps(sample_tokens)
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = self.model_runner
+        batch = runner.input_batch
+        dropped = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        generators = {row: batch.generators[row] for row in dropped if row in batch.generators}
+        batch.generators.update({row: _SpareGenerator() for row in generators})
+        try:
+            return sample_tokens(self, *args, **kwargs)
+        finally:
+            batch.generators.update(generators)
+
+    return sample
+
+
+@functools.cache
+def correct_worker(worker: Any) -> None:
+    """Replace `sample_tokens` of vLLM's class of CPU workers for the life of the process."""
+    worker.sample_tokens = with_spare_generators(worker.sample_tokens)
