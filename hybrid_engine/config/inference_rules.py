@@ -152,6 +152,31 @@ def _check_of_derived_rules(context: JobContext) -> Iterator[Violation]:
         )
 
 
+@constraint(
+    INFERENCE,
+    "generate_config.check_compute",
+    "check_compute: exact needs vLLM in the ranks, in the trainer's dtype, without quantisation.",
+)
+def _exact_check(context: JobContext) -> Iterator[Violation]:
+    generate = context.generate
+    if generate.check_compute != "exact":
+        return
+    reasons = {
+        "servers compute with kernels of their own": bool(generate.servers),
+        f"vLLM computes in {context.served_dtype}, and the trainer in "
+        f"{context.actor.params_dtype}": context.served_dtype != context.actor.params_dtype,
+        "vLLM's weights are quantised": generate.quantization not in (None, UNQUANTISED),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            yield Violation(
+                "generate_config.check_compute",
+                f"exact, but {reason}",
+                "Set it to always, or change that",
+                code="exact-unsupported",
+            )
+
+
 QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("fp8_per_channel",),
     "cuda": (

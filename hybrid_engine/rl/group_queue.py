@@ -159,9 +159,7 @@ class GroupQueue:
         new = [step for step in range(number, last + 1) if step not in self._begun]
         waited = 0.0
         if new and self._drawings and all(drawing.is_finished for drawing in self._drawings):
-            ended_at = max(drawing.ended_at for drawing in self._drawings)
-            # A rank that requests nothing does not wait either.
-            waited = max(0.0, time.perf_counter() - ended_at)
+            waited = time.perf_counter() - max(drawing.ended_at for drawing in self._drawings)
         for step in new:
             drawing = self._begin_step(step)
             self._begun[step] = _BegunStep(drawing)

@@ -73,6 +73,7 @@ from hybrid_engine.rl.step_metrics import (
     add_measurements,
     completion_figures,
     evaluation_figures,
+    require_exact,
 )
 from hybrid_engine.rl.stop_signals import StopSignals
 from hybrid_engine.trainer.batches import build_batch, mean_weights
@@ -440,6 +441,8 @@ class Loop:
         self.done = number
         self.queue.learned(number)
         figures = completion_figures(batch, groups, scores) | self.queue.figures(groups)
+        if worker.config.generate_config.check_compute == "exact":
+            require_exact(figures, worker.job.device)
         if config.max_staleness:
             meter.add("generation_wait", waited)
         return {

@@ -45,8 +45,8 @@ class ServedConversations:
         max_tokens_per_turn: bounds each answer.
 
     Attributes:
-        ended_at: `time.perf_counter` when the last conversation ended; infinite before, and on
-            other ranks, which request nothing.
+        ended_at: `time.perf_counter` when the last conversation ended. On other ranks, which
+            request nothing, minus infinity: they have waited for ever.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServedConversations:
         self._complete = complete
         self._max_tokens_per_turn = max_tokens_per_turn
         self._conversations: list[list[Conversation]] | None = None
-        self.ended_at = math.inf
+        self.ended_at = -math.inf
         self._running = start(self._hold_all()) if engine.rank == 0 else None
 
     async def _hold_all(self) -> None:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, ComputationError, Violation, shortened
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.conversation_state import Conversation
 from hybrid_engine.rl.rewards import Scores
 from hybrid_engine.rl.user_callbacks import number_of
+from hybrid_engine.switch.logprob_check import exactness
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -79,6 +80,17 @@ def completion_figures(
         kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
         figures["kl"] = losses.weighted_mean(kl, batch["weights"]).item()
     return figures
+
+
+def require_exact(figures: Mapping[str, float], device: torch.device) -> None:
+    """Raise ComputationError if a log-probability of vLLM's differs from the trainer's."""
+    share = figures["logprob_equal"]
+    if share < 1:
+        raise ComputationError(
+            f"log-probabilities of {1 - share:.2%} of the drawn tokens differ between vLLM and the "
+            f"trainer, by at most {figures['logprob_diff']:.3g} nats. {exactness(device)}",
+            code="rollout-unequal",
+        )
 
 
 def evaluation_figures(returned: Any) -> dict[str, float]:

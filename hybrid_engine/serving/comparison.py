@@ -147,7 +147,9 @@ class ServerComparison(ProbingTrainer):
         when: "first": once for servers that have joined; "always": after every fill; "off": never.
     """
 
-    def __init__(self, trainer: Trainer, job: Job, when: Literal["first", "always", "off"]) -> None:
+    def __init__(
+        self, trainer: Trainer, job: Job, when: Literal["first", "always", "exact", "off"]
+    ) -> None:
         self._trainer = trainer
         self._job = job
         self._when = when

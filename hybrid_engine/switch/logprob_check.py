@@ -81,6 +81,11 @@ _REMEDY = (
     "or set generate_config.check_compute: off to skip this check"
 )
 _PHASE = "looking at what can be compared"
+_EXACTNESS = (
+    "Equality needs kernels that do not depend on the batch, on both sides, and equal "
+    "tensor-parallel sizes: {}. Otherwise set generate_config.check_compute: always, which allows "
+    "rounding"
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,8 @@ class LogprobCheck(ProbingTrainer):
         trainer: compared if it is a `Probed`.
         inference: compared with the trainer if it is a `Probed`.
         job: job of all ranks.
-        when: "first": until one comparison has passed; "always": in every switch; "off": never.
+        when: "first": until one comparison has passed; "always": in every switch; "exact": in
+            every switch, without any difference; "off": never.
     """
 
     def __init__(
@@ -151,7 +157,7 @@ class LogprobCheck(ProbingTrainer):
         trainer: Trainer,
         inference: InferenceCaches,
         job: Job,
-        when: Literal["first", "always", "off"],
+        when: Literal["first", "always", "exact", "off"],
     ) -> None:
         self._trainer = trainer
         self._inference = inference
@@ -190,6 +196,11 @@ class LogprobCheck(ProbingTrainer):
             served = probe.inference.probe(probe.tokens)
             self._inference.reset_caches()
             gap = Gap(probe.tokens, trained, served)
+            if self._when == "exact" and not gap.is_zero:
+                raise ComputationError(
+                    f"{_MISMATCH} bit by bit: {gap}. {exactness(self._job.device)}",
+                    code="log-probabilities-unequal",
+                )
             if not gap.is_rounding:
                 settings = differing(
                     probe.trainer.computed_settings(), probe.inference.computed_settings()
@@ -309,6 +320,11 @@ class Gap:
         """True if rounding explains the difference; False for NaN."""
         return self.median <= self.tolerance
 
+    @property
+    def is_zero(self) -> bool:
+        """True if all log-probabilities are equal; False for NaN."""
+        return bool((self._differences == 0).all())
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         differences = self._differences
@@ -323,6 +339,19 @@ class Gap:
             f"furthest apart is token {token_id} at position {column + 1} of sequence {row}, "
             f"{by_trainer:.4f} by the trainer and {by_vllm:.4f} by vLLM"
         )
+
+
+def exactness(device: torch.device) -> str:
+    """Describe what log-probabilities of two engines need to be equal, and what can be done."""
+    if device.type == "cpu":
+        kernels = "neither side has such kernels for CPUs"
+    else:
+        kernels = (
+            "VLLM_BATCH_INVARIANT=1, which is set, replaces torch's in this process; Megatron "
+            "has more with actor_config.overrides.transformer: {batch_invariant_mode: true} and "
+            "FlashAttention"
+        )
+    return _EXACTNESS.format(kernels)
 
 
 def limits_of(side: object) -> ProbeLimits:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +198,10 @@ def check_without_job(settings: InferenceSettings, rank: int) -> str:
     from vllm.platforms import current_platform
 
     device_type: str = current_platform.device_type
+    if settings.generate.check_compute == "exact" and device_type == "cuda":
+        # It replaces torch's matrix products, means and log-softmax in the whole process, the
+        # trainer's too. The replacements need Triton, which CPUs do not have.
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
     check_arguments(settings, rank, device_type)
     return device_type
 

@@ -203,6 +203,7 @@ TRAINER_BREAKS = (
 GENERATE_BREAKS = (
     Break("dtype is the dtype in which", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
+    Break("check_compute: exact needs", generate={"check_compute": "exact", "quantization": "fp8"}),
     Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
     Break("router_replay needs", generate={"router_replay": True}),
     Break("router_replay needs", actor=FSDP, generate={"router_replay": True}, model=EXPERTS),

@@ -19,12 +19,15 @@ from unittest import mock
 
 import prometheus_client.parser
 import pytest
+import torch
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ComputationError, ConfigError
 from hybrid_engine.rl import trackers
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion
+from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
 from hybrid_engine.rl.trackers import opened, tracker_violations
+from tests.harness.errors import has_code
 
 
 class WithoutTokenizer:
@@ -151,6 +154,7 @@ def test_children_end_by_a_signal_as_ever() -> None:
 def test_a_rank_ends_at_once_if_another_has_failed() -> None:
     program = """
 import os, signal, time
+from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import StopSignals
 with StopSignals(lambda: True):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -189,3 +193,9 @@ def test_handlers_of_the_program_are_left_alone() -> None:
         assert (signals.came, seen) == (False, [signal.SIGUSR1])
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+def test_exact_rollouts_have_no_difference() -> None:
+    require_exact({"logprob_equal": 1.0, "logprob_diff": 0.0}, torch.device("cpu"))
+    with pytest.raises(ComputationError, check=has_code("rollout-unequal", "25.00%", "2e-06 nats", "for CPUs")):
+        require_exact({"logprob_equal": 0.75, "logprob_diff": 2e-6}, torch.device("cpu"))

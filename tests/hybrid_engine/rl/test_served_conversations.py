@@ -248,4 +248,5 @@ def test_conversations_are_held_ahead(outcomes: Outcomes) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
     assert all(row["turns"] == 3 for row in rows)
+    assert all(0 <= row["generation_wait_seconds"] < 400 for row in rows)
     assert [row["loss"] for row in rows] == [row["loss"] for row in received]

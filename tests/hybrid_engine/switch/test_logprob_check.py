@@ -14,6 +14,7 @@ from hybrid_engine.errors import ComputationError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from hybrid_engine.switch.logprob_check import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, LogprobCheck, tokens_within
+from tests.harness.errors import has_code
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
 
@@ -106,7 +107,9 @@ def probed(job: None) -> ProbedRig:
     return ProbedRig()
 
 
-@pytest.mark.parametrize(("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("off", [0, 0, 0])])
+@pytest.mark.parametrize(
+    ("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("exact", [1, 1, 1]), ("off", [0, 0, 0])]
+)
 def test_the_check_runs_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
     rig = ProbedRig(check_compute=when)
     counts = []
@@ -233,6 +236,19 @@ def test_a_difference_fails_the_switch_and_names_numbers_and_settings(probed: Pr
     probed.training.offset = 0.0
     probed.manager.enter(INFER)
     probed.assert_is(INFER)
+
+
+def test_exact_allows_no_difference(job: None) -> None:
+    rounded = ProbedRig()
+    rounded.training.offset = 1e-6
+    rounded.manager.enter(INFER)
+    rig = ProbedRig(check_compute="exact")
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.training.offset = 1e-6
+    with pytest.raises(ComputationError, check=has_code("log-probabilities-unequal", "no", "kernels", "for CPUs")):
+        rig.manager.enter(INFER)
+    rig.assert_is(TRAIN)
 
 
 @pytest.mark.parametrize("call", ["trainer computes", "vLLM computes"])
