@@ -356,19 +356,20 @@ def quantised_table(
         The table with the dtypes of quantised weights and with their scales; `table` itself if
         weights are sent unquantised.
     """
+    from hybrid_engine.backends.computed_sources import AdaptorWithSources
+    from hybrid_engine.backends.quantised_sources import quantise
+
     with job.agreement.phase("checking the inference settings"):
         settings = inference_settings(config, job.world_size)
-    if settings.quantization_config is None:
-        return table
-    with job.agreement.phase("tracing which layers vLLM quantises"):
-        from hybrid_engine.backends.computed_sources import AdaptorWithSources
-        from hybrid_engine.backends.quantised_sources import quantise
-        from hybrid_engine.backends.vllm import quantised_at_position
-
+        if settings.quantization_config is None:
+            return table
         if not isinstance(weights, AdaptorWithSources):
             problem = f"fp8, but a {type(weights).__name__} cannot quantise weights"
             remedy = f"Set it to {UNQUANTISED}"
             raise ConfigError([Violation(_QUANTIZATION, problem, remedy, code="cannot-quantise")])
+    with job.agreement.phase("tracing which layers vLLM quantises"):
+        from hybrid_engine.backends.vllm import quantised_at_position
+
         names = quantised_at_position(settings, job, table.shapes, table.dtypes)
     all_names = _union(job, names, "exchange of quantised tensors")
     with job.agreement.phase("quantising weights"):
@@ -379,7 +380,7 @@ def quantised_table(
         cut = sorted(view.cut)
     all_cut = _union(job, cut, "exchange of cut blocks")
     if all_cut:
-        view.share(all_cut, table.shapes)
+        view.share(all_cut, table.shapes, job.agreement)
     return quantization.served(table)
 
 

@@ -4,7 +4,8 @@
     -> layout        weight, float8_e4m3fn, and weight_scale_inv, float32, in scratch buffers
 
     fill   1  largest magnitude of every block, over this rank's parts of it
-           2  blocks with parts on several ranks: the maximum over ranks, in a single all-reduce
+           2  blocks with parts on several ranks: agreement that no rank has failed; their maximum
+              over ranks, in a single all-reduce
            3  scales, and this rank's parts divided by them
 
 Works on records alone, and therefore for every trainer, and on merged LoRA as well. A part that is
@@ -29,6 +30,7 @@ from hybrid_engine.models.block_quantization import (
     BlockQuantization,
     scale_name,
 )
+from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides, subtract_all
 from hybrid_engine.transports.copies import strided
@@ -85,13 +87,18 @@ class QuantisedSources:
         self.cut = frozenset(name for name in self._shards if self._is_cut(name))
         self.sources = ComputedSources("quantised weights", shapes, device, self._compute)
 
-    def share(self, cut: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def share(
+        self, cut: Collection[str], shapes: Mapping[str, tuple[int, ...]], agreement: Agreement
+    ) -> None:
         """Compute the scales of these weights over all ranks, in a collective of every `fill`.
 
         Args:
             cut: weights that are `cut` on any rank; the same on all ranks.
             shapes: shapes of all canonical tensors.
+            agreement: of the same ranks. A rank that fails before the collective of a `fill` ends
+                it on all ranks, if each of them is in a phase.
         """
+        self._agreement = agreement
         self._shared = {name: self._blocks.grid(shapes[name]) for name in sorted(cut)}
 
     def layout(self, layout: Layout, buffers: Mapping[str, torch.Tensor], rank: int) -> Layout:
@@ -154,6 +161,8 @@ class QuantisedSources:
                 view = largest[name][_slices(self._blocks.touched(shard.region))]
                 view.copy_(torch.maximum(view, self._largest_of(shard)))
         if self._shared:
+            # A rank that failed before this line concludes an outer phase, and sends nothing.
+            self._agreement.conclude("largest magnitudes of blocks")
             dist.all_reduce(flat, dist.ReduceOp.MAX)
         return largest
 

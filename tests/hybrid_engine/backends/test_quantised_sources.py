@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.computed_sources import AdaptorWithSources
-from hybrid_engine.backends.quantised_sources import quantise
+from hybrid_engine.backends.quantised_sources import QuantisedSources, quantise
 from hybrid_engine.backends.training_side import layout_in
-from hybrid_engine.errors import WeightError
+from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.models.block_quantization import BlockQuantization, Blocks, scale_name
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.copies import strided
@@ -151,18 +155,54 @@ def quantise_in_parts() -> tuple[list[str], list[str]]:
     view = quantise(weights, QUANTIZATION)
     weights.prepare()
     alone = differing(weights)
-    # Neither rank holds a part of the last one.
-    view.share({"a.weight", "b.weight", "c.weight"}, {**SHAPES, "c.weight": (128, 128)})
-    weights.prepare()
+    with closing(Job.join(60)) as job:
+        share(view, job)
+        weights.prepare()
     return differing(weights), alone
+
+
+def share(view: QuantisedSources, job: Job) -> None:
+    # Neither rank holds a part of the last one.
+    names = {"a.weight", "b.weight", "c.weight"}
+    view.share(names, {**SHAPES, "c.weight": (128, 128)}, job.agreement)
+
+
+def fail_before_sharing() -> list[tuple[float, str]]:
+    """Return seconds and errors if rank 1 fails before its weights are final, and while it computes."""
+    failures = []
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    weights = Parts(CUT[rank], rank=rank)
+    with closing(Job.join(60)) as job:
+        share(quantise(weights, QUANTIZATION), job)
+        for target, name in ((weights, "finish_pending"), (QuantisedSources, "_largest_of")):
+            error = MemoryError("no memory") if rank == 1 else None
+            patched = mock.patch.object(target, name, side_effect=error) if error else nullcontext()
+            start = time.monotonic()
+            with pytest.raises(HybridEngineError) as caught, patched, job.agreement.phase("prepare", 30):
+                weights.prepare()
+            failures.append((time.monotonic() - start, f"{type(caught.value).__name__}: {caught.value}"))
+            with job.agreement.phase("prepare"):
+                weights.prepare()
+            assert differing(weights) == []
+    return failures
 
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks) -> Outcomes:
-    return engines.launch_in_turn(2, {"parts": (quantise_in_parts, ())})
+    return engines.launch_in_turn(2, {"parts": (quantise_in_parts, ()), "failing": (fail_before_sharing, ())})
 
 
 def test_ranks_share_the_scales_of_cut_blocks(outcomes: Outcomes) -> None:
     assert [shared for shared, _ in outcomes["parts"]] == [[], []]
     _, alone = outcomes["parts"][0]
     assert any("b.weight" in region for region in alone)  # the outlier is on the other rank
+
+
+def test_a_rank_that_fails_before_scales_are_shared_ends_the_phase_on_all_ranks(outcomes: Outcomes) -> None:
+    other, failing = outcomes["failing"]
+    for seconds, text in (*other, *failing):
+        assert "MemoryError: no memory" in text
+        assert seconds < 10
+    assert all(text.startswith("RemoteError: ") for _, text in other)
