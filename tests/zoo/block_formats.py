@@ -206,3 +206,78 @@ def kernels_in_torch() -> Iterator[None]:
         # vLLM forces this one for weights alone.
         undo.enter_context(mock.patch.object(linear, "MarlinNvFp4LinearKernel", Nvfp4KernelInTorch))
         yield
+
+
+@contextlib.contextmanager
+def experts_in_torch() -> Iterator[None]:
+    """Let vLLM compute with experts in blocks on a CPU, whose kernels need AMX or a GPU; it dequantises them."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_mxfp4 as mxfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as nvfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_mxfp8 as mxfp8,
+    )
+
+    def apply_of(method: str) -> Any:
+        def apply(
+            self: Any,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            shared_experts: object,
+            shared_experts_input: object,
+        ) -> torch.Tensor:
+            summed = torch.zeros_like(x, dtype=torch.float32)
+            for expert in topk_ids.unique().tolist():
+                rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+                gate, up = (x[rows].float() @ _expert(method, layer, "w13", expert).T).chunk(2, -1)
+                result = (torch.nn.functional.silu(gate) * up) @ _expert(method, layer, "w2", expert).T
+                summed.index_add_(0, rows, result * topk_weights[rows, places, None])
+            return summed.to(x.dtype)
+
+        return apply
+
+    methods = {
+        "fp8": fp8.Fp8MoEMethod,
+        "mxfp8": mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod,
+        "mxfp4": mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod,
+        "nvfp4": nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod,
+    }
+    backends = {
+        "select_fp8_moe_backend": (fp8, Fp8MoeBackend.CPU),
+        "select_mxfp8_moe_backend": (mxfp8, Fp8MoeBackend.EMULATION),
+        "select_nvfp4_moe_backend": (nvfp4, NvFp4MoeBackend.EMULATION),
+    }
+    with contextlib.ExitStack() as undo:
+        for name, (module, backend) in backends.items():
+            undo.enter_context(mock.patch.object(module, name, return_value=(backend, None)))
+        for method, kind in methods.items():
+            replaced = {
+                "is_monolithic": False,
+                "process_weights_after_loading": lambda self, layer: None,
+                "get_fused_moe_quant_config": lambda self, layer: None,
+                "apply": apply_of(method),
+            }
+            undo.enter_context(mock.patch.multiple(kind, **replaced))
+        # It refuses them.
+        undo.enter_context(mock.patch("hybrid_engine.backends.vllm.arguments.check_arguments"))
+        yield
+
+
+def _expert(method: str, layer: torch.nn.Module, name: str, number: int) -> torch.Tensor:
+    """Return a matrix of one expert in float32."""
+    tensors = {
+        key.removeprefix(f"{name}_"): parameter[number]
+        for key, parameter in layer.named_parameters(recurse=False)
+        if key.startswith(f"{name}_weight")
+    }
+    if "weight_global_scale" in tensors:
+        tensors["weight_global_scale"] = tensors["weight_global_scale"].flatten()[:1]
+    return dequantised(method, tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -29,15 +28,9 @@ SIZES = {
     "head_dim": 32,
 }
 
-_COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors"
-_MOE = f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe"
-
 
 def trace_experts(directory: str, method: str) -> dict[str, Any]:
     """Return the quantised tensors of a model with experts, and the dtypes that vLLM has for its tensors."""
-    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
-
     dist.init_process_group("gloo")
     config = served_config("qwen3_moe", **SIZES)
     table = table_for(config)
@@ -48,11 +41,7 @@ def trace_experts(directory: str, method: str) -> dict[str, Any]:
     with (
         closing(Job.join(120)) as job,
         block_formats.kernels_in_torch(),
-        # Kernels of experts need AMX or a GPU, and are refused on CPU; but nothing is computed on the meta device.
-        mock.patch("torch.cpu._is_amx_tile_supported", return_value=True),
-        mock.patch("hybrid_engine.backends.vllm.arguments.check_arguments"),
-        mock.patch(f"{_MOE}_w4a4_nvfp4.select_nvfp4_moe_backend", return_value=(NvFp4MoeBackend.EMULATION, None)),
-        mock.patch(f"{_MOE}_w8a8_mxfp8.select_mxfp8_moe_backend", return_value=(Fp8MoeBackend.EMULATION, None)),
+        block_formats.experts_in_torch(),
     ):
         fused = quantised_at_position(settings, job, table.shapes, table.dtypes)
         groups = {name: names[0] for names in fused for name in names}
