@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,7 @@ from hybrid_engine.files.model_files import TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.models import table_for
-from hybrid_engine.models.block_quantization import (
-    BlockQuantization,
-    block_config,
-    blocks_in,
-    require_matrices,
-)
+from hybrid_engine.models.block_quantization import BlockQuantization, require_matrices
 from hybrid_engine.models.lora_tensors import (
     VLLM_LORA_RANKS,
     ActorLora,
@@ -39,6 +35,7 @@ from hybrid_engine.models.lora_tensors import (
     adapted_modules,
     adapter_shapes,
 )
+from hybrid_engine.models.quantization_configs import block_config, calibrated_in, format_in
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import InferenceWeights, Trainer, TrainingWeights
@@ -59,9 +56,12 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
 
+logger = logging.getLogger("hybrid_engine")
+
 _QUANTIZATION = "generate_config.quantization"
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -356,37 +356,47 @@ def quantised_table(
         The table with the dtypes of quantised weights and with their scales; `table` itself if
         weights are sent unquantised.
     """
+    from hybrid_engine.backends.computed_sources import AdaptorWithSources
+    from hybrid_engine.backends.quantised_sources import quantise
+
     with job.agreement.phase("checking the inference settings"):
         settings = inference_settings(config, job.world_size)
-    if settings.quantization_config is None:
-        return table
-    with job.agreement.phase("tracing which layers vLLM quantises"):
-        from hybrid_engine.backends.computed_sources import AdaptorWithSources
-        from hybrid_engine.backends.quantised_sources import quantise
-        from hybrid_engine.backends.vllm import quantised_at_position
-
+        if settings.quantization_config is None:
+            return table
+        form = format_in(settings.quantization_config)
         if not isinstance(weights, AdaptorWithSources):
-            problem = f"fp8, but a {type(weights).__name__} cannot quantise weights"
+            problem = f"{form.method}, but a {type(weights).__name__} cannot quantise weights"
             remedy = f"Set it to {UNQUANTISED}"
             raise ConfigError([Violation(_QUANTIZATION, problem, remedy, code="cannot-quantise")])
-        names = quantised_at_position(settings, job, table.shapes, table.dtypes)
-    all_names = _union(job, names, "exchange of quantised tensors")
+    with job.agreement.phase("tracing which layers vLLM quantises"):
+        from hybrid_engine.backends.vllm import quantised_at_position
+
+        fused = quantised_at_position(settings, job, table.shapes, table.dtypes)
+        pairs = [(name, names[0]) for names in fused for name in names]
+        left_out = calibrated_in(config.hf_config())
+        if left_out and job.rank == 0:
+            logger.warning(
+                "%s: without the %s, which are calibrated on data",
+                config.model,
+                " and the ".join(left_out),
+            )
+    groups = dict(sorted(_union(job, pairs, tuple[str, str], "exchange of quantised tensors")))
     with job.agreement.phase("quantising weights"):
-        require_matrices(all_names, table.shapes)
-        blocks = blocks_in(settings.quantization_config)
-        quantization = BlockQuantization(frozenset(all_names), blocks)
+        require_matrices(groups, table.shapes, form)
+        quantization = BlockQuantization(groups, form)
         view = quantise(weights, quantization)
         cut = sorted(view.cut)
-    all_cut = _union(job, cut, "exchange of cut blocks")
+    all_cut = _union(job, cut, str, "exchange of cut blocks")
     if all_cut:
-        view.share(all_cut, table.shapes)
+        view.share(all_cut, table.shapes, job.agreement)
     return quantization.served(table)
 
 
-def _union(job: Job, names: Sequence[str], phase: str) -> set[str]:
-    """Return the names that any rank passes. Collective."""
-    _, messages = job.agreement.share([encode(list(names))], phase)
-    return {name for message in messages for name in decode(message, list[str])}
+def _union(job: Job, values: Sequence[Value], kind: type[Value], phase: str) -> set[Value]:
+    """Return the values of a kind that any rank passes. Collective."""
+    _, messages = job.agreement.share([encode(list(values))], phase)
+    kinds: Any = list[kind]  # type: ignore[valid-type]
+    return {value for message in messages for value in decode(message, kinds)}
 
 
 def gather_positions(settings: InferenceSettings, table: ModelTable, job: Job) -> Side:

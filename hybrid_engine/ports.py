@@ -11,6 +11,7 @@ Call sequence on every rank (switch/sharding_manager.py, switch/weight_container
                  InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN
     2  switch    Trainer.offload_items -> offload gradients, optimizer       parameters remain
     3            TrainingWeights.prepare, .check_values, .buffers            values are final
+                 .finish_pending instead, if no weights are sent
     4            for each bucket:
                    InferenceWeights.allocate                                 + one bucket
                    Transport.start, .run (.notify)                           bytes are transferred
@@ -83,10 +84,16 @@ class TrainingWeights(WeightAdaptor, Protocol):
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's flat source buffers by `BufferId.name`: live storage, no copies."""
 
-    def prepare(self) -> None:
-        """Finish pending work on the weights (parameter gathers); then buffers hold final values.
+    def finish_pending(self) -> None:
+        """Finish pending work on the weights (parameter gathers); stored weights are final then.
 
         Raises ReshardError if the weights are no longer at the places of `layout`.
+        """
+
+    def prepare(self) -> None:
+        """Finish pending work and compute what is not stored; then buffers hold final values.
+
+        Raises as `finish_pending`.
         """
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:

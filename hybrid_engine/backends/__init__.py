@@ -9,6 +9,7 @@
     computed_sources.py  tensors that a switch reads and no buffer of a trainer stores: sums of
                          weights and LoRA
     quantised_sources.py  weights quantised before they are sent, from records of any trainer
+    block_arithmetic.py   their elements and scales
 
 A backend turns its library's objects into the records of records/ and implements the ports of
 ports.py. Nothing else knows a library: planning/, transports/ and switch/ see layouts and flat

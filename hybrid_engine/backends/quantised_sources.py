@@ -1,10 +1,12 @@
 """Quantised weights as computed sources: what crosses the wire is what vLLM computes with.
 
     stored layout    weight, bfloat16, in a training buffer
-    -> layout        weight, float8_e4m3fn, and weight_scale_inv, float32, in scratch buffers
+    -> layout        e.g. weight, float8_e4m3fn, and weight_scale_inv, float32, in scratch buffers
 
-    fill   1  largest magnitude of every block, over this rank's parts of it
-           2  blocks with parts on several ranks: the maximum over ranks, in a single all-reduce
+    fill   1  largest magnitude of every block, and with a tensor-wide scale of every group, over
+              this rank's parts of them
+           2  blocks and groups with parts on several ranks: agreement that no rank has failed;
+              their maximum over ranks, in a single all-reduce
            3  scales, and this rank's parts divided by them
 
 Works on records alone, and therefore for every trainer, and on merged LoRA as well. A part that is
@@ -20,15 +22,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.backends.block_arithmetic import block_scales, elements, tensor_scale
 from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
 from hybrid_engine.backends.training_side import layout_in
-from hybrid_engine.models.block_quantization import (
-    LARGEST,
-    SCALE_DTYPE,
-    WEIGHT_DTYPE,
-    BlockQuantization,
-    scale_name,
-)
+from hybrid_engine.models.block_quantization import BlockQuantization
+from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides, subtract_all
 from hybrid_engine.transports.copies import strided
@@ -38,6 +36,8 @@ def quantise(adaptor: AdaptorWithSources, quantization: BlockQuantization) -> Qu
     """Show the quantised weights of an adaptor to switches, in place of the weights. Returns them.
 
     Checkpoints are still read into the weights, and written from them.
+
+    Raises ConfigError for parts of weights that cannot be stored.
     """
     buffers = adaptor.buffers()
     device = next(iter(buffers.values())).device
@@ -57,7 +57,8 @@ class QuantisedSources:
 
     Attributes:
         sources: the computed tensors.
-        cut: weights with a block of which this rank holds some elements and not all.
+        cut: weights with a block, and groups with an element, of which this rank holds some and
+            not all. A group's name stands in front of `GROUP`.
     """
 
     def __init__(
@@ -67,32 +68,43 @@ class QuantisedSources:
         quantization: BlockQuantization,
         device: torch.device,
     ) -> None:
-        self._blocks = quantization.blocks
+        self._format = quantization.format
+        self._groups = quantization.weights
         self._buffers = buffers
         self._shapes = stored.tensors
-        self._shared: Mapping[str, tuple[int, ...]] = {}  # grids
+        self._shared: Mapping[str, tuple[int, ...]] = {}  # shapes of maxima
         self._shards: dict[str, list[Shard]] = {}  # by weight
         for shard in stored.shards:
             name = shard.region.tensor
             if name in quantization.weights and shard.region.numel:
                 self._shards.setdefault(name, []).append(shard)
         shapes: dict[Region, torch.Tensor] = {}
-        for shards in self._shards.values():
-            for shard in shards:
-                scales = self._blocks.touched(shard.region)
-                shapes[shard.region] = _shape(shard.region, WEIGHT_DTYPE)
-                shapes[scales] = _shape(scales, SCALE_DTYPE)
+        for name, shards in self._shards.items():
+            tensors = self._format.tensors_of(name, self._shapes[name])
+            for region in (part for shard in shards for part in self._stored(shard.region)):
+                dtype = getattr(torch, tensors[region.tensor][1])
+                shapes[region] = torch.empty(region.lengths, dtype=dtype, device="meta")
         self.cut = frozenset(name for name in self._shards if self._is_cut(name))
+        if self._format.tensor_scale is not None:
+            self.cut |= {name + GROUP for name in self._partial_groups()}
         self.sources = ComputedSources("quantised weights", shapes, device, self._compute)
 
-    def share(self, cut: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compute the scales of these weights over all ranks, in a collective of every `fill`.
+    def share(
+        self, cut: Collection[str], shapes: Mapping[str, tuple[int, ...]], agreement: Agreement
+    ) -> None:
+        """Compute these maxima over all ranks, in a collective of every `fill`.
 
         Args:
-            cut: weights that are `cut` on any rank; the same on all ranks.
+            cut: weights and groups that are `cut` on any rank; the same on all ranks.
             shapes: shapes of all canonical tensors.
+            agreement: of the same ranks. A rank that fails before the collective of a `fill` ends
+                it on all ranks, if each of them is in a phase.
         """
-        self._shared = {name: self._blocks.grid(shapes[name]) for name in sorted(cut)}
+        self._agreement = agreement
+        self._shared = {
+            name: (1,) if name.endswith(GROUP) else self._format.blocks.grid(shapes[name])
+            for name in sorted(cut)
+        }
 
     def layout(self, layout: Layout, buffers: Mapping[str, torch.Tensor], rank: int) -> Layout:
         """Return the layout with quantised weights and their scales in place of the weights."""
@@ -103,93 +115,129 @@ class QuantisedSources:
             place = Place(BufferId(rank, home.buffer), home.offset, strides)
             shards.append(Shard(region, place))
         for name in self._shards:
-            tensors[scale_name(name)] = self._blocks.grid(layout.tensors[name])
+            shape = tensors.pop(name)
+            for stored, (of_stored, _) in self._format.tensors_of(name, shape).items():
+                tensors[stored] = of_stored
         return layout_in(buffers, rank, tensors, shards)
 
     def origins(
         self, origins: Mapping[str, Sequence[torch.Tensor]]
     ) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return the origins with those of scales, which are the weights'."""
-        return {**origins, **{scale_name(name): origins[name] for name in self._shards}}
+        """Return the origins with those of stored tensors, which are the weights'."""
+        shown = {name: of_name for name, of_name in origins.items() if name not in self._shards}
+        for name in self._shards:
+            stored = self._format.tensors_of(name, self._shapes[name])
+            shown |= dict.fromkeys(stored, origins[name])
+        return shown
+
+    def _stored(self, region: Region) -> list[Region]:
+        """Return the parts of stored tensors that belong to a part of a weight."""
+        parts = [self._format.values_of(region), self._format.scales_of(region)]
+        if self._format.tensor_scale is not None:
+            parts.append(Region(region.tensor + self._format.tensor_scale.suffix, (0,), (1,)))
+        return parts
 
     def _is_cut(self, name: str) -> bool:
         held = [shard.region for shard in self._shards[name]]
-        needed = []
-        for region in held:
-            scales = self._blocks.touched(region)
-            needed.append(self._blocks.weights_of(scales, name, self._shapes[name]))
+        blocks = self._format.blocks
+        needed = [blocks.weights_of(blocks.touched(part), self._shapes[name]) for part in held]
         return bool(subtract_all(list(dict.fromkeys(needed)), held))
 
+    def _partial_groups(self) -> set[str]:
+        """Return the groups of which this rank has some elements and not all."""
+        own = {self._groups[name] for name in self._shards}
+        return {
+            group
+            for name, group in self._groups.items()
+            if group in own and not self._is_whole(name)
+        }
+
+    def _is_whole(self, name: str) -> bool:
+        if name not in self._shards:
+            return False
+        whole = Region(name, (0, 0), self._shapes[name])
+        return not subtract_all([whole], [shard.region for shard in self._shards[name]])
+
     def _compute(self, tensors: Mapping[Region, torch.Tensor]) -> None:
-        grids = self._largest()
+        largest = self._largest()
+        scale = self._format.tensor_scale
         for name, shards in self._shards.items():
-            # The scale of a block of zeros, or of values too small for a scale, changes nothing.
-            scales = grids.pop(name) / LARGEST
-            scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+            of_tensor = None
+            if scale is not None:
+                of_group = largest[self._groups[name] + GROUP]
+                of_tensor = tensor_scale(of_group, self._format, scale)
+            stored, divisors = block_scales(largest.pop(name), self._format, of_tensor)
             for shard in shards:
-                touched = self._blocks.touched(shard.region)
-                of_shard = scales[_slices(touched)]
-                tensors[touched].copy_(of_shard)
-                tensors[shard.region].copy_(
-                    self._values(shard) / self._spread(of_shard, shard.region)
-                )
+                values, scales, *rest = self._stored(shard.region)
+                tensors[scales].copy_(stored[_slices(scales)])
+                if of_tensor is not None:
+                    tensors[rest[0]].copy_(of_tensor)
+                of_shard = self._spread(divisors[_slices(scales)], shard.region)
+                tensors[values].copy_(elements(self._values(shard) / of_shard, self._format))
 
     def _largest(self) -> dict[str, torch.Tensor]:
-        """Return the largest magnitude in every block of this rank's weights. Collective if shared.
+        """Return the largest magnitude in every block and group. Collective if shared.
 
         Blocks of which this rank holds nothing are zero.
         """
         device = next(iter(self._buffers.values())).device
-        grids = {name: self._blocks.grid(self._shapes[name]) for name in self._shards}
-        largest = {name: torch.zeros(grid, device=device) for name, grid in grids.items()}
+        shapes = {name: self._format.blocks.grid(self._shapes[name]) for name in self._shards}
+        if self._format.tensor_scale is not None:
+            shapes |= dict.fromkeys((self._groups[name] + GROUP for name in self._shards), (1,))
+        largest = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         if self._shared:
             # One tensor, of which `largest` has views, for a single collective.
-            sizes = [math.prod(grid) for grid in self._shared.values()]
+            sizes = [math.prod(shape) for shape in self._shared.values()]
             flat = torch.zeros(sum(sizes), device=device)
             for name, part in zip(self._shared, flat.split(sizes), strict=True):
                 if name in largest:
                     largest[name] = part.view(self._shared[name])
         for name, shards in self._shards.items():
             for shard in shards:
-                view = largest[name][_slices(self._blocks.touched(shard.region))]
+                view = largest[name][_slices(self._format.blocks.touched(shard.region))]
                 view.copy_(torch.maximum(view, self._largest_of(shard)))
+            if self._format.tensor_scale is not None:
+                of_group = largest[self._groups[name] + GROUP]
+                of_group.copy_(torch.maximum(of_group, largest[name].max()))
         if self._shared:
+            # A rank that failed before this line concludes an outer phase, and sends nothing.
+            self._agreement.conclude("largest magnitudes of blocks")
             dist.all_reduce(flat, dist.ReduceOp.MAX)
         return largest
 
     def _largest_of(self, shard: Shard) -> torch.Tensor:
         """Return the largest magnitude of a shard in each block that it touches."""
-        rows, columns = self._blocks.touched(shard.region).lengths
+        blocks = self._format.blocks
+        rows, columns = blocks.touched(shard.region).lengths
         top, left = self._start_in_block(shard.region)
         height, width = shard.region.lengths
         padding = (
             left,
-            columns * self._blocks.columns - left - width,
+            columns * blocks.columns - left - width,
             top,
-            rows * self._blocks.rows - top - height,
+            rows * blocks.rows - top - height,
         )
         padded = torch.nn.functional.pad(self._values(shard).abs(), padding)
-        blocks = padded.view(rows, self._blocks.rows, columns, self._blocks.columns)
-        return blocks.amax((1, 3))
+        return padded.view(rows, blocks.rows, columns, blocks.columns).amax((1, 3))
 
-    def _spread(self, scales: torch.Tensor, region: Region) -> torch.Tensor:
-        """Return the scale of each element of a region."""
+    def _spread(self, divisors: torch.Tensor, region: Region) -> torch.Tensor:
+        """Return the divisor of each element of a region."""
         top, left = self._start_in_block(region)
         height, width = region.lengths
-        rows = scales.repeat_interleave(self._blocks.rows, 0)[top : top + height]
-        return rows.repeat_interleave(self._blocks.columns, 1)[:, left : left + width]
+        rows = divisors.repeat_interleave(self._format.blocks.rows, 0)[top : top + height]
+        return rows.repeat_interleave(self._format.blocks.columns, 1)[:, left : left + width]
 
     def _start_in_block(self, region: Region) -> tuple[int, int]:
         row, column = region.offsets
-        return row % self._blocks.rows, column % self._blocks.columns
+        return row % self._format.blocks.rows, column % self._format.blocks.columns
 
     def _values(self, shard: Shard) -> torch.Tensor:
         flat = self._buffers[shard.place.buffer.name].detach()
         return strided(flat, shard.region.lengths, shard.place).float()
 
 
-def _shape(region: Region, dtype: str) -> torch.Tensor:
-    return torch.empty(region.lengths, dtype=getattr(torch, dtype), device="meta")
+GROUP = " (group)"
+"""End of a group's name among names of weights."""
 
 
 def _slices(region: Region) -> tuple[slice, ...]:

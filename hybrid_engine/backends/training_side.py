@@ -230,6 +230,10 @@ class WholeTensors:
             yield OffloadItem(name, "param", flat)
 
     def prepare(self) -> None:
+        """Check that tensors are still in the buffers, as `finish_pending`."""
+        self.finish_pending()
+
+    def finish_pending(self) -> None:
         """Check that tensors are still in the buffers.
 
         Raises:

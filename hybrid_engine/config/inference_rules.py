@@ -15,7 +15,7 @@ from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import parameters_of
 from hybrid_engine.layouts.size_rules import INFER_RULES
-from hybrid_engine.models.block_quantization import BLOCK_METHOD
+from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS
 
 INFERENCE: list[Constraint[JobContext]] = size_constraints(
@@ -183,8 +183,6 @@ QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
         "fp8_per_channel",
         "fp8_per_tensor",
         "fp8_per_block",
-        "mxfp8",
-        "mxfp4",
         "int8_per_channel_weight_only",
         "nvfp4_per_token",
     ),
@@ -199,23 +197,24 @@ UNQUANTISED: Final = "none"
 @constraint(
     INFERENCE,
     "generate_config.quantization",
-    "The method quantises while loading, or is fp8 for weights that are quantised before they are "
-    "sent; servers take none of the latter. The engine checks its device's methods.",
+    "The method quantises while loading, or is fp8, mxfp8, mxfp4 or nvfp4 for weights that are "
+    "quantised before they are sent; servers take none of the latter. The engine checks its "
+    "device's methods.",
 )
 def _quantization(context: JobContext) -> Iterator[Violation]:
     method = context.generate.quantization
-    known = {name for names in QUANTIZATIONS.values() for name in names}
-    if method is not None and method not in known | {BLOCK_METHOD, UNQUANTISED}:
+    known = {name for names in QUANTIZATIONS.values() for name in names} | set(BLOCK_METHODS)
+    if method is not None and method not in known | {UNQUANTISED}:
         yield Violation(
             "generate_config.quantization",
             f"method {method!r} needs a checkpoint that is already quantised",
-            f"Use {' or '.join(sorted(known | {BLOCK_METHOD}))}, or leave it out",
+            f"Use {' or '.join(sorted(known))}, or leave it out",
             code="needs-quantised-checkpoint",
         )
-    if method == BLOCK_METHOD and context.generate.servers:
+    if method in BLOCK_METHODS and context.generate.servers:
         yield Violation(
             "generate_config.quantization",
-            "fp8, but weights are sent to servers unquantised",
+            f"{method}, but weights are sent to servers unquantised",
             "Leave it out; a server may quantise while it loads (vllm serve --quantization)",
             code="not-for-servers",
         )

@@ -32,8 +32,8 @@ from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
-from hybrid_engine.models.block_quantization import block_config
 from hybrid_engine.models.families import read_model, require_written
+from hybrid_engine.models.quantization_configs import block_config
 from hybrid_engine.models.table import ModelTable, value_table
 from hybrid_engine.planning.planner import largest_bucket
 from hybrid_engine.records.holdings import SideLayout

@@ -424,9 +424,9 @@ class GenerateConfig(Section):
     allow_version: bool = False
     """Accept an untested version of vLLM, unless it lacks names that are used."""
     quantization: Annotated[Name | None, OF_VLLM] = None
-    """A method of vLLM that quantises while loading; or fp8, for weights quantised in blocks
-    before they are sent, which is the default if config.json has them; or none
-    (trainers.md#rollouts-in-fp8)."""
+    """A method of vLLM that quantises while loading; or fp8, mxfp8, mxfp4 or nvfp4, for weights
+    quantised in blocks before they are sent, which is the default if config.json has them; or none
+    (trainers.md#rollouts-in-8-and-4-bits)."""
     transport: Annotated[Literal["auto", "shared_memory", "collective"], MAY_CHANGE] = "auto"
     """auto reads mapped memory within a host and sends messages between hosts, once per host; the
     others force one transport."""

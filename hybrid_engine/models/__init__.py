@@ -12,7 +12,8 @@
     moe.py             Mixtral, Qwen2-MoE, Qwen3-MoE, and parts shared by families with experts
     deepseek.py        DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction
     lora_tensors.py    tensors of LoRA adapters, by PEFT's names
-    block_quantization.py  weights in fp8 blocks and their scales, by names of published checkpoints
+    block_quantization.py    formats of weights in blocks and their scales, by names of checkpoints
+    quantization_configs.py  the quantization_config of such checkpoints
 
 A canonical tensor is a tensor of a Hugging Face checkpoint. To add a family, write its table and a
 schema of the keys it reads, and add a line to `TABLES` in families.py; see docs/models.md. This

@@ -1,43 +1,52 @@
-"""Weights quantised in blocks, as published in fp8 checkpoints of DeepSeek-V3 and Qwen3.
+"""Weights quantised in blocks: element formats, scales and names of published checkpoints.
 
-    weight            [rows, columns]   float8_e4m3fn   w / scale, rounded to nearest
-    weight_scale_inv  [ceil(rows / 128), ceil(columns / 128)]   float32
-                                                        largest |w| of the block / 448
+    format           element   scale of a block                                 tensor's scale
+    fp8              e4m3      128 x 128: float32, largest |w| / 448            none
+    mxfp8            e4m3      1 x 32: power of two, `power_of_two`             none
+    mxfp4            e2m1      1 x 32: power of two                             none
+    nvfp4            e2m1      1 x 16: e4m3, (largest |w| of the block / 6)     float32
+                               in units of the tensor's scale
 
-vLLM multiplies by `weight_scale_inv`. The last blocks of a dim may be smaller. Pure: this module
-computes names, shapes and regions, and backends/quantised_sources.py the values.
+A power of two is stored as its exponent + 127, in a byte (e8m0). Two elements of e2m1 share a byte,
+the first in the low bits. Sources: OCP Microscaling Formats (MX) 1.0, and the quantisers that write
+such checkpoints for vLLM: DeepSeek-V3's, compressed-tensors, NVIDIA ModelOpt. Pure: this module
+computes names, shapes and regions, and backends/block_arithmetic.py the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.regions import Region
 
-BLOCK_METHOD = "fp8"
-"""vLLM's method, and quant_method of config.json."""
 
-WEIGHT_DTYPE = "float8_e4m3fn"
-SCALE_DTYPE = "float32"
-LARGEST = 448.0
-"""Largest value of `WEIGHT_DTYPE`."""
+@dataclass(frozen=True, slots=True)
+class ElementFormat:
+    """Format of the elements of a quantised weight.
 
-_KNOWN = {
-    "quant_method": (BLOCK_METHOD,),
-    "fmt": (None, "e4m3"),
-    "activation_scheme": (None, "dynamic"),
-    "scale_fmt": (None, "float"),
-    "store_dtype": (None,),
-}
-"""Key of a quantization_config -> values that describe these weights; None: the key is absent."""
+    Attributes:
+        dtype: dtype in which they are stored.
+        largest: largest value.
+        per_byte: elements in a byte.
+    """
 
-_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "block_sparse_moe.gate", "mlp.router")
-"""Modules of a layer that choose experts. vLLM quantises some of them unless they are excluded."""
+    dtype: str
+    largest: float
+    per_byte: int
+
+    @property
+    def exponent(self) -> int:
+        """Exponent of the largest value: floor(log2(largest))."""
+        return {448.0: 8, 6.0: 2}[self.largest]
+
+
+E4M3 = ElementFormat("float8_e4m3fn", 448.0, 1)
+E2M1 = ElementFormat("uint8", 6.0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +62,117 @@ class Blocks:
         return (-(-rows // self.rows), -(-columns // self.columns))
 
     def touched(self, region: Region) -> Region:
-        """Return the scales of all blocks that have an element in a region of a weight."""
+        """Return the numbers of all blocks that have an element in a region of a weight."""
         sizes = (self.rows, self.columns)
         bounds = zip(region.offsets, region.ends, sizes, strict=True)
         spans = [(low // size, -(-end // size)) for low, end, size in bounds]
         offsets = tuple(start for start, _ in spans)
         lengths = tuple(stop - start for start, stop in spans)
-        return Region(scale_name(region.tensor), offsets, lengths)
+        return Region(region.tensor, offsets, lengths)
 
-    def weights_of(self, scales: Region, weight: str, shape: Shape) -> Region:
-        """Return the region of a weight of this shape that some of its scales cover."""
+    def weights_of(self, blocks: Region, shape: Shape) -> Region:
+        """Return the region of a weight of this shape that some of its blocks cover."""
         sizes = (self.rows, self.columns)
-        offsets = tuple(low * size for low, size in zip(scales.offsets, sizes, strict=True))
-        bounds = zip(scales.ends, sizes, shape, strict=True)
+        offsets = tuple(low * size for low, size in zip(blocks.offsets, sizes, strict=True))
+        bounds = zip(blocks.ends, sizes, shape, strict=True)
         ends = tuple(min(end * size, whole) for end, size, whole in bounds)
         lengths = tuple(end - low for low, end in zip(offsets, ends, strict=True))
-        return Region(weight, offsets, lengths)
+        return Region(blocks.tensor, offsets, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScale:
+    """Scale of a whole tensor, by which vLLM multiplies or divides the scales of its blocks.
+
+    Attributes:
+        suffix: its name, after the weight's.
+        divides: it is stored as 448 * 6 / largest |w|, by which vLLM divides; else as the inverse.
+        of_zeros: scale of a block of zeros.
+    """
+
+    suffix: str
+    divides: bool
+    of_zeros: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Format of a quantised weight and its scales, as vLLM loads them from a checkpoint.
+
+    Attributes:
+        method: value of `generate_config.quantization`.
+        element: format of the elements.
+        blocks: size of a block.
+        scale: dtype of the scales of blocks; uint8 for powers of two.
+        scale_suffix: name of the scales, after the weight's.
+        values_suffix: name of the elements, after the weight's.
+        tensor_scale: scale of the whole tensor, if it has one. Weights that vLLM fuses share it.
+    """
+
+    method: str
+    element: ElementFormat
+    blocks: Blocks
+    scale: Literal["float32", "uint8", "float8_e4m3fn"]
+    scale_suffix: str
+    values_suffix: str = ""
+    tensor_scale: TensorScale | None = None
+
+    def values_of(self, region: Region) -> Region:
+        """Return the place of a weight's elements in the stored tensor.
+
+        Raises ConfigError if only one of two elements in a byte is in the region.
+        """
+        name = region.tensor + self.values_suffix
+        per_byte = self.element.per_byte
+        row, column = region.offsets
+        height, width = region.lengths
+        if column % per_byte or width % per_byte:
+            problem = (
+                f"{self.method}, but a rank has columns {column} to {column + width} of "
+                f"{region.tensor}, and two columns share a byte"
+            )
+            remedy = "Use other parallel sizes in training"
+            key = "generate_config.quantization"
+            raise ConfigError([Violation(key, problem, remedy, code="cut-in-a-byte")])
+        return Region(name, (row, column // per_byte), (height, width // per_byte))
+
+    def scales_of(self, region: Region) -> Region:
+        """Return the scales of all blocks that have an element in a region of a weight."""
+        blocks = self.blocks.touched(region)
+        return replace(blocks, tensor=region.tensor + self.scale_suffix)
+
+    def tensors_of(self, weight: str, shape: Shape) -> dict[str, tuple[Shape, str]]:
+        """Return the stored tensors of a weight: name -> (shape, dtype)."""
+        rows, columns = shape
+        values = (rows, columns // self.element.per_byte)
+        tensors = {
+            weight + self.values_suffix: (values, self.element.dtype),
+            weight + self.scale_suffix: (self.blocks.grid(shape), str(self.scale)),
+        }
+        if self.tensor_scale is not None:
+            tensors[weight + self.tensor_scale.suffix] = ((1,), "float32")
+        return tensors
+
+
+def fp8(rows: int, columns: int) -> BlockFormat:
+    """Return the format of DeepSeek-V3's and Qwen3's fp8 checkpoints, in blocks of this size."""
+    return BlockFormat("fp8", E4M3, Blocks(rows, columns), "float32", "_scale_inv")
+
+
+MXFP8 = BlockFormat("mxfp8", E4M3, Blocks(1, 32), "uint8", "_scale")
+MXFP4 = BlockFormat("mxfp4", E2M1, Blocks(1, 32), "uint8", "_scale", "_packed")
+NVFP4 = BlockFormat(
+    *("nvfp4", E2M1, Blocks(1, 16), "float8_e4m3fn", "_scale", "_packed"),
+    TensorScale("_global_scale", divides=True, of_zeros=0.125),
+)
+"""As compressed-tensors writes it."""
+NVFP4_OF_MODELOPT = BlockFormat(
+    *("nvfp4", E2M1, Blocks(1, 16), "float8_e4m3fn", "_scale", ""),
+    TensorScale("_scale_2", divides=False, of_zeros=1.0),
+)
+
+BLOCK_METHODS = tuple(form.method for form in (fp8(128, 128), MXFP8, MXFP4, NVFP4))
+"""Values of `generate_config.quantization` for weights that are quantised before they are sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,111 +180,53 @@ class BlockQuantization:
     """Canonical tensors of a model that are served in blocks.
 
     Attributes:
-        weights: names of the quantised weights.
-        blocks: size of a block.
+        weights: name of each quantised weight -> name of its group, the weights that vLLM fuses
+            with it. A group has one tensor-wide scale.
+        format: format of all of them.
     """
 
-    weights: frozenset[str]
-    blocks: Blocks
+    weights: Mapping[str, str]
+    format: BlockFormat
 
     def served(self, table: ModelTable) -> ModelTable:
-        """Return the table with the dtypes of quantised weights, and with their scales."""
+        """Return the table with stored tensors and their dtypes in place of quantised weights."""
         shapes: dict[str, Shape] = {}
         dtypes = dict(table.dtypes)
         for name, shape in table.shapes.items():
-            shapes[name] = shape
-            if name in self.weights:
-                shapes[scale_name(name)] = self.blocks.grid(shape)
-                dtypes[name] = WEIGHT_DTYPE
-                dtypes[scale_name(name)] = SCALE_DTYPE
+            if name not in self.weights:
+                shapes[name] = shape
+                continue
+            dtypes.pop(name, None)
+            for stored, (of_stored, dtype) in self.format.tensors_of(name, shape).items():
+                shapes[stored] = of_stored
+                dtypes[stored] = dtype
         return replace(table, shapes=shapes, dtypes=dtypes)
 
 
-def scale_name(weight: str) -> str:
-    """Return the name of the scales of a weight in a checkpoint."""
-    return f"{weight}_scale_inv"
+def require_matrices(
+    names: Collection[str], shapes: Mapping[str, Shape], form: BlockFormat
+) -> None:
+    """Raise ConfigError naming every tensor that has no rows of whole blocks.
 
-
-def require_matrices(names: Collection[str], shapes: Mapping[str, Shape]) -> None:
-    """Raise ConfigError naming every tensor that has no rows and columns, as fused experts."""
-    violations = [
-        Violation(
-            "generate_config.quantization",
-            f"fp8 in blocks, but {name} has shape {shapes[name]}, not rows and columns",
-            "Set it to none, or list its module in modules_to_not_convert of config.json",
-            code="not-a-matrix",
-        )
-        for name in sorted(names)
-        if len(shapes[name]) != 2
-    ]
+    Fused experts have no rows and columns. A last block of fewer rows is allowed, and with fp8 one
+    of fewer columns.
+    """
+    violations = []
+    for name in sorted(names):
+        shape = shapes[name]
+        problem = ""
+        if len(shape) != 2:
+            problem = f"{name} has shape {shape}, not rows and columns"
+        elif form.blocks.rows == 1 and shape[1] % form.blocks.columns:
+            problem = f"{name} has {shape[1]} columns, no multiple of {form.blocks.columns}"
+        if problem:
+            violations.append(
+                Violation(
+                    "generate_config.quantization",
+                    f"{form.method} in blocks, but {problem}",
+                    "Set it to none, or exclude its module in config.json's quantization_config",
+                    code="not-a-matrix",
+                )
+            )
     if violations:
         raise ConfigError(violations)
-
-
-def block_config(hf_config: Mapping[str, Any], method: str | None) -> dict[str, Any] | None:
-    """Return the quantization_config of weights that are to be sent in blocks; None if unquantised.
-
-    Args:
-        hf_config: contents of config.json.
-        method: `generate_config.quantization`. Another method than `BLOCK_METHOD`, if given, takes
-            precedence over config.json.
-
-    Raises:
-        ConfigError: `BLOCK_METHOD`, but config.json describes other weights.
-    """
-    published = hf_config.get("quantization_config")
-    if method not in (None, BLOCK_METHOD):
-        return None
-    if not isinstance(published, Mapping):
-        if method == BLOCK_METHOD and "text_config" in hf_config:
-            problem = "fp8, but which layers of a model with text_config are quantised is not known"
-            remedy = "Use a config.json with quantization_config, or another method"
-            key = "generate_config.quantization"
-            raise ConfigError([Violation(key, problem, remedy, code="other-quantization")])
-        return _usual_config(hf_config) if method == BLOCK_METHOD else None
-    problems = list(_problems(published))
-    if not problems:
-        return dict(published)
-    if method is None:
-        return None
-    raise ConfigError(
-        [
-            Violation(
-                "generate_config.quantization",
-                f"fp8, but the model's quantization_config has {problem}",
-                "Remove the quantization_config, or use another method",
-                code="other-quantization",
-            )
-            for problem in problems
-        ]
-    )
-
-
-def _usual_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config that a model without one would be published with."""
-    num_layers = int(hf_config.get("num_hidden_layers") or 0)
-    routers = [f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in _ROUTERS]
-    return {
-        "quant_method": BLOCK_METHOD,
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", *routers],
-    }
-
-
-def blocks_in(quantization_config: Mapping[str, Any]) -> Blocks:
-    """Return the size of a block, by a result of `block_config`."""
-    return Blocks(*quantization_config["weight_block_size"])
-
-
-def _problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the properties of a quantization_config that are not those of this module's weights."""
-    for key, known in _KNOWN.items():
-        value = config.get(key)
-        if value not in known:
-            names = " or ".join(str(name) for name in known if name is not None)
-            yield f"{key} {value!r}, not {names or 'absent'}"
-    size = config.get("weight_block_size")
-    is_pair = isinstance(size, list | tuple) and len(size) == 2
-    if not is_pair or not all(type(part) is int and part > 0 for part in size or ()):
-        yield f"weight_block_size {size!r}, not two positive numbers such as [128, 128]"

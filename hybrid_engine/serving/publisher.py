@@ -335,7 +335,7 @@ class WeightPublisher(Switch):
             # Pending gathers would write to buffers that are offloaded, or that must only be read
             # from here on.
             with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
-                self.trainer.weights.prepare()
+                self.trainer.weights.finish_pending()
         with tally.timed("offload"), agreement.phase("offload"):
             tally.offloaded += self.offloader.offload(frozenset(KINDS) - wanted).total_nbytes
         with tally.timed("onload"), agreement.phase("onload"):

@@ -45,8 +45,11 @@ class NoTraining:
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def prepare(self) -> None:
+    def finish_pending(self) -> None:
         """Do nothing: no gathers are pending."""
+
+    def prepare(self) -> None:
+        """Do nothing: there are no weights."""
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Do nothing: there are no values."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
@@ -269,7 +269,7 @@ class ShardingManager(Switch):
         if selection is None and before is State.TRAIN:
             # Pending gathers would write to buffers that are offloaded, or that must only be read
             # from here on.
-            self._prepare()
+            self._prepare(self.training.finish_pending)
         wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
         incremental = self._require_open().incremental
@@ -402,13 +402,13 @@ class ShardingManager(Switch):
 
     def _bring_parameters(self) -> None:
         self._onload({"param"}, read_only=True)
-        self._prepare()
+        self._prepare(self.training.prepare)
 
-    def _prepare(self) -> None:
+    def _prepare(self, make_final: Callable[[], None]) -> None:
         # Short patience: with overlapping gathers, other ranks block in a gather if one rank fails
         # here.
         with self._phase("prepare", SHORT_PATIENCE):
-            self.training.prepare()
+            make_final()
             # Peers read without waiting for this rank's stream. On the way to INFER the other
             # streams hold no training work since the first offload, and background copies only
             # read.

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.assembly import build_inference_engine, quantised_table
+from hybrid_engine.backends.training_side import WholeTensors
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig
-from hybrid_engine.errors import ParameterMismatchError, RemoteError
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, RemoteError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side
+from tests.harness.errors import has_violation
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm.support import write_config
 from tests.hybrid_engine.layouts.cases import DENSE
@@ -68,6 +72,25 @@ def test_an_engine_without_all_its_tensors_is_shut_down(engines: Ranks, tmp_path
     for rank, (error, was_ended) in enumerate(engines.launch(hold_less, 2, str(tmp_path))):
         assert f"lm_head.weight: on rank {rank} vLLM holds other parts of it" in error
         assert was_ended
+
+
+def quantise_whole_tensors(directory: str) -> None:
+    """Ask for quantised weights of a trainer that only stores tensors."""
+    dist.init_process_group("gloo")
+    model = Path(write_config(Path(directory), served_config("qwen3")))
+    weights = WholeTensors({"a.weight": torch.zeros(2, 2)}, 0)
+    refused = has_violation("generate_config.quantization", "cannot-quantise", "WholeTensors", "none")
+    with closing(Job.join(60)) as job:
+        for quantization in ("none", "fp8"):
+            generate = GenerateConfig(quantization=quantization)
+            config = HybridConfig(model=model, actor_config=ActorConfig(), generate_config=generate)
+            table = table_for(config.hf_config())
+            with pytest.raises(ConfigError, check=refused) if quantization == "fp8" else nullcontext():
+                assert quantised_table(config, weights, table, job) is table
+
+
+def test_trainers_that_cannot_quantise_are_refused(engines: Ranks, tmp_path: Path) -> None:
+    engines.launch(quantise_whole_tensors, 1, str(tmp_path))
 
 
 def fail_on_rank_1(model: Path) -> tuple[str, bool]:

@@ -35,6 +35,7 @@ from hybrid_engine.config.inference_rules import QUANTIZATIONS, UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation, nearest
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
+from hybrid_engine.models.quantization_configs import format_in
 from hybrid_engine.ranks.job import Job
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     Raises ConfigError with vLLM's complaints, and with reasons why vLLM could not generate.
     """
     if settings.quantization_config is not None:
-        _check_block_kernels()
+        _check_block_kernels(format_in(settings.quantization_config).method)
     elif settings.generate.quantization != UNQUANTISED:
         _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
@@ -301,21 +302,24 @@ def _check_quantization(chosen: str | None, device_type: str) -> None:
         )
 
 
-def _check_block_kernels() -> None:
+def _check_block_kernels(method: str) -> None:
     """Raise ConfigError if vLLM has no kernel for weights in blocks on this device, and why."""
     from vllm.platforms import current_platform
 
-    kernels = internals.FP8_BLOCK_KERNELS.load().get(current_platform._enum, ())
+    by_platform = internals.BLOCK_KERNELS[method].load()
     lacks = {}
-    for kernel in kernels:
+    for kernel in by_platform.get(current_platform._enum, ()):
         is_supported, lack = kernel.is_supported()
         if is_supported:
             return
         lacks[kernel.__name__] = lack
-    reasons = "; ".join(f"{name} {lack}" for name, lack in lacks.items()) or "it has none"
+    reasons = "; ".join(f"{name} {lack}" for name, lack in lacks.items())
+    if not reasons:
+        names = sorted(platform.name for platform, kernels in by_platform.items() if kernels)
+        reasons = f"its kernels are for {', '.join(names)}"
     violation = Violation(
         "generate_config.quantization",
-        "fp8 in blocks, by config.json or this key, but vLLM has no kernel for it on this "
+        f"{method} in blocks, by config.json or this key, but vLLM has no kernel for it on this "
         f"{current_platform.device_type}: {reasons}",
         f"Set it to {UNQUANTISED} to generate with unquantised weights, or use another device",
         code="no-kernel",

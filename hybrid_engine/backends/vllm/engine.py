@@ -71,9 +71,9 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
-from hybrid_engine.models.block_quantization import BLOCK_METHOD
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
+from hybrid_engine.models.quantization_configs import format_in
 from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -517,7 +517,7 @@ class InferenceEngine:
     def _quantization(self) -> str | None:
         """Return the method that quantises layers of this engine, here or in training."""
         if self.settings.quantization_config is not None:
-            return BLOCK_METHOD
+            return format_in(self.settings.quantization_config).method
         method = self.settings.generate.quantization
         return None if method == UNQUANTISED else method
 

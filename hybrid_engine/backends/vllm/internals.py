@@ -152,10 +152,18 @@ CACHE_METHOD = Internal(
     f"{_LAYERS}.quantization.kv_cache:BaseKVCacheMethod",
     "is the class of those methods that attention has for its cache",
 )
-FP8_BLOCK_KERNELS = Internal(
-    "vllm.model_executor.kernels.linear:_POSSIBLE_FP8_BLOCK_KERNELS",
-    "lists the kernels of each platform for weights that are quantised in blocks",
-)
+_OF_PLATFORMS = "lists the kernels of each platform for weights in this format"
+_LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
+_FP8_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_FP8_BLOCK_KERNELS", _OF_PLATFORMS)
+_MXFP8_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP8_KERNELS", _OF_PLATFORMS)
+_MXFP4_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP4_KERNELS", _OF_PLATFORMS)
+_NVFP4_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_NVFP4_KERNELS", _OF_PLATFORMS)
+BLOCK_KERNELS = {
+    "fp8": _FP8_KERNELS,
+    "mxfp8": _MXFP8_KERNELS,
+    "mxfp4": _MXFP4_KERNELS,
+    "nvfp4": _NVFP4_KERNELS,
+}
 VOCABULARY_EMBEDDING = Internal(
     f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "has the number of padding rows"
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,10 +26,12 @@ from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.live_attention import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
+from hybrid_engine.backends.vllm.quantised_layers import is_quantised
 from hybrid_engine.backends.vllm.weights.traced_model import (
-    read_in_float8,
+    matrices_of_modules,
     trace_without_memory,
 )
+from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import HybridEngineError, ModelError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
@@ -115,20 +117,30 @@ def quantised_at_position(
     job: Job,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Return the canonical tensors that vLLM holds in 8 bits at this rank's position, sorted.
+) -> list[list[str]]:
+    """Return the weights that vLLM holds in 8 or 4 bits at this rank's position, as far as fused.
 
-    These are the layers that its method quantises: the model and its config decide, not names. Like
+    These are the layers that its method quantises: the model and its config decide, not names. An
+    unquantised model of the same position shows which weights are loaded into these layers. Like
     `layout_of_position` otherwise, also in its arguments and errors.
     """
     torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+    position = _position_of(job)
+    generate = settings.generate.model_copy(update={"quantization": UNQUANTISED})
+    plain = replace(settings, quantization_config=None, generate=generate)
 
-    def names_of(model: torch.nn.Module) -> list[str]:
-        return read_in_float8(model, tensors, torch_dtypes)
+    def quantised_modules(model: torch.nn.Module) -> set[str]:
+        return {name for name, module in model.named_modules() if is_quantised(module)}
+
+    def matrices(model: torch.nn.Module) -> dict[str, list[list[str]]]:
+        return matrices_of_modules(model, tensors, torch_dtypes)
 
     remedy = "Use other parallel sizes, or set generate_config.quantization to none"
     check = partial(arguments.check_settings, settings, job)
-    return _read_at(_position_of(job), settings, names_of, remedy, check)
+    modules = _read_at(position, settings, quantised_modules, remedy, check)
+    check = partial(arguments.check_settings, plain, job)
+    weights = _read_at(position, plain, matrices, remedy, check)
+    return [names for module in sorted(modules & weights.keys()) for names in weights[module]]
 
 
 def _position_of(job: Job) -> Position:

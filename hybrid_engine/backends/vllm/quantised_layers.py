@@ -28,7 +28,7 @@ def require_quantised(modules: Mapping[str, torch.nn.Module], method: str, *, lo
         logs: whether this rank logs.
     """
     names = sorted(name for name, module in modules.items() if _may_be_quantised(module))
-    plain = [name for name in names if not _is_quantised(modules[name])]
+    plain = [name for name in names if not is_quantised(modules[name])]
     if plain and len(plain) == len(names):
         problem = f"{method!r} quantises none of the {len(names)} layers of this model here"
         remedy = "Use another method, or leave it out"
@@ -54,7 +54,7 @@ def _may_be_quantised(module: torch.nn.Module) -> bool:
     return is_of_layer and not is_of_cache and not is_embedding
 
 
-def _is_quantised(module: torch.nn.Module) -> bool:
+def is_quantised(module: torch.nn.Module) -> bool:
     """Return whether a module has a tensor with elements of one byte, each a weight or a pair."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(tensor.dim() >= 2 and tensor.element_size() == 1 for tensor in tensors)

@@ -16,7 +16,7 @@ from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
-from hybrid_engine.models.block_quantization import block_config
+from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.tools.cli.from_verl import read_verl
 from hybrid_engine.tools.cli.options import (
@@ -191,11 +191,14 @@ def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
 
 def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
     """Yield the reason why the model's checkpoint is refused, and what fp8 blocks change."""
-    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
+    chosen = block_config(config.hf_config(), config.generate_config.quantization)
+    if chosen is not None:
+        form = format_in(chosen)
         yield (
-            "vLLM generates in fp8, by config.json or generate_config.quantization, and is sent "
-            "quantised weights; bytes are counted unquantised, about twice as many, and memory "
-            "without the buffer of quantised weights."
+            f"vLLM generates in {form.method}, by config.json or generate_config.quantization, and "
+            "is sent quantised weights; bytes are counted unquantised, about "
+            f"{2 * form.element.per_byte} times as many, and memory without the buffer of "
+            "quantised weights."
         )
     quantization = config.hf_config().get("quantization_config")
     if quantization is None:

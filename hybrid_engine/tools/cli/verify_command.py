@@ -11,7 +11,7 @@ from rich.table import Table
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation, collect
 from hybrid_engine.layouts.memory import GIB
-from hybrid_engine.models.block_quantization import BLOCK_METHOD, block_config
+from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.tools.cli.options import (
     config_argument,
     integer_option,
@@ -76,8 +76,9 @@ def verify(
             show_step(f"three switches on {ranks} processes")
             (verdict,) = run_cases([case], ranks)
     method = config.generate_config.quantization
-    if method is None and block_config(config.hf_config(), method) is not None:
-        method = f"{BLOCK_METHOD}, by config.json"
+    published = block_config(config.hf_config(), method)
+    if method is None and published is not None:
+        method = f"{format_in(published).method}, by config.json"
     if method not in (None, UNQUANTISED):
         verdict.remarks.append(
             f"Compared without generate_config.quantization ({method}), which rounds weights"

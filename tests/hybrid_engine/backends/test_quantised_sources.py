@@ -1,27 +1,34 @@
-"""Quantised weights, made of records in any layout, equal the published recipe bit by bit."""
+"""Quantised weights, made of records in any layout, equal those of the writers of checkpoints bit by bit."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.computed_sources import AdaptorWithSources
-from hybrid_engine.backends.quantised_sources import quantise
+from hybrid_engine.backends.quantised_sources import GROUP, QuantisedSources, quantise
 from hybrid_engine.backends.training_side import layout_in
-from hybrid_engine.errors import WeightError
-from hybrid_engine.models.block_quantization import BlockQuantization, Blocks, scale_name
+from hybrid_engine.errors import ConfigError, HybridEngineError, WeightError
+from hybrid_engine.models.block_quantization import BlockQuantization
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.copies import strided
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.errors import has_violation
+from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
-from tests.zoo import block_fp8
+from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
+from tests.zoo import block_formats
 
-SHAPES = {"a.weight": (300, 200), "b.weight": (256, 384), "norm.weight": (40, 3)}
-QUANTIZATION = BlockQuantization(frozenset({"a.weight", "b.weight", "of another rank.weight"}), Blocks(128, 128))
+SHAPES = {"a.weight": (300, 192), "b.weight": (256, 384), "norm.weight": (40, 3)}
+# vLLM fuses `a` and `b`.
+GROUPS = {"a.weight": "a.weight", "b.weight": "a.weight", "of another rank.weight": "of another rank.weight"}
 
 Box = tuple[tuple[int, int], tuple[int, int]]
 """Offsets and lengths."""
@@ -76,12 +83,26 @@ def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor[tuple(slice(low, end) for low, end in zip(region.offsets, region.ends, strict=True))]
 
 
-def differing(weights: Parts) -> list[str]:
-    """Return the shown regions that differ from the recipe, which quantises whole weights; also if none is shown."""
+def quantised(weights: Parts, method: str) -> QuantisedSources:
+    return quantise(weights, BlockQuantization(GROUPS, FORMATS[method]))
+
+
+def stored(weights: Parts, method: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a published checkpoint."""
+    tensors = {"norm.weight": weights.whole["norm.weight"]}
+    largest = max(float(weights.whole[name].abs().max()) for name in ("a.weight", "b.weight"))
+    for module in ("a", "b"):
+        of_weight = block_formats.quantised(method, weights.whole[f"{module}.weight"], largest)
+        tensors |= {f"{module}.{end}": tensor for end, tensor in of_weight.items()}
+    return tensors
+
+
+def differing(weights: Parts, method: str) -> list[str]:
+    """Return the shown regions that differ from the checkpoint's, whose weights are quantised as a whole."""
     buffers = weights.buffers()
-    expected = block_fp8.quantised_checkpoint(weights.whole, ["a.weight", "b.weight"])
+    expected = stored(weights, method)
     shards = weights.layout().shards
-    wrong = [] if any(shard.region.tensor == scale_name("b.weight") for shard in shards) else ["no scales"]
+    wrong = sorted({name for name in expected if name[0] == "b"} - {shard.region.tensor for shard in shards})
     for shard in shards:
         shown = strided(buffers[shard.place.buffer.name], shard.region.lengths, shard.place)
         part = part_of(expected[shard.region.tensor], shard.region)
@@ -92,77 +113,127 @@ def differing(weights: Parts) -> list[str]:
 
 # Boxes that together hold whole blocks.
 WHOLE: Mapping[str, Sequence[Box]] = {
-    "a.weight": [((0, 0), (70, 200)), ((70, 0), (186, 100)), ((70, 100), (186, 100)), ((256, 0), (44, 200))],
+    "a.weight": [((0, 0), (70, 192)), ((70, 0), (186, 100)), ((70, 100), (186, 92)), ((256, 0), (44, 192))],
     "b.weight": [((0, 0), (256, 384))],
     "norm.weight": [((0, 0), (40, 3))],
 }
 CUT: Sequence[Mapping[str, Sequence[Box]]] = [
-    {"a.weight": [((0, 0), (150, 200))], "b.weight": [((0, 0), (256, 190))], "norm.weight": [((0, 0), (40, 3))]},
-    {"a.weight": [((150, 0), (150, 200))], "b.weight": [((0, 190), (256, 194))]},
+    {"a.weight": [((0, 0), (150, 192))], "b.weight": [((0, 0), (256, 190))], "norm.weight": [((0, 0), (40, 3))]},
+    {"a.weight": [((150, 0), (150, 192))], "b.weight": [((0, 190), (256, 194))]},
 ]
 """Boxes of two ranks, cut in the middle of blocks."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_values_and_scales_equal_the_published_recipe(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("method", FORMATS)
+def test_values_and_scales_equal_those_of_a_published_checkpoint(method: str, dtype: torch.dtype) -> None:
     weights = Parts(WHOLE, dtype)
-    view = quantise(weights, QUANTIZATION)
+    view = quantised(weights, method)
     assert view.cut == set()
     for _ in range(2):
         with other_torch_modes():
             weights.prepare()
-        assert differing(weights) == []
+        assert differing(weights, method) == []
 
 
-def test_the_layout_shows_quantised_tensors_and_the_others() -> None:
+@pytest.mark.parametrize("method", FORMATS)
+def test_the_layout_shows_quantised_tensors_and_the_others(method: str) -> None:
     weights = Parts(WHOLE)
-    quantise(weights, QUANTIZATION)
+    quantised(weights, method)
     layout = weights.layout()
     dtypes = {shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards}
-    assert dtypes == {
-        **{"a.weight": "float8_e4m3fn", "b.weight": "float8_e4m3fn", "norm.weight": "bfloat16"},
-        **{"a.weight_scale_inv": "float32", "b.weight_scale_inv": "float32"},
-    }
-    assert layout.tensors["a.weight_scale_inv"] == (3, 2)
+    expected = stored(weights, method)
+    assert dtypes == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
+    assert layout.tensors == {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert weights.origins().keys() == dtypes.keys()
-    assert weights.scratch == {"quantised weights in float8_e4m3fn", "quantised weights in float32"}
+    assert weights.scratch == {f"quantised weights in {dtype}" for dtype in set(dtypes.values()) - {"bfloat16"}}
+
+
+def test_elements_that_share_a_byte_are_on_one_rank() -> None:
+    weights = Parts({"b.weight": [((0, 0), (256, 191))]})
+    refused = has_violation("generate_config.quantization", "cut-in-a-byte", "b.weight", "0 to 191")
+    with pytest.raises(ConfigError, check=refused):
+        quantised(weights, "nvfp4")
+    assert quantised(weights, "mxfp8").cut == {"b.weight"}
 
 
 def test_weights_that_cannot_be_used_are_found_before_they_are_quantised() -> None:
     weights = Parts(WHOLE)
-    quantise(weights, QUANTIZATION)
+    quantised(weights, "nvfp4")
     weights.flat[9] = torch.inf
     weights.prepare()
     with pytest.raises(WeightError, match="the weights: 1 Inf"):
         weights.check_values()
 
 
-@pytest.mark.parametrize(("rank", "tensors"), [(0, {"a.weight", "b.weight"}), (1, {"a.weight", "b.weight"})])
-def test_cut_blocks_are_known_before_any_collective(rank: int, tensors: set[str]) -> None:
-    assert quantise(Parts(CUT[rank]), QUANTIZATION).cut == tensors
+@pytest.mark.parametrize("method", FORMATS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_cut_blocks_and_groups_are_known_before_any_collective(rank: int, method: str) -> None:
+    cut = quantised(Parts(CUT[rank]), method).cut
+    # Rows are cut between blocks of one row.
+    expected = {"fp8": {"a.weight", "b.weight"}, "nvfp4": {"b.weight", f"a.weight{GROUP}"}}
+    assert cut == expected.get(method, {"b.weight"})
 
 
-def quantise_in_parts() -> tuple[list[str], list[str]]:
+def quantise_in_parts(method: str) -> tuple[list[str], list[str]]:
     """Return the regions that differ from the recipe, with and without scales over all ranks."""
+    weights, view = parts_of_rank(method)
+    weights.prepare()
+    alone = differing(weights, method)
+    with closing(Job.join(60)) as job:
+        share(view, job)
+        weights.prepare()
+    return differing(weights, method), alone
+
+
+def parts_of_rank(method: str) -> tuple[Parts, QuantisedSources]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()
     weights = Parts(CUT[rank], rank=rank)
-    view = quantise(weights, QUANTIZATION)
-    weights.prepare()
-    alone = differing(weights)
+    return weights, quantised(weights, method)
+
+
+def share(view: QuantisedSources, job: Job) -> None:
     # Neither rank holds a part of the last one.
-    view.share({"a.weight", "b.weight", "c.weight"}, {**SHAPES, "c.weight": (128, 128)})
-    weights.prepare()
-    return differing(weights), alone
+    view.share(view.cut | {"c.weight"}, {**SHAPES, "c.weight": (128, 128)}, job.agreement)
+
+
+def fail_before_sharing() -> list[tuple[float, str]]:
+    """Return seconds and errors if rank 1 fails before its weights are final, and while it computes."""
+    failures = []
+    weights, view = parts_of_rank("fp8")
+    with closing(Job.join(60)) as job:
+        share(view, job)
+        for target, name in ((weights, "finish_pending"), (QuantisedSources, "_largest_of")):
+            error = MemoryError("no memory") if job.rank == 1 else None
+            patched = mock.patch.object(target, name, side_effect=error) if error else nullcontext()
+            start = time.monotonic()
+            with pytest.raises(HybridEngineError) as caught, patched, job.agreement.phase("prepare", 30):
+                weights.prepare()
+            failures.append((time.monotonic() - start, f"{type(caught.value).__name__}: {caught.value}"))
+            with job.agreement.phase("prepare"):
+                weights.prepare()
+            assert differing(weights, "fp8") == []
+    return failures
 
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks) -> Outcomes:
-    return engines.launch_in_turn(2, {"parts": (quantise_in_parts, ())})
+    calls: dict[str, Call] = {method: (quantise_in_parts, (method,)) for method in FORMATS}
+    return engines.launch_in_turn(2, {**calls, "failing": (fail_before_sharing, ())})
 
 
-def test_ranks_share_the_scales_of_cut_blocks(outcomes: Outcomes) -> None:
-    assert [shared for shared, _ in outcomes["parts"]] == [[], []]
-    _, alone = outcomes["parts"][0]
-    assert any("b.weight" in region for region in alone)  # the outlier is on the other rank
+@pytest.mark.parametrize("method", FORMATS)
+def test_ranks_share_the_scales_of_cut_blocks(outcomes: Outcomes, method: str) -> None:
+    assert [shared for shared, _ in outcomes[method]] == [[], []]
+    # The outlier is on the other rank.
+    assert any("b.weight" in region for _, alone in outcomes[method] for region in alone)
+
+
+def test_a_rank_that_fails_before_scales_are_shared_ends_the_phase_on_all_ranks(outcomes: Outcomes) -> None:
+    other, failing = outcomes["failing"]
+    for seconds, text in (*other, *failing):
+        assert "MemoryError: no memory" in text
+        assert seconds < 10
+    assert all(text.startswith("RemoteError: ") for _, text in other)

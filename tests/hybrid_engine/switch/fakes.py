@@ -123,6 +123,9 @@ class FakeTraining:
             return {}  # makes a transport fail to find its source
         return {"param": self.param}
 
+    def finish_pending(self) -> None:
+        self.script.reach("finish pending")
+
     def prepare(self) -> None:
         self.script.reach("prepare")
 

@@ -139,6 +139,15 @@ def communicator_calls(rig: Rig) -> list[str]:
     return [call for call in rig.script.take() if call in ("prepare", "suspend", "resume", "release", "allocate first")]
 
 
+@pytest.mark.parametrize("target", [FORWARD, IDLE])
+def test_without_inference_nothing_is_computed_from_the_weights(rig: Rig, target: State) -> None:
+    rig.script.take()
+    rig.manager.enter(target)
+    calls = rig.script.take()
+    assert "finish pending" in calls
+    assert "prepare" not in calls
+
+
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, IDLE])
 def test_communicators_are_suspended_during_inference(suspending: Rig, target: State):
     report = suspending.manager.enter(INFER)

@@ -114,6 +114,8 @@ def trace_model(
         for parameter in model.parameters():
             if storage_key(parameter) not in defaults:
                 parameter.zero_()
+        for parameter in _scales_of_activations(model).values():
+            parameter.fill_(1)
     records = _records_of(model, tensors, dtypes, rank)
     staged = records.trace.staged
     if staged:
@@ -150,23 +152,37 @@ def trace_without_memory(
     return _records_of(model, tensors, dtypes, rank).layout
 
 
-def read_in_float8(
+def matrices_of_modules(
     model: torch.nn.Module,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
-) -> list[str]:
-    """Return the tensors that the loader copies to parameters of 8-bit floats, sorted.
+) -> dict[str, list[list[str]]]:
+    """Return, by module, the tensors that the loader copies to its matrices, as far as fused.
 
-    The model is on the meta device; scales that it has as well need not be among `tensors`.
+    Tensors in one list share a matrix, which is that of one expert in a parameter of several.
+
+    Args:
+        model: is on the meta device, and not quantised.
+        tensors, dtypes: see `trace_model`.
     """
     on_meta = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     trace = trace_loader(cast(LoadWeights, model.load_weights), tensors, dtypes, on_meta)
-    quantised = {
-        storage_key(parameter)
-        for parameter in model.parameters()
-        if parameter.dtype is torch.float8_e4m3fn
+    matrices = {
+        storage_key(parameter): (name.rpartition(".")[0], parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2
     }
-    return sorted({copy.tensor for copy in trace.copies if copy.storage in quantised})
+    fused: dict[str, dict[tuple[int, int], set[str]]] = {}
+    for copy in trace.copies:
+        if copy.storage in matrices:
+            module, parameter = matrices[copy.storage]
+            number = copy.dst.offset // parameter.stride(0) if parameter.dim() > 2 else 0
+            of_module = fused.setdefault(module, {})
+            of_module.setdefault((copy.storage, number), set()).add(copy.tensor)
+    return {
+        module: [sorted(names) for names in of_module.values()]
+        for module, of_module in fused.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,8 @@ def _records_of(
     written = {copy.storage for copy in trace.copies}
     written |= {write.storage for write in trace.staged_writes}
     # Buffers that the loader does not write are constants, not weights.
-    inventory = take_inventory(model, written, _scales_of_caches(model) - written)
+    optional = _scales_of_caches(model) | _scales_of_activations(model).keys()
+    inventory = take_inventory(model, written, optional - written)
     storages = {storage.name: storage for storage in inventory}
     groups = find_groups(model, list(storages.values()), trace)
     _require_separate_loads(load_weights, tensors, dtypes, on_meta, trace, storages, groups)
@@ -279,6 +296,21 @@ def _scales_of_caches(model: torch.nn.Module) -> frozenset[int]:
         if isinstance(getattr(module, "quant_method", None), method)
         for parameter in module.parameters(recurse=False)
     )
+
+
+def _scales_of_activations(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """Return the parameters that experts have for scales of activations and do not need.
+
+    vLLM creates them for 4-bit weights although activations stay as they are. A checkpoint lacks
+    them.
+    """
+    return {
+        storage_key(parameter): parameter
+        for module in model.modules()
+        if getattr(getattr(module, "quant_method", None), "use_a16", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.endswith(("input_scale", "input_global_scale"))
+    }
 
 
 def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:

@@ -22,7 +22,7 @@ from hybrid_engine.tools.plan.cluster_plan import token_nbytes
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
-from tests.zoo.block_fp8 import PUBLISHED
+from tests.zoo.block_formats import PUBLISHED_FP8
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
@@ -279,7 +279,7 @@ def test_a_quantised_checkpoint_is_remarked_on(tmp_path: Path) -> None:
 
 
 def test_bytes_of_fp8_rollouts_are_remarked_on(tmp_path: Path) -> None:
-    published = write_config(tmp_path / "published", {**LLAMA_3_8B, "quantization_config": PUBLISHED})
+    published = write_config(tmp_path / "published", {**LLAMA_3_8B, "quantization_config": PUBLISHED_FP8})
     plain = write_config(tmp_path / "plain", LLAMA_3_8B)
     for arguments in (job(published, 8, tp=8), (*job(plain, 8, tp=8), "generate_config.quantization=fp8")):
         (remark,) = [remark for remark in plan_as_json(*arguments)["remarks"] if "unquantised" in remark]

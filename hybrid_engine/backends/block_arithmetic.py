@@ -1,0 +1,108 @@
+"""Arithmetic of weights in blocks: scales of blocks, and elements divided by them.
+
+All in float32, whose operations are those of the quantisers that write checkpoints, in their order:
+the bits are theirs (tests/hybrid_engine/backends/test_block_arithmetic.py). Elementwise, so a
+tensor may be quantised in parts.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+
+from hybrid_engine.models.block_quantization import BlockFormat, TensorScale
+
+_E8M0_BIAS = 127
+_ROUNDED_UP = 1.75
+"""Mantissa from which the largest magnitude of a block is rounded up to the next power of two. Then
+no element of e4m3, which ends at 1.75 * 2**8, needs to be clamped."""
+
+
+def tensor_scale(largest: torch.Tensor, form: BlockFormat, scale: TensorScale) -> torch.Tensor:
+    """Return the stored scale of a tensor, [1], from its largest magnitude, [1]."""
+    end = torch.finfo(getattr(torch, form.scale)).max * form.element.largest
+    if not scale.divides:
+        return largest / end
+    smallest = torch.finfo(torch.float32).tiny
+    # A tensor of zeros overflows, and needs no scale.
+    return torch.nan_to_num(end / largest.clamp(min=smallest), nan=1.0, posinf=1.0, neginf=1.0)
+
+
+def block_scales(
+    largest: torch.Tensor, form: BlockFormat, of_tensor: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stored scales of blocks, and the divisors of their elements in float32.
+
+    Args:
+        largest: largest magnitude of each block, float32.
+        form: the format.
+        of_tensor: stored scale of the whole tensor, [1], if the format has one.
+    """
+    if form.tensor_scale is not None:
+        assert of_tensor is not None
+        return _scales_in_units(largest, form, form.tensor_scale, of_tensor)
+    if form.scale == "float32":
+        scales = largest / form.element.largest
+        # The scale of a block of zeros, or of values too small for a scale, changes nothing.
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        return scales, scales
+    stored = power_of_two(largest, form.element.exponent)
+    return stored, torch.ldexp(torch.ones_like(largest), stored.int() - _E8M0_BIAS)
+
+
+def power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return the scale of each block as e8m0, uint8.
+
+    The block's largest magnitude, rounded down to a power of two, or up from `_ROUNDED_UP`, over
+    2**exponent.
+    """
+    mantissa, above = torch.frexp(largest)  # mantissa in [0.5, 1)
+    rounded = above - 1 + (mantissa >= _ROUNDED_UP / 2)
+    stored = (rounded - exponent + _E8M0_BIAS).clamp(0, 254)
+    return torch.where(largest > 0, stored, torch.zeros_like(stored)).to(torch.uint8)
+
+
+def _scales_in_units(
+    largest: torch.Tensor, form: BlockFormat, scale: TensorScale, of_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = getattr(torch, form.scale)
+    of_block = largest / form.element.largest
+    units = of_tensor * of_block if scale.divides else of_block / of_tensor
+    stored = units.clamp(max=torch.finfo(dtype).max).to(dtype)
+    is_zero = stored.float() == 0 if scale.divides else of_block == 0
+    stored = torch.where(is_zero, torch.full_like(units, scale.of_zeros), stored.float()).to(dtype)
+    divisors = stored.float() / of_tensor if scale.divides else stored.float() * of_tensor
+    return stored, divisors
+
+
+def elements(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """Return weights divided by their divisors, rounded to nearest even in the element format.
+
+    `quotients` is [rows, columns] in float32; the result is [rows, columns / per_byte].
+    """
+    if form.element.per_byte == 1:
+        return quotients.to(getattr(torch, form.element.dtype))
+    bounds = torch.tensor(_bounds(), device=quotients.device)
+    codes = torch.bucketize(quotients.abs().contiguous(), bounds, out_int32=True).to(torch.uint8)
+    codes |= (quotients < 0).to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _bounds() -> list[float]:
+    """Return the largest magnitudes that round to the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4.
+
+    Between two values, the middle belongs to the one whose last bit is zero.
+    """
+    values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    middles = [(low + high) / 2 for low, high in pairwise(values)]
+    return [
+        middle if number % 2 == 0 else _below_in_float32(middle)
+        for number, middle in enumerate(middles)
+    ]
+
+
+def _below_in_float32(value: float) -> float:
+    _, exponent = math.frexp(value)
+    return value - math.ldexp(1.0, exponent - 24)

@@ -1,0 +1,283 @@
+"""Weights in blocks: quantised by the libraries that write checkpoints, and kernels of torch for vLLM on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+BLOCK = 128
+PUBLISHED_FP8 = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""quantization_config of published checkpoints, without their `modules_to_not_convert`."""
+
+SCHEMES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4A16"}
+"""Presets of compressed-tensors."""
+FORMATS = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+
+
+def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> dict[str, Any]:
+    """Return the quantization_config of a published checkpoint."""
+    if method == "fp8":
+        return {**PUBLISHED_FP8, "modules_to_not_convert": list(excluded)}
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    groups = {"group_0": preset_name_to_scheme(scheme or SCHEMES[method], ["Linear"])}
+    config = QuantizationConfig(config_groups=groups, ignore=list(excluded), format=FORMATS[method])
+    return json.loads(json.dumps({**config.to_dict(), "quantization_status": "compressed"}, default=str))
+
+
+def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a published checkpoint for a weight, by the ends of their names.
+
+    `largest`: largest magnitude of the weights that vLLM fuses with this one, for nvfp4.
+    """
+    return _in_fp8(weight) if method == "fp8" else _by_compressed_tensors(method, weight.float(), largest)
+
+
+def _in_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(-(-rows // BLOCK), -(-columns // BLOCK))
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            box = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+            block = weight[box].float()
+            if block.abs().max() > 0:
+                scales[row, column] = block.abs().max() / 448
+            values[box] = (block / scales[row, column]).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale_inv": scales}
+
+
+def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | None) -> dict[str, torch.Tensor]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme = preset_name_to_scheme(SCHEMES[method], ["Linear"])
+    blocks = weight.unflatten(-1, (-1, scheme.weights.group_size))
+    tensors = {"weight": weight}
+    of_tensor = None
+    if method == "nvfp4":
+        most = weight.abs().max() if largest is None else torch.tensor(largest)
+        of_tensor = generate_gparam(-most, most)
+        tensors["weight_global_scale"] = of_tensor
+    with torch.compiler.set_stance("force_eager"):
+        tensors["weight_scale"], _ = calculate_qparams(
+            blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=of_tensor
+        )
+        return dict(BaseCompressor.get_value_from_registry(FORMATS[method]).compress(tensors, scheme))
+
+
+def dequantised(method: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the weight, in float32, that a kernel computes with."""
+    if method == "fp8":
+        return _spread(tensors["weight"].float(), tensors["weight_scale_inv"])
+    scales = tensors["weight_scale"]
+    if method == "nvfp4":
+        factors = scales.float() / tensors["weight_global_scale"]
+    else:
+        factors = torch.exp2(scales.float() - 127)
+    values = tensors["weight"].float() if method == "mxfp8" else _unpacked(tensors["weight_packed"])
+    return values * factors.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+
+
+def _spread(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    rows, columns = values.shape
+    return values * scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return torch.where(codes > 7, -1.0, 1.0) * magnitudes[(codes & 7).int()]
+
+
+FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Modules that vLLM fuses, for which llm-compressor writes one tensor-wide scale."""
+
+
+def quantised_checkpoint(
+    method: str, weights: Mapping[str, torch.Tensor], names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a published checkpoint, in which the weights `names` are quantised."""
+    tensors = {name: tensor for name, tensor in weights.items() if name not in names}
+    for name in names:
+        parent, _, module = name.removesuffix(".weight").rpartition(".")
+        fused = next((modules for modules in FUSED if module in modules), {module})
+        together = [weights[f"{parent}.{other}.weight"] if parent else weights[name] for other in fused]
+        largest = max(float(weight.abs().max()) for weight in together)
+        for end, tensor in quantised(method, weights[name], largest).items():
+            tensors[name.removesuffix("weight") + end] = tensor
+    return tensors
+
+
+def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights, in float32, of a published checkpoint."""
+    ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
+    weights = {}
+    for name in tensors:
+        module, _, end = name.rpartition(".")
+        of_module = {key: tensors[f"{module}.{key}"] for key in ends if f"{module}.{key}" in tensors}
+        if len(of_module) == 1:
+            weights[name] = tensors[name].float()
+        elif end in ends:
+            weights[f"{module}.weight"] = dequantised(method, of_module)
+    return weights
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a checkpoint beside its config.json."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path / "model.safetensors"))
+
+
+def publish(path: Path, quantization_config: Mapping[str, Any]) -> None:
+    """Add a quantization_config to a config.json."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = quantization_config
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@contextlib.contextmanager
+def kernels_in_torch() -> Iterator[None]:
+    """Let vLLM compute with such weights on a CPU: it dequantises them, and activations stay in bf16."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+    from vllm.platforms import current_platform
+
+    from hybrid_engine.backends.vllm import internals
+
+    class Anywhere:
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+    class BlockKernelInTorch(Anywhere, Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+        process_weights_after_loading = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
+        can_implement = Fp8BlockScaledMMLinearKernel.can_implement
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            return (A.float() @ _spread(B.float(), Bs).T).to(A.dtype)
+
+    class Mxfp4KernelInTorch(Anywhere, MxFp4LinearKernel):
+        def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            weight = dequantised("mxfp4", {"weight_packed": layer.weight, "weight_scale": layer.weight_scale})
+            return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+    class Nvfp4KernelInTorch(Anywhere, NvFp4LinearKernel):
+        def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            weight = dequantize_to_dtype(
+                layer.weight, layer.weight_scale, layer.weight_global_scale, x.dtype, swizzle=False
+            )
+            return torch.nn.functional.linear(x, weight, bias)
+
+    kernels = {
+        "fp8": BlockKernelInTorch,
+        "mxfp8": EmulationMxfp8LinearKernel,
+        "mxfp4": Mxfp4KernelInTorch,
+        "nvfp4": Nvfp4KernelInTorch,
+    }
+    with contextlib.ExitStack() as undo:
+        for method, kernel in kernels.items():
+            of_platform = {current_platform._enum: [kernel]}
+            undo.enter_context(mock.patch.dict(internals.BLOCK_KERNELS[method].load(), of_platform))
+        # vLLM forces this one for weights alone.
+        undo.enter_context(mock.patch.object(linear, "MarlinNvFp4LinearKernel", Nvfp4KernelInTorch))
+        yield
+
+
+@contextlib.contextmanager
+def experts_in_torch() -> Iterator[None]:
+    """Let vLLM compute with experts in blocks on a CPU, whose kernels need AMX or a GPU; it dequantises them."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_mxfp4 as mxfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as nvfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_mxfp8 as mxfp8,
+    )
+
+    def apply_of(method: str) -> Any:
+        def apply(
+            self: Any,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            shared_experts: object,
+            shared_experts_input: object,
+        ) -> torch.Tensor:
+            summed = torch.zeros_like(x, dtype=torch.float32)
+            for expert in topk_ids.unique().tolist():
+                rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+                gate, up = (x[rows].float() @ _expert(method, layer, "w13", expert).T).chunk(2, -1)
+                result = (torch.nn.functional.silu(gate) * up) @ _expert(method, layer, "w2", expert).T
+                summed.index_add_(0, rows, result * topk_weights[rows, places, None])
+            return summed.to(x.dtype)
+
+        return apply
+
+    methods = {
+        "fp8": fp8.Fp8MoEMethod,
+        "mxfp8": mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod,
+        "mxfp4": mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod,
+        "nvfp4": nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod,
+    }
+    backends = {
+        "select_fp8_moe_backend": (fp8, Fp8MoeBackend.CPU),
+        "select_mxfp8_moe_backend": (mxfp8, Fp8MoeBackend.EMULATION),
+        "select_nvfp4_moe_backend": (nvfp4, NvFp4MoeBackend.EMULATION),
+    }
+    with contextlib.ExitStack() as undo:
+        for name, (module, backend) in backends.items():
+            undo.enter_context(mock.patch.object(module, name, return_value=(backend, None)))
+        for method, kind in methods.items():
+            replaced = {
+                "is_monolithic": False,
+                "process_weights_after_loading": lambda self, layer: None,
+                "get_fused_moe_quant_config": lambda self, layer: None,
+                "apply": apply_of(method),
+            }
+            undo.enter_context(mock.patch.multiple(kind, **replaced))
+        # It refuses them.
+        undo.enter_context(mock.patch("hybrid_engine.backends.vllm.arguments.check_arguments"))
+        yield
+
+
+def _expert(method: str, layer: torch.nn.Module, name: str, number: int) -> torch.Tensor:
+    """Return a matrix of one expert in float32."""
+    tensors = {
+        key.removeprefix(f"{name}_"): parameter[number]
+        for key, parameter in layer.named_parameters(recurse=False)
+        if key.startswith(f"{name}_weight")
+    }
+    if "weight_global_scale" in tensors:
+        tensors["weight_global_scale"] = tensors["weight_global_scale"].flatten()[:1]
+    return dequantised(method, tensors)
