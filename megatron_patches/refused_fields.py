@@ -111,11 +111,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "external_cuda_graph": Refused(_GRAPHS),
         "cuda_graph_impl": Refused(_GRAPHS, ("none",)),
         # Parameters are in no name table.
-        "attention_output_gate": Refused(
-            "linear_qkv has rows for gates, which are in no name table"
-        ),
         "experimental_attention_variant": Refused(
-            "its layers have parameters that are in no name table", (None,)
+            "its layers have parameters that are in no name table", (None, "gated_delta_net")
         ),
         "heterogeneous_block_specs": Refused("differences between layers are in no name table"),
         "mla_down_proj_fusion": Refused(
@@ -184,6 +181,8 @@ FUNCTION_FIELDS: Final = (
     "add_qkv_bias",
     "qk_layernorm",
     "qk_l2_norm",
+    "attention_output_gate",
+    "experimental_attention_variant",
     "softmax_scale",
     "window_size",
     "window_attn_skip_freq",

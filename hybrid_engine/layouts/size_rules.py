@@ -322,12 +322,11 @@ def _cuts(
         if parts == 1 or (parameter.rule, length) in seen or not must_divide(parameter):
             continue
         seen.add((parameter.rule, length))
-        # Gate and up are cut separately.
-        units = length // 2 if isinstance(packing, GateUp) else length
+        units = packing.num_units(length)
         if units % parts:
             yield Violation(
                 keys[packing.over],
-                f"{parts} does not divide the {units} indices of {parameter.tensors[0]}",
+                f"{parts} does not divide the {units} indices or heads of {parameter.tensors[0]}",
                 f"Use a divisor of {units}",
                 code="not-divisible",
             )

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hybrid_engine.models.packing import (
     GateUp,
+    HeadRows,
     InterleavedQKV,
     Over,
+    PackedHeads,
     Packing,
     Replicated,
     Shape,
@@ -70,7 +72,11 @@ def norm_rules(
     """
     return (
         Rule(
-            in_layer("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            in_layer(
+                "input_layernorm.weight",
+                "self_attention.linear_qkv.layer_norm_weight",
+                "self_attention.in_proj.layer_norm_weight",
+            ),
             Replicated(LAYER + "input_layernorm.weight"),
         ),
         Rule(
@@ -84,18 +90,29 @@ def norm_rules(
     )
 
 
-def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """Return the rules of grouped-query attention, with all optional biases and norms."""
+def attention_rules(
+    dims: ModelDims, *, gated: bool = False, whole_norms: bool = False
+) -> tuple[Rule, ...]:
+    """Return the rules of grouped-query attention, with all optional biases and norms.
+
+    Args:
+        dims: sizes of the model.
+        gated: the query projection has a gate after each head.
+        whole_norms: queries and keys are normalized over all heads. Megatron-core has no such
+            norms; Megatron-Bridge's have the elements of a rank's heads.
+    """
     attention = LAYER + "self_attn."
     projections = [Span(f"{attention}{part}_proj") for part in "qkv"]
+
+    def norm(part: str) -> Rule:
+        tensor = f"{attention}{part}_norm.weight"
+        packing = Split(tensor, dim=0) if whole_norms else Replicated(tensor)
+        return Rule(in_layer(f"self_attention.{part}_layernorm.weight"), packing)
+
     return (
-        *_qkv_rules(dims, projections),
-        Rule(
-            in_layer("self_attention.q_layernorm.weight"), Replicated(attention + "q_norm.weight")
-        ),
-        Rule(
-            in_layer("self_attention.k_layernorm.weight"), Replicated(attention + "k_norm.weight")
-        ),
+        *(_gated_qkv_rules(dims) if gated else _qkv_rules(dims, projections)),
+        norm("q"),
+        norm("k"),
         # An attention sink for each query head.
         Rule(
             in_layer("self_attention.core_attention.softmax_offset"),
@@ -129,6 +146,29 @@ def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> tuple[Rule, ...]
             num_groups=dims.num_kv_heads,
             queries_per_group=dims.num_heads // dims.num_kv_heads,
             head_dim=dims.head_dim,
+        )
+
+    return tuple(
+        Rule(in_layer(f"self_attention.linear_qkv.{kind}"), qkv(kind))
+        for kind in ("weight", "bias")
+    )
+
+
+def _gated_qkv_rules(dims: ModelDims) -> tuple[Rule, ...]:
+    """Return the rules of Megatron's projection with gates: query heads, gates, key, value."""
+    attention = LAYER + "self_attn."
+    size = dims.head_dim
+
+    def qkv(kind: str) -> PackedHeads:
+        query, key, value = (f"{attention}{part}_proj.{kind}" for part in "qkv")
+        return PackedHeads(
+            (
+                HeadRows(query, dims.num_heads, size, 0, 2 * size),
+                HeadRows(query, dims.num_heads, size, size, 2 * size),
+                HeadRows(key, dims.num_kv_heads, size),
+                HeadRows(value, dims.num_kv_heads, size),
+            ),
+            num_shares=dims.num_kv_heads,
         )
 
     return tuple(

@@ -219,4 +219,5 @@ def _dims(config: Any, *, tied_embeddings: bool) -> ModelDims:
         tied_embeddings=tied_embeddings,
         num_experts=num_experts,
         latent_kv_size=values.get("kv_lora_rank") or 0,
+        num_linear_key_heads=values.get("linear_num_key_heads") or 0,
     )

@@ -8,7 +8,7 @@ as views.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.computed_sources import Home
+from hybrid_engine.backends.computed_sources import ComputedSources, Home
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
@@ -81,6 +81,8 @@ class ModelTensors:
         flat_buffers: live 1-D storage by name: DDP's flat buffers, and a separate one for every
             other tensor.
         homes: location of each tensor in `flat_buffers`.
+        norm_factors: by weight, the factors of norms that Megatron stores minus 1; None: there are
+            none.
 
     Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so
     uneven and virtual pipeline stages and expert parallelism need no arithmetic here.
@@ -118,6 +120,7 @@ class ModelTensors:
                 if _GROUPED.search(name) and (experts := names.experts_of(name)):
                     self._grouped[names.of(name)] = experts
         self._locate_storage()
+        self.norm_factors = self._norm_factors()
 
     @property
     def ddp_chunks(self) -> list[DistributedDataParallel]:
@@ -205,6 +208,23 @@ class ModelTensors:
             if tensor not in self.homes:
                 self.flat_buffers[name] = _flat(data_of(tensor).data)
                 self.homes[tensor] = Home(name, 0)
+
+    def _norm_factors(self) -> ComputedSources[torch.Tensor] | None:
+        weights: dict[torch.Tensor, torch.Tensor] = {}
+        if unwrap_model(self.chunks[0]).config.layernorm_zero_centered_gamma:
+            for name, weight in self.named_parameters():
+                match = self.table.match(name)
+                if match is not None and match.rule.around_one:
+                    weights[weight] = weight.data
+        if not weights:
+            return None
+
+        def compute(factors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+            for weight, factor in factors.items():
+                factor.copy_(weight.float() + 1)
+
+        device = next(iter(weights)).device
+        return ComputedSources("factors of norms", weights, device, compute)
 
     def _is_home(self, tensor: torch.Tensor) -> bool:
         home = self.homes.get(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.launch import Ranks
 
@@ -19,6 +20,12 @@ def plan_the_same() -> list[list[dict[str, Any]]]:
     from tests.hybrid_engine.end_to_end.derived_megatron import planned
 
     return planned()
+
+
+def compute_in_float32() -> dict[str, float]:
+    from tests.hybrid_engine.end_to_end.derived_megatron import computed
+
+    return computed()
 
 
 def attach_what_does_not_fit() -> dict[str, Any]:
@@ -40,14 +47,23 @@ def test_a_job_is_planned_as_live_engines_do(switches: list[list[dict[str, Any]]
             assert result["plan"]["pieces"]
 
 
-def test_vllm_generates_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
+def test_vllm_computes_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
     for results in switches:
         for result in results:
-            assert result["vllm"] == result["transformers"], result
+            if result["dtype"] == torch.float32:
+                assert max(result["differences"].values()) < 1e-3, result
+            else:
+                # A token may have other experts.
+                assert result["differences"]["mean"] < 0.2, result
             received, least = result["bytes"]
             assert received == least, result
             assert result["is read again"], result
-            assert len({*result["vllm"][0], *result["vllm"][1]}) > 2, "too uniform to compare"
+            assert len({*result["tokens"][0], *result["tokens"][1]}) > 2, "too uniform to compare"
+
+
+def test_megatron_computes_what_transformers_does_in_float32(engines: Ranks) -> None:
+    for differences in engines.launch(compute_in_float32, 2):
+        assert max(differences.values()) < 1e-3, differences
 
 
 def test_other_computations_and_sizes_are_refused(engines: Ranks) -> None:
