@@ -125,7 +125,6 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "mtp_hybrid_override_pattern": Refused(
             "multi-token prediction of a HybridModel is in no name table", (None,)
         ),
-        "is_hybrid_model": Refused("the layer pattern of a MambaModel is not read", until="0.18.0"),
         # Rows have another order or split.
         "moe_use_legacy_grouped_gemm": Refused("the experts of a rank are columns of one weight"),
         "moe_single_grouped_bias": Refused("the experts of a rank have one bias"),

@@ -27,7 +27,7 @@ from hybrid_engine.models.blocks import (
 from hybrid_engine.models.deepseek import latent_attention_rules
 from hybrid_engine.models.moe import MIXTRAL, Experts, expert_rules, packed_expert_rules
 from hybrid_engine.models.packing import Shape
-from hybrid_engine.models.recurrent import delta_net_rules
+from hybrid_engine.models.recurrent import BACKBONE_LAYER, backbone_rules, delta_net_rules
 from hybrid_engine.models.table import ModelDims, Rule
 
 _POST_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
@@ -68,6 +68,7 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
         *attention,
         *mlp_rules(),
         *fused_mlp_rules(dims),
+        *backbone_rules(patterns, dims),
     ]
     if _PACKED_EXPERTS in patterns:
         rules += packed_expert_rules()
@@ -82,6 +83,7 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
 def _pattern_of(name: str) -> str:
     """Return a canonical name with `{layer}` and `{expert}` in place of its numbers."""
     name = re.sub(r"^model\.layers\.\d+\.", LAYER, name)
+    name = re.sub(r"^backbone\.layers\.\d+\.", BACKBONE_LAYER, name)
     return re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name)
 
 

@@ -1,23 +1,31 @@
-"""Rules of layers with a recurrent state in place of attention: gated delta nets.
+"""Rules of layers with a recurrent state in place of attention: gated delta nets and Mamba-2.
 
 A gated delta net (Qwen3-Next, Qwen3.5) projects to queries, keys, values, gates z, and one number
 per value head each for b and a. Megatron has one projection, in which each rank has its heads' rows
 of all six; a convolution runs over queries, keys and values. In checkpoints of Qwen3-Next the rows
 of two projections are ordered by key head, in those of Qwen3.5 there are four projections.
 
-Sources: `transformers` models qwen3_next and qwen3_5; Megatron-LM `ssm/gated_delta_net.py`.
+Mamba-2 (Nemotron-H) projects to gates z, to x of every head, to B and C of every group of heads,
+and to one number dt per head; its convolution runs over x, B and C. Nemotron-H's layers are one
+block each: Mamba, attention, or an MLP without a gate.
+
+Sources: `transformers` models qwen3_next, qwen3_5 and nemotron_h; Megatron-LM
+`ssm/gated_delta_net.py`, `ssm/mamba_mixer.py`, `ssm/mamba_block.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybrid_engine.models.blocks import LAYER
-from hybrid_engine.models.packing import HeadRows, PackedHeads, Replicated, Shape, Split
-from hybrid_engine.models.table import Rule, in_layer
+from hybrid_engine.models.blocks import LAYER, attention_rules, outer_rules
+from hybrid_engine.models.packing import HeadRows, PackedHeads, Packing, Replicated, Shape, Split
+from hybrid_engine.models.table import ModelDims, Rule, in_layer
 
 _NET = LAYER + "linear_attn."
 _CONVOLUTION = _NET + "conv1d.weight"
+
+BACKBONE_LAYER = "backbone.layers.{layer}."
+_MIXER = BACKBONE_LAYER + "mixer."
 
 
 def delta_net_rules(patterns: Mapping[str, Shape], num_key_heads: int) -> tuple[Rule, ...]:
@@ -80,3 +88,61 @@ def delta_net_rules(patterns: Mapping[str, Shape], num_key_heads: int) -> tuple[
         ),
         Rule(in_layer(prefix + "out_proj.weight"), Split(_NET + "out_proj.weight", dim=1)),
     )
+
+
+def backbone_rules(patterns: Mapping[str, Shape], dims: ModelDims) -> tuple[Rule, ...]:
+    """Return the rules of a model of one block per layer; none if it is no such model.
+
+    Arguments as for `delta_net_rules`.
+    """
+    if _MIXER + "in_proj.weight" not in patterns:
+        return ()
+    norms = (
+        *("norm.weight", "mixer.in_proj.layer_norm_weight"),
+        *("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        *("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    )
+    return (
+        *outer_rules(dims, "backbone.embeddings.weight", "backbone.norm_f.weight"),
+        Rule(in_layer(*norms), Replicated(BACKBONE_LAYER + "norm.weight")),
+        *attention_rules(dims, _MIXER),
+        Rule(in_layer("mlp.linear_fc1.weight"), Split(_MIXER + "up_proj.weight", dim=0)),
+        Rule(in_layer("mlp.linear_fc2.weight"), Split(_MIXER + "down_proj.weight", dim=1)),
+        *_mamba_rules(patterns),
+    )
+
+
+def _mamba_rules(patterns: Mapping[str, Shape]) -> tuple[Rule, ...]:
+    num_heads = patterns[_MIXER + "A_log"][0]
+    inner = patterns[_MIXER + "norm.weight"][0]
+    convolved = patterns[_MIXER + "conv1d.weight"][0]
+    # Rows of B and of C. How many of them a group of heads has is not needed: Megatron requires a
+    # multiple of the ranks as number of groups.
+    state = (convolved - inner) // 2
+
+    def of_convolution(tensor: str, start: int = 0) -> tuple[HeadRows, ...]:
+        """Return x, B and C, which a tensor has in turn from a row on."""
+        name = _MIXER + tensor
+        return (
+            HeadRows(name, num_heads, inner // num_heads, start),
+            HeadRows(name, state, 1, start + inner),
+            HeadRows(name, state, 1, start + inner + state),
+        )
+
+    projection = _MIXER + "in_proj.weight"
+    packings: dict[str, Packing] = {
+        "in_proj.weight": PackedHeads(
+            (
+                HeadRows(projection, num_heads, inner // num_heads),
+                *of_convolution("in_proj.weight", inner),
+                HeadRows(projection, num_heads, 1, inner + convolved),
+            )
+        ),
+        "conv1d.weight": PackedHeads(of_convolution("conv1d.weight")),
+        "conv1d.bias": PackedHeads(of_convolution("conv1d.bias")),
+        "out_proj.weight": Split(_MIXER + "out_proj.weight", dim=1),
+    }
+    packings |= {
+        name: Split(_MIXER + name, dim=0) for name in ("A_log", "D", "dt_bias", "norm.weight")
+    }
+    return tuple(Rule(in_layer("mixer." + name), packing) for name, packing in packings.items())

@@ -90,7 +90,8 @@ class ModelTensors:
     Raises:
         UnsupportedVersionError: this megatron-core was not tested, and `megatron_patches.apply` has
             not accepted it.
-        ModelError: a HybridModel has other layers than alternating attention and MLP.
+        ModelError: a HybridModel has neither the checkpoint's layers nor attention and MLP in
+            turn.
     """
 
     def __init__(
@@ -242,7 +243,8 @@ class GlobalNames:
         layers: numbers in the checkpoint of the chunk's decoder layers.
 
     Raises:
-        ModelError: a HybridModel has other layers than alternating attention and MLP.
+        ModelError: a HybridModel has neither the checkpoint's layers nor attention and MLP in
+            turn.
     """
 
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
@@ -254,7 +256,7 @@ class GlobalNames:
                 position - sum(noop < position for noop in noop_layers) for position in positions
             ]
         else:
-            numbers = _checkpoint_numbers(pattern)
+            numbers = _checkpoint_numbers(pattern, num_layers)
             self.layers = [numbers[position] for position in positions]
         self._layers = {
             f"decoder.layers.{index}.": f"decoder.layers.{number}."
@@ -299,10 +301,10 @@ def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelT
     return interleave_experts(table, block) if block else table
 
 
-def _checkpoint_numbers(pattern: str) -> list[int]:
+def _checkpoint_numbers(pattern: str, num_layers: int) -> list[int]:
     """Return the layer number in the checkpoint of each position of a HybridModel."""
     try:
-        return checkpoint_layers(pattern)
+        return checkpoint_layers(pattern, num_layers)
     except ValueError as error:
         message = f"unsupported HybridModel with {error}"
         raise ModelError(message, code="unsupported-layers") from error

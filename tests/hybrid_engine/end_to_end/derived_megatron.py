@@ -4,10 +4,12 @@ by computing."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.activations import quick_gelu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -38,6 +41,7 @@ from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProdu
 from tests.harness.errors import violations_of
 from tests.hybrid_engine.end_to_end.own_layers import (
     let_vllm_route_by_sigmoids,
+    one_block_per_layer,
     with_gated_delta_nets,
     with_norms_over_heads,
 )
@@ -90,6 +94,14 @@ DELTA_NETS = {
     # Without the kernels of flash-linear-attention.
     "deterministic_mode": True,
 }
+SHARED_GATE = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_shared_expert_gate": True,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+}
 TIED = {"share_embeddings_and_output_weights": True}
 TENSOR_AND_EXPERT = {
     "tensor_model_parallel_size": 2,
@@ -109,6 +121,7 @@ class Model:
         parallel: parallel sizes of Megatron.
         infer: parallel sizes of vLLM.
         spec: returns the layers, given the config; None: megatron-core's layers.
+        kind: class of the model.
         dtype: of the weights, on both sides.
     """
 
@@ -117,7 +130,8 @@ class Model:
     outside: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=lambda: {"tensor_model_parallel_size": 2})
     infer: dict[str, int] = field(default_factory=lambda: {"infer_tensor_parallel_size": 2})
-    spec: Callable[[TransformerConfig], TransformerBlockSubmodules] | None = None
+    spec: Callable[[TransformerConfig], TransformerBlockSubmodules | ModuleSpec] | None = None
+    kind: type[GPTModel | MambaModel] = GPTModel
     dtype: torch.dtype = torch.float32
 
 
@@ -174,15 +188,7 @@ MODELS = [
     ),
     Model(
         "Qwen3NextForCausalLM",
-        layers={
-            **DELTA_NETS,
-            "num_moe_experts": 8,
-            "moe_ffn_hidden_size": 96,
-            "moe_shared_expert_intermediate_size": 96,
-            "moe_shared_expert_gate": True,
-            "moe_router_topk": 2,
-            "moe_router_load_balancing_type": "none",
-        },
+        layers={**DELTA_NETS, **SHARED_GATE},
         outside={"rotary_percent": 0.25},
         parallel=TENSOR_AND_EXPERT,
         spec=with_gated_delta_nets,
@@ -204,15 +210,52 @@ MODELS = [
         parallel=TENSOR_AND_EXPERT,
         spec=with_norms_over_heads,
     ),
+    Model(
+        "NemotronHForCausalLM",
+        layers={
+            "layernorm_epsilon": 1e-5,
+            "gated_linear_unit": False,
+            "activation_func": squared_relu,
+            "bias_activation_fusion": False,
+            "is_hybrid_model": True,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "mamba_state_dim": 32,
+            "mamba_num_groups": 2,
+            "use_mamba_mem_eff_path": False,
+        },
+        outside={"position_embedding_type": "none", "hybrid_override_pattern": "M-*-"},
+        spec=one_block_per_layer,
+        kind=MambaModel,
+    ),
 ]
 
+WITH_TORCHVISION = [
+    Model(
+        "Qwen3_5ForCausalLM",
+        layers=DELTA_NETS,
+        outside={"rotary_percent": 0.25},
+        spec=with_gated_delta_nets,
+        dtype=torch.bfloat16,
+    ),
+    Model(
+        "Qwen3_5MoeForCausalLM",
+        layers={**DELTA_NETS, **SHARED_GATE},
+        outside={"rotary_percent": 0.25},
+        parallel=TENSOR_AND_EXPERT,
+        spec=with_gated_delta_nets,
+        dtype=torch.bfloat16,
+    ),
+]
+"""Models of text for which vLLM imports torchvision (see `tests/vision_path`)."""
 
-def switched() -> list[dict[str, Any]]:
-    """Return the tokens that each model's engine and transformers generate with equal weights."""
+
+def switched(models: Sequence[Model] = MODELS) -> list[dict[str, Any]]:
+    """Return the tokens that each model's engine generates, and what transformers computes with equal weights."""
     join_process_group(120)
     hybrid_engine.prepare()
     let_vllm_route_by_sigmoids()
-    return [_switched(model) for model in MODELS]
+    return [_switched(model) for model in models]
 
 
 def planned() -> list[list[dict[str, Any]]]:
@@ -221,7 +264,8 @@ def planned() -> list[list[dict[str, Any]]]:
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(small_config(model.architecture)))
-            actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
+            actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1}
+            actor["params_dtype"] = str(model.dtype).removeprefix("torch.")
             values = {"model": directory, "actor_config": actor, "generate_config": {**GENERATE, **model.infer}}
             config = load_config(values, 2, weights_only=True, own_weights=True, own_loop=True)
             job = plan_job(config, 2)
@@ -238,7 +282,7 @@ def computed() -> dict[str, float]:
     hybrid_engine.prepare()
     return {
         model.architecture: _computed(replace(model, dtype=torch.float32), job)
-        for model in MODELS
+        for model in (*MODELS, *WITH_TORCHVISION)
         if model.dtype != torch.float32
     }
 
@@ -314,7 +358,7 @@ def _switched(model: Model) -> dict[str, Any]:
     return {
         "model": model.architecture,
         "tokens": [list(completion.token_ids) for completion in completions],
-        "dtype": model.dtype,
+        "dtype": str(model.dtype),
         "differences": differences,
         "is read again": is_read,
         "plan": plan,
@@ -424,7 +468,7 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
             # megatron-core's own attention takes no values of another size than keys.
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
-    chunk = GPTModel(
+    chunk = model.kind(
         config,
         spec,
         vocab_size=hf_config["vocab_size"],
@@ -459,3 +503,7 @@ def _randomise(chunk: torch.nn.Module) -> None:
         noise = torch.empty(tensor.shape).normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
         # In steps that bfloat16 has beside 1, so that a weight in place of 1 + weight keeps its bits in a file.
         tensor.data += noise.mul(128).round().div(128).to(tensor.dtype)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(switched(WITH_TORCHVISION)))

@@ -1,7 +1,7 @@
 """Layers of models for which megatron-core has specs with Transformer Engine only, or none.
 
-The modules are megatron-core's, except for norms, and for `l2norm` of flash-linear-attention, which gated delta nets
-import: no CPU runs it.
+The modules are megatron-core's, except for norms. Of the packages that megatron-core imports for kernels, which no CPU
+runs, stand-ins in torch take the place: `l2norm` of flash-linear-attention, scan and gated norm of mamba_ssm.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm import gated_delta_net, mamba_block, mamba_mixer
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from hybrid_engine.trainer.megatron.model_variants import ZeroCenteredRMSNorm
 
@@ -95,3 +99,84 @@ def _attention_layer(config: TransformerConfig) -> ModuleSpec:
 def _l2norm(values: torch.Tensor, eps: float = 1e-6, **_unused: Any) -> torch.Tensor:
     """Return values divided by their length along the last dim, as flash-linear-attention's function does."""
     return values * torch.rsqrt(values.float().pow(2).sum(-1, keepdim=True) + eps).type_as(values)
+
+
+def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
+    """Return the stack of a MambaModel, with Mamba, attention and MLP by megatron-core's local modules."""
+    attention = _attention_layer(config).submodules
+    norm = attention.input_layernorm
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.ExtendedRMSNorm = GatedGroupNorm
+    mamba_mixer.mamba_chunk_scan_combined = _scan
+    mamba_block.TENorm = norm
+    mixer = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(
+        mamba_block.MambaStack,
+        submodules=mamba_block.MambaStackSubmodules(
+            mamba_layer=ModuleSpec(
+                MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=norm,
+                    mixer=ModuleSpec(mamba_mixer.MambaMixer, submodules=mixer),
+                    mamba_bda=get_bias_dropout_add,
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=norm,
+                    self_attention=attention.self_attention,
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=attention.pre_mlp_layernorm, mlp=attention.mlp, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+        ),
+    )
+
+
+class GatedGroupNorm(torch.nn.Module):
+    """RMSNorm of groups after a gate, in place of mamba_ssm's `RMSNorm`, with its arguments."""
+
+    def __init__(self, hidden: int, eps: float, group_size: int, dtype: torch.dtype, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dim, in groups."""
+        values = hidden.float() * torch.nn.functional.silu(gate.float())
+        groups = values.unflatten(-1, (-1, self.group_size))
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (groups.flatten(-2) * self.weight.float()).type_as(hidden)
+
+
+def _scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    _chunk_size: int,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return the outputs of Mamba-2, token by token, in place of mamba_ssm's `mamba_chunk_scan_combined`.
+
+    x: [batch, length, heads, head size]; dt: [batch, length, heads]; a: [heads]; b, c: [batch, length, groups, state].
+    """
+    steps = torch.nn.functional.softplus(dt.float() + settings["dt_bias"])
+    per_group = x.shape[2] // b.shape[2]
+    b, c = (values.float().repeat_interleave(per_group, dim=2) for values in (b, c))
+    state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], b.shape[3], dtype=torch.float32)
+    outputs = []
+    for token in range(x.shape[1]):
+        step = steps[:, token, :, None, None]
+        added = x[:, token, :, :, None].float() * b[:, token, :, None, :]
+        state = state * (step * a[:, None, None]).exp() + step * added
+        outputs.append((state * c[:, token, :, None, :]).sum(-1))
+    return (torch.stack(outputs, 1) + x.float() * settings["D"][:, None]).type_as(x)

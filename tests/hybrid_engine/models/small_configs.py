@@ -56,6 +56,8 @@ MAMBA = {
     "mamba_n_groups": 2,
     "expand": 2,
     "mamba_hidden_act": "silu",
+    # transformers cuts smaller steps off, and vLLM and Megatron do not.
+    "time_step_min": 1e-6,
 }
 YARN = {
     "rope_type": "yarn",

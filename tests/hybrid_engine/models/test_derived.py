@@ -83,6 +83,7 @@ def test_rules_by_convention_cover_all_tensors_or_none() -> None:
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
         "MistralForCausalLM",
+        "NemotronHForCausalLM",
         "Phi3ForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
