@@ -145,4 +145,9 @@ def _mamba_rules(patterns: Mapping[str, Shape]) -> tuple[Rule, ...]:
     packings |= {
         name: Split(_MIXER + name, dim=0) for name in ("A_log", "D", "dt_bias", "norm.weight")
     }
-    return tuple(Rule(in_layer("mixer." + name), packing) for name, packing in packings.items())
+    rules = []
+    for name, packing in packings.items():
+        # The convolution is no module of its own since megatron-core 0.19.
+        names = dict.fromkeys(("mixer." + name, "mixer." + name.replace("conv1d.", "conv1d_")))
+        rules.append(Rule(in_layer(*names), packing))
+    return tuple(rules)

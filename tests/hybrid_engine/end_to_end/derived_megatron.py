@@ -495,7 +495,7 @@ def _randomise(chunk: torch.nn.Module) -> None:
     Ranks that hold one tensor get equal values, and ranks of different experts or heads other ones.
     """
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-        if not name.endswith(("bias", "norm.weight", "conv1d.weight")):
+        if not name.endswith(("bias", "norm.weight", "conv1d.weight", "conv1d_weight")):
             continue
         seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (".local_experts." in name)
         if getattr(tensor, "tensor_model_parallel", False):

@@ -6,6 +6,7 @@ runs, stand-ins in torch take the place: `l2norm` of flash-linear-attention, sca
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -72,8 +73,10 @@ def with_norms_over_heads(config: TransformerConfig) -> TransformerBlockSubmodul
 
 def with_gated_delta_nets(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return layers with gated delta nets, of which every fourth has gated attention instead."""
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = _l2norm
+    # A module, and since megatron-core 0.19 a package.
+    imported: Any = getattr(gated_delta_net, "common", gated_delta_net)
+    imported.HAVE_FLA = True
+    imported.l2norm = _l2norm
     layers = []
     for position in range(config.num_layers):
         layer = _attention_layer(config)
@@ -108,7 +111,8 @@ def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = GatedGroupNorm
     mamba_mixer.mamba_chunk_scan_combined = _scan
-    mamba_block.TENorm = norm
+    # The module that has the class changed with megatron-core 0.18.
+    sys.modules[mamba_block.MambaStack.__module__].TENorm = norm
     mixer = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     return ModuleSpec(
         mamba_block.MambaStack,
