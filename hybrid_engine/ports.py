@@ -107,11 +107,12 @@ class TrainingWeights(WeightAdaptor, Protocol):
 class LoadableWeights(TrainingWeights, Protocol):
     """Training weights into which a checkpoint can be loaded (backends/huggingface)."""
 
-    def zero_padding(self) -> None:
-        """Zero the buffer elements that no weight covers."""
+    def finish_loading(self) -> None:
+        """Complete the weights once the layout's tensors were written.
 
-    def zero_adapters(self) -> None:
-        """Initialize adapters so that they contribute nothing."""
+        Zeroes padding and whatever adapters add, and stores what the model has in place of
+        computed tensors.
+        """
 
 
 class SourceWeights(TrainingWeights, Protocol):

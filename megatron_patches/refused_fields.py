@@ -111,11 +111,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "external_cuda_graph": Refused(_GRAPHS),
         "cuda_graph_impl": Refused(_GRAPHS, ("none",)),
         # Parameters are in no name table.
-        "attention_output_gate": Refused(
-            "linear_qkv has rows for gates, which are in no name table"
-        ),
         "experimental_attention_variant": Refused(
-            "its layers have parameters that are in no name table", (None,)
+            "its layers have parameters that are in no name table", (None, "gated_delta_net")
         ),
         "heterogeneous_block_specs": Refused("differences between layers are in no name table"),
         "mla_down_proj_fusion": Refused(
@@ -128,7 +125,6 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "mtp_hybrid_override_pattern": Refused(
             "multi-token prediction of a HybridModel is in no name table", (None,)
         ),
-        "is_hybrid_model": Refused("the layer pattern of a MambaModel is not read", until="0.18.0"),
         # Rows have another order or split.
         "moe_use_legacy_grouped_gemm": Refused("the experts of a rank are columns of one weight"),
         "moe_single_grouped_bias": Refused("the experts of a rank have one bias"),
@@ -184,6 +180,8 @@ FUNCTION_FIELDS: Final = (
     "add_qkv_bias",
     "qk_layernorm",
     "qk_l2_norm",
+    "attention_output_gate",
+    "experimental_attention_variant",
     "softmax_scale",
     "window_size",
     "window_attn_skip_freq",

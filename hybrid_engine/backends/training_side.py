@@ -266,11 +266,8 @@ class WholeTensors:
         """The same weights, because they have no LoRA."""
         return self
 
-    def zero_padding(self) -> None:
-        """Do nothing, because padding is never read."""
-
-    def zero_adapters(self) -> None:
-        """Do nothing, because there are no adapters."""
+    def finish_loading(self) -> None:
+        """Do nothing: there are no adapters, and padding is never read."""
 
 
 def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

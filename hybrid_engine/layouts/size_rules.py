@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, shortened
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,
@@ -19,7 +19,12 @@ from hybrid_engine.layouts.parallelism import (
     sizes_of,
 )
 from hybrid_engine.layouts.parameters import Parameter, packed_size, parameters_of
-from hybrid_engine.layouts.stages import UNEVEN, pattern_violations, split_violations
+from hybrid_engine.layouts.stages import (
+    UNEVEN,
+    pattern_violations,
+    split_violations,
+    stage_violations,
+)
 from hybrid_engine.models.packing import GateUp, Over, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 
@@ -151,10 +156,14 @@ def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
                 code="conflicting-keys",
             )
     dims = table.dims
+    if table.is_derived and len(pattern.replace("|", "")) == dims.num_layers:
+        yield from stage_violations(pattern, sizes.pipeline, sizes.virtual_pipeline)
+        return
     if table.is_derived:
         yield Violation(
             "hybrid_layer_pattern",
-            f"{table.architecture} has no name table, so its layers are not known by kind",
+            f"{table.architecture} has no name table, so its layers are not known by kind, and "
+            f"{shortened(pattern)} is not one position for each of {dims.num_layers}",
             "Use a GPTModel",
             code="unsupported-layers",
         )
@@ -322,12 +331,11 @@ def _cuts(
         if parts == 1 or (parameter.rule, length) in seen or not must_divide(parameter):
             continue
         seen.add((parameter.rule, length))
-        # Gate and up are cut separately.
-        units = length // 2 if isinstance(packing, GateUp) else length
+        units = packing.num_units(length)
         if units % parts:
             yield Violation(
                 keys[packing.over],
-                f"{parts} does not divide the {units} indices of {parameter.tensors[0]}",
+                f"{parts} does not divide the {units} indices or heads of {parameter.tensors[0]}",
                 f"Use a divisor of {units}",
                 code="not-divisible",
             )

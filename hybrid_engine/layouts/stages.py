@@ -36,7 +36,8 @@ class Chunk:
             included, from 0.
         attention: checkpoint numbers of the layers with attention in the chunk.
         mlp: checkpoint numbers of the layers with MLP or experts in the chunk. It differs from
-            `attention` only in a HybridModel, which builds these as separate layers.
+            `attention` only in a HybridModel, which builds these as separate layers, for a
+            checkpoint that does not.
         has_embedding: True for the first chunk of the model.
         has_head: True for the last chunk of the model.
         has_mtp: True if it has the MTP (multi-token prediction) layers, with an embedding for them.
@@ -95,11 +96,11 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
     for number, (content, length) in enumerate(zip(contents, lengths, strict=True)):
         positions = range(start, start + length)
         start += length
-        if pattern is None:
+        if pattern is None or num_positions == num_layers:
             attention = _checkpoint_numbers(positions, sizes.noop_layers)
             mlp = attention
         else:
-            # A HybridModel alternates attention and MLP, which share a checkpoint layer.
+            # Attention and MLP in turn share a checkpoint layer.
             attention = tuple(position // 2 for position in positions if position % 2 == 0)
             mlp = tuple(position // 2 for position in positions if position % 2 == 1)
         is_last = number == len(contents) - 1
@@ -364,12 +365,19 @@ _REFUSED = {
 _PATTERN = "hybrid_layer_pattern"
 
 
-def checkpoint_layers(pattern: str) -> list[int]:
+def checkpoint_layers(pattern: str, num_layers: int) -> list[int]:
     """Return the checkpoint's number of the layer at every position.
+
+    Args:
+        pattern: layers of a HybridModel.
+        num_layers: number of layers of the checkpoint. If it has one for every position, they may
+            be of any kind.
 
     Raises:
         ValueError: the pattern has other kinds of layers.
     """
+    if len(_symbols(pattern)) == num_layers:
+        return list(range(num_layers))
     problem = _pattern_problem(pattern)
     if problem:
         raise ValueError(problem)
@@ -451,6 +459,12 @@ def pattern_violations(
             f"Write {shortened(expected)}, with | at the ends of stages",
             code="different-layers",
         )
+    yield from stage_violations(pattern, pipeline, virtual)
+
+
+def stage_violations(pattern: str, pipeline: int, virtual: int | None) -> Iterator[Violation]:
+    """Yield the violations of a pattern that does not fit the stages."""
+    symbols = _symbols(pattern)
     num_segments = pattern.count(_PIPE) + 1
     if num_segments == 1:
         if len(symbols) % pipeline:

@@ -11,6 +11,7 @@
     gpt2.py            GPT-2
     moe.py             Mixtral, Qwen2-MoE, Qwen3-MoE, and parts shared by families with experts
     deepseek.py        DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction
+    recurrent.py       rules of layers with a recurrent state: gated delta nets, Mamba
     lora_tensors.py    tensors of LoRA adapters, by PEFT's names
     block_quantization.py    formats of weights in blocks and their scales, by names of checkpoints
     quantization_configs.py  the quantization_config of such checkpoints

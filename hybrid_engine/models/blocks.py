@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hybrid_engine.models.packing import (
     GateUp,
+    HeadRows,
     InterleavedQKV,
     Over,
+    PackedHeads,
     Packing,
     Replicated,
     Shape,
@@ -23,6 +25,7 @@ from hybrid_engine.models.packing import (
 from hybrid_engine.models.table import ModelDims, Rule, in_layer
 
 LAYER = "model.layers.{layer}."
+ATTENTION = LAYER + "self_attn."
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
@@ -31,13 +34,15 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Shapes = dict[str, Shape]
 
 
-def outer_rules(dims: ModelDims) -> tuple[Rule, ...]:
+def outer_rules(
+    dims: ModelDims, embedding: str = EMBEDDING, final_norm: str = FINAL_NORM
+) -> tuple[Rule, ...]:
     """Return the rules of embedding, final norm and output head."""
-    head = EMBEDDING if dims.tied_embeddings else HEAD
+    head = embedding if dims.tied_embeddings else HEAD
     final_norm_names = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
     return (
-        Rule(("embedding.word_embeddings.weight",), Vocabulary(EMBEDDING, dims.vocab_size)),
-        Rule(final_norm_names, Replicated(FINAL_NORM)),
+        Rule(("embedding.word_embeddings.weight",), Vocabulary(embedding, dims.vocab_size)),
+        Rule(final_norm_names, Replicated(final_norm)),
         Rule(("output_layer.weight",), Vocabulary(head, dims.vocab_size)),
     )
 
@@ -70,7 +75,11 @@ def norm_rules(
     """
     return (
         Rule(
-            in_layer("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            in_layer(
+                "input_layernorm.weight",
+                "self_attention.linear_qkv.layer_norm_weight",
+                "self_attention.in_proj.layer_norm_weight",
+            ),
             Replicated(LAYER + "input_layernorm.weight"),
         ),
         Rule(
@@ -84,30 +93,41 @@ def norm_rules(
     )
 
 
-def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """Return the rules of grouped-query attention, with all optional biases and norms."""
-    attention = LAYER + "self_attn."
+def attention_rules(
+    dims: ModelDims, attention: str = ATTENTION, *, gated: bool = False, whole_norms: bool = False
+) -> tuple[Rule, ...]:
+    """Return the rules of grouped-query attention, with all optional biases and norms.
+
+    Args:
+        dims: sizes of the model.
+        attention: prefix of the canonical tensors.
+        gated: the query projection has a gate after each head.
+        whole_norms: queries and keys are normalized over all heads. Megatron-core has no such
+            norms; Megatron-Bridge's have the elements of a rank's heads.
+    """
     projections = [Span(f"{attention}{part}_proj") for part in "qkv"]
+
+    def norm(part: str) -> Rule:
+        tensor = f"{attention}{part}_norm.weight"
+        packing = Split(tensor, dim=0) if whole_norms else Replicated(tensor)
+        return Rule(in_layer(f"self_attention.{part}_layernorm.weight"), packing)
+
     return (
-        *_qkv_rules(dims, projections),
-        Rule(
-            in_layer("self_attention.q_layernorm.weight"), Replicated(attention + "q_norm.weight")
-        ),
-        Rule(
-            in_layer("self_attention.k_layernorm.weight"), Replicated(attention + "k_norm.weight")
-        ),
+        *(_gated_qkv_rules(dims, attention) if gated else _qkv_rules(dims, projections)),
+        norm("q"),
+        norm("k"),
         # An attention sink for each query head.
         Rule(
             in_layer("self_attention.core_attention.softmax_offset"),
             Split(attention + "sinks", dim=0),
         ),
-        *output_rules(),
+        *output_rules(attention),
     )
 
 
 def fused_attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
     """Return the rules of attention whose query, key and value are one tensor on disk, in order."""
-    projection = LAYER + "self_attn.qkv_proj"
+    projection = ATTENTION + "qkv_proj"
     query_rows = dims.num_heads * dims.head_dim
     kv_rows = dims.num_kv_heads * dims.head_dim
     starts = (0, query_rows, query_rows + kv_rows)
@@ -137,9 +157,31 @@ def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> tuple[Rule, ...]
     )
 
 
-def output_rules() -> tuple[Rule, ...]:
+def _gated_qkv_rules(dims: ModelDims, attention: str) -> tuple[Rule, ...]:
+    """Return the rules of Megatron's projection with gates: query heads, gates, key, value."""
+    size = dims.head_dim
+
+    def qkv(kind: str) -> PackedHeads:
+        query, key, value = (f"{attention}{part}_proj.{kind}" for part in "qkv")
+        return PackedHeads(
+            (
+                HeadRows(query, dims.num_heads, size, 0, 2 * size),
+                HeadRows(query, dims.num_heads, size, size, 2 * size),
+                HeadRows(key, dims.num_kv_heads, size),
+                HeadRows(value, dims.num_kv_heads, size),
+            ),
+            num_shares=dims.num_kv_heads,
+        )
+
+    return tuple(
+        Rule(in_layer(f"self_attention.linear_qkv.{kind}"), qkv(kind))
+        for kind in ("weight", "bias")
+    )
+
+
+def output_rules(attention: str = ATTENTION) -> tuple[Rule, ...]:
     """Return the rules of the output projection of any attention."""
-    projection = LAYER + "self_attn.o_proj."
+    projection = attention + "o_proj."
     return (
         Rule(in_layer("self_attention.linear_proj.weight"), Split(projection + "weight", dim=1)),
         Rule(in_layer("self_attention.linear_proj.bias"), Replicated(projection + "bias")),

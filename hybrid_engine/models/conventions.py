@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hybrid_engine.models.blocks import (
     LAYER,
@@ -24,15 +25,17 @@ from hybrid_engine.models.blocks import (
     outer_rules,
 )
 from hybrid_engine.models.deepseek import latent_attention_rules
-from hybrid_engine.models.moe import Experts, expert_rules, packed_expert_rules
+from hybrid_engine.models.moe import MIXTRAL, Experts, expert_rules, packed_expert_rules
 from hybrid_engine.models.packing import Shape
+from hybrid_engine.models.recurrent import BACKBONE_LAYER, backbone_rules, delta_net_rules
 from hybrid_engine.models.table import ModelDims, Rule
 
 _POST_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 """Names of the norms after attention and after the MLP that cannot be taken for others."""
 _LATENT = LAYER + "self_attn.kv_a_proj_with_mqa.weight"
-_BIAS = "gate.e_score_correction_bias"
-_ROUTED = "experts.{expert}."
+_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
+_QUERIES = LAYER + "self_attn.q_proj.weight"
+_QUERY_NORM = LAYER + "self_attn.q_norm.weight"
 _SHARED = ("shared_experts.", "shared_expert.")
 _PACKED_EXPERTS = LAYER + "mlp.experts.gate_up_proj_bias"
 """Tensor of all experts of a layer in gpt-oss's order, which no other family's experts have."""
@@ -47,7 +50,16 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
         dims: sizes of the model.
     """
     patterns = {_pattern_of(name): shape for name, shape in shapes.items()}
-    attention = (*attention_rules(dims), *fused_attention_rules(dims))
+    query_rows = dims.num_heads * dims.head_dim
+    attention = (
+        *attention_rules(
+            dims,
+            gated=patterns.get(_QUERIES, (0,))[0] == 2 * query_rows,
+            whole_norms=patterns.get(_QUERY_NORM) == (query_rows,) != (dims.head_dim,),
+        ),
+        *fused_attention_rules(dims),
+        *delta_net_rules(patterns, dims.num_linear_key_heads),
+    )
     if _LATENT in patterns:
         attention = latent_attention_rules()
     rules = [
@@ -56,6 +68,7 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
         *attention,
         *mlp_rules(),
         *fused_mlp_rules(dims),
+        *backbone_rules(patterns, dims),
     ]
     if _PACKED_EXPERTS in patterns:
         rules += packed_expert_rules()
@@ -70,22 +83,22 @@ def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Ru
 def _pattern_of(name: str) -> str:
     """Return a canonical name with `{layer}` and `{expert}` in place of its numbers."""
     name = re.sub(r"^model\.layers\.\d+\.", LAYER, name)
+    name = re.sub(r"^backbone\.layers\.\d+\.", BACKBONE_LAYER, name)
     return re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name)
 
 
 def _experts(patterns: Mapping[str, Shape], dims: ModelDims) -> Experts:
     """Return the experts of a layer as the names of its tensors describe them."""
-    block = LAYER + "mlp."
-    rows = {
-        name: patterns.get(f"{block}{name}gate_proj.weight", (0,))[0]
-        for name in (_ROUTED, *_SHARED)
-    }
+    usual = Experts(dims.num_experts, width=0, top_k=1)  # top_k is in no rule
+    # Mixtral's names, also of MiniMax-M2, or the usual ones.
+    is_mixtral = any(name.startswith(LAYER + MIXTRAL["block"]) for name in patterns)
+    experts = replace(usual, **MIXTRAL) if is_mixtral else usual
+    block = LAYER + experts.block
+    rows = {name: patterns.get(f"{block}{name}gate_proj.weight", (0,))[0] for name in _SHARED}
     shared = max(_SHARED, key=rows.__getitem__)
-    return Experts(
-        num=dims.num_experts,
-        width=rows[_ROUTED],
-        top_k=1,  # in no rule
-        bias=_BIAS if block + _BIAS in patterns else None,
+    return replace(
+        experts,
+        bias=next((name for name in _BIASES if block + name in patterns), None),
         shared=shared,
         shared_width=rows[shared],
         shared_gate=_SHARED_GATE if block + _SHARED_GATE in patterns else None,

@@ -16,6 +16,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,8 +154,11 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
         saved = revert_weight_conversion(model, dict(once))
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
     text_config = config.get_text_config()
-    dims = _dims(text_config, tied_embeddings=_is_tied(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    dims = _dims(text_config, tied_embeddings=_is_tied(model))
+    if not any(map(_OF_EXPERTS.search, shapes)):
+        # Some configs have a default number in models without experts.
+        dims = replace(dims, num_experts=0)
     return ModelTable(
         dims,
         rules=conventional_rules(shapes, dims),
@@ -219,4 +223,5 @@ def _dims(config: Any, *, tied_embeddings: bool) -> ModelDims:
         tied_embeddings=tied_embeddings,
         num_experts=num_experts,
         latent_kv_size=values.get("kv_lora_rank") or 0,
+        num_linear_key_heads=values.get("linear_num_key_heads") or 0,
     )

@@ -59,6 +59,13 @@ class Experts:
     shared_gate: str | None = None
 
 
+MIXTRAL: dict[str, Any] = {
+    "block": "block_sparse_moe.",
+    "projections": ("w1", "w3", "w2"),
+}
+"""Names of Mixtral's experts."""
+
+
 def qwen3_moe(config: Qwen3Moe) -> ModelTable:
     """Return the table of Qwen3 with experts, which has the attention of the dense model."""
     experts = Experts(config.expert_count, config.moe_intermediate_size, config.num_experts_per_tok)
@@ -95,8 +102,7 @@ def mixtral(config: Mixtral) -> ModelTable:
         config.num_local_experts,
         config.intermediate_size,
         config.num_experts_per_tok,
-        block="block_sparse_moe.",
-        projections=("w1", "w3", "w2"),
+        **MIXTRAL,
     )
     num_layers = config.num_hidden_layers
     window = config.sliding_window

@@ -2,8 +2,8 @@
 
 Every rule has the same form: along one dim the whole parameter is a list of segments of canonical
 tensors, and rank r of n holds the r-th of n equal parts of that list. Interleaved QKV, gate/up,
-padded vocabulary, projections that are fused on disk and fewer KV heads than ranks differ only in
-that list.
+several projections in one, padded vocabulary, projections that are fused on disk and fewer KV heads
+than ranks differ only in that list.
 
 A canonical tensor is a name, or a part of a tensor in numpy's notation: `w[3, :, 1::2]` is every
 second column of one expert. See `PartOfTensor`.
@@ -11,15 +11,17 @@ second column of one expert. See `PartOfTensor`.
 Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads,
 key, value), `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per
 rank), `megatron/core/transformer/moe/experts.py` (`_remove_glu_interleaving`: the same in blocks of
-rows), `megatron/core/tensor_parallel/layers.py` (even split along the partition dim).
+rows), `megatron/core/ssm/gated_delta_net.py` (each rank's part of each
+projection), `megatron/core/tensor_parallel/layers.py` (even split along the partition dim).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -175,6 +177,10 @@ class Packing(ABC):
         """Return the distinct names of the canonical tensors."""
         return list(dict.fromkeys(map(tensor_name, self.parts())))
 
+    def num_units(self, packed_size: int) -> int:
+        """Return the number of which the number of ranks that shard the parameter is a divisor."""
+        return packed_size
+
 
 @dataclass(frozen=True, slots=True)
 class _OneTensor(Packing):
@@ -271,6 +277,76 @@ class GateUp(Packing):
 
     def parts(self) -> Sequence[str]:
         return list(dict.fromkeys((self.gate.tensor, self.up.tensor)))
+
+    def num_units(self, packed_size: int) -> int:
+        return packed_size // 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of heads in a canonical tensor, along the packed dim: the queries, say.
+
+    Attributes:
+        tensor: name of the tensor.
+        num_heads: number of heads, or of groups of heads.
+        length: rows of each.
+        start: first row of the first.
+        step: rows from one to the next; None: `length`.
+    """
+
+    tensor: str
+    num_heads: int
+    length: int
+    start: int = 0
+    step: int | None = None
+
+    def share(self, part: int, num_parts: int) -> Iterator[Segment]:
+        """Yield the rows of the part-th of `num_parts` equal shares of the heads.
+
+        Raises ValueError if the shares have no equal numbers of heads.
+        """
+        num_heads, rest = divmod(self.num_heads, num_parts)
+        if rest:
+            raise ValueError(
+                f"{num_parts} does not divide the {self.num_heads} heads of {self.tensor}"
+            )
+        step = self.length if self.step is None else self.step
+        first = self.start + part * num_heads * step
+        if step == self.length:
+            yield Segment(self.tensor, first, num_heads * step)
+        else:
+            for head in range(num_heads):
+                yield Segment(self.tensor, first + head * step, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeads(Packing):
+    """Several projections in one parameter: a share of each in turn, then the next share.
+
+    Attributes:
+        sections: the projections.
+        num_shares: number of shares of the whole parameter; None: a share for each rank.
+    """
+
+    sections: tuple[HeadRows, ...]
+    num_shares: int | None = None
+
+    def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
+        num_shares = self.num_shares or num_parts
+        return [
+            segment
+            for share in range(num_shares)
+            for section in self.sections
+            for segment in section.share(share, num_shares)
+        ]
+
+    def parts(self) -> Sequence[str]:
+        return list(dict.fromkeys(section.tensor for section in self.sections))
+
+    def num_units(self, packed_size: int) -> int:
+        if self.num_shares is not None:
+            return packed_size
+        return math.gcd(*(section.num_heads for section in self.sections))
 
 
 @dataclass(frozen=True, slots=True)

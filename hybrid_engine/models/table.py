@@ -37,6 +37,7 @@ class ModelDims:
             decoder's.
         latent_kv_size: elements per token that multi-head latent attention caches instead of keys
             and values; 0 for other attention.
+        num_linear_key_heads: key heads of gated delta nets; 0: no layer is one.
     """
 
     num_layers: int
@@ -50,6 +51,7 @@ class ModelDims:
     num_experts: int = 0
     num_mtp_layers: int = 0
     latent_kv_size: int = 0
+    num_linear_key_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +61,29 @@ class Rule:
     Names are Megatron's, below the DDP and precision wrappers, with `{layer}` and `{expert}` for
     global numbers. Several names are the same parameter in several layer specs (local, Transformer
     Engine with fused norms and grouped experts).
+
+    Attributes:
+        names: see above.
+        packing: where the canonical tensors are in the parameter.
+        around_one: the tensor is the factor of a norm, also in a model whose other norms multiply
+            by 1 + weight. Megatron then stores the factor - 1 (`layernorm_zero_centered_gamma`).
     """
 
     names: tuple[str, ...]
     packing: Packing
+    around_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Packing of a parameter, with the numbers `layer` and `expert` of its name."""
+    """Rule of a parameter, with the numbers `layer` and `expert` of its name."""
 
-    packing: Packing
+    rule: Rule
     indices: Mapping[str, int]
+
+    @property
+    def packing(self) -> Packing:
+        return self.rule.packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +239,7 @@ class ModelTable:
         pattern, indices = _pattern_of(name)
         for rule in self.rules:
             if pattern in rule.names:
-                return Match(rule.packing, indices)
+                return Match(rule, indices)
         return None
 
     def is_ignored(self, tensor: str) -> bool:

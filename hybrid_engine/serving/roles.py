@@ -54,11 +54,8 @@ class NoTraining:
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Do nothing: there are no values."""
 
-    def zero_padding(self) -> None:
-        """Do nothing: there is no padding."""
-
-    def zero_adapters(self) -> None:
-        """Do nothing: there are no adapters."""
+    def finish_loading(self) -> None:
+        """Do nothing: there are no weights."""
 
     def offload_items(self) -> Iterable[OffloadItem]:
         return ()

@@ -361,11 +361,8 @@ class FsdpAdaptor(AdaptorWithSources):
             return self.without_view()
         return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
 
-    def zero_padding(self) -> None:
-        """Do nothing: FSDP pads in memory outside of parameters."""
-
-    def zero_adapters(self) -> None:
-        """Do nothing: `base` has no adapters."""
+    def finish_loading(self) -> None:
+        """Do nothing: `base` has no adapters, and FSDP pads in memory outside of parameters."""
 
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.tensors.items():

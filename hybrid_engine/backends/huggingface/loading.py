@@ -178,9 +178,8 @@ def load_hf_checkpoint(
             steps = _read(transfers, buffers, known, reader, advance)
             job.agreement.rounds("reading the checkpoint", steps)
         # No stored tensor has values for these.
-        with job.agreement.phase("zeroing padding and adapters"), torch.no_grad():
-            weights.zero_padding()
-            weights.zero_adapters()
+        with job.agreement.phase("zeroing padding and adapters"):
+            weights.finish_loading()
     if new and job.rank == 0:
         names = ", ".join(sorted(new))
         logger.warning("%s has no %s: new in this model, to be trained", directory, names)

@@ -52,17 +52,19 @@ class MegatronAdaptor(AdaptorWithSources):
         self.lora = lora
         self.rank = model.rank
         layers = list(wrapped_layers(model.chunks))
-        # By weight: its sum, the place of that, and the matrices that are added.
-        self._sums: Mapping[torch.Tensor, torch.Tensor] = {}
-        self._sum_homes: Mapping[torch.Tensor, Home] = {}
         self._lora_of: dict[torch.Tensor, list[torch.Tensor]] = {}
+        if model.norm_factors is not None:
+            self.computed.append(model.norm_factors)
         if layers and lora == "merged":
-            sums = lora_sums(layers)
-            self.computed.append(sums)
-            self._sums = sums.tensors
-            self._sum_homes = sums.homes
+            self.computed.append(lora_sums(layers))
             for layer in layers:
                 self._lora_of[layer.to_wrap.weight] = list(layer.adapter.parameters())
+        # By weight: the tensor that is shown in its place, and where each weight is shown.
+        self._shown: dict[torch.Tensor, torch.Tensor] = {}
+        self._homes = dict(model.homes)
+        for sources in self.computed:
+            self._shown |= sources.tensors
+            self._homes |= sources.homes
 
     @property
     def base(self) -> MegatronAdaptor:
@@ -77,7 +79,7 @@ class MegatronAdaptor(AdaptorWithSources):
         return MegatronAdaptor(self.model, "merged")
 
     def own_layout(self) -> Layout:
-        shards = self._weight_shards()
+        shards = self._weight_shards(self._homes)
         held = {shard.region.tensor for shard in shards}
         refined = self.model.table.refined_shapes
         shapes = {name: shape for name, shape in refined.items() if name in held}
@@ -93,9 +95,9 @@ class MegatronAdaptor(AdaptorWithSources):
         return self.model.flat_buffers
 
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Megatron name, tensor in `layout`); sums are those of the last `prepare`."""
+        """Yield (Megatron name, tensor in `layout`), computed ones as of the last `prepare`."""
         for name, tensor in self.model.named_weights():
-            yield name, self._sums.get(tensor, tensor)
+            yield name, self._shown.get(tensor, tensor)
 
     def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins: dict[str, list[torch.Tensor]] = {}
@@ -110,18 +112,21 @@ class MegatronAdaptor(AdaptorWithSources):
         return origins
 
     @torch.no_grad()
-    def zero_adapters(self) -> None:
-        """Make LoRA add nothing, after merged weights were read into the base weights."""
-        # B A is zero if B is; A keeps its random values, without which no gradient reaches B.
+    def finish_loading(self) -> None:
+        if self.model.norm_factors is not None:
+            for weight, factor in self.model.norm_factors.tensors.items():
+                weight.copy_(factor.float() - 1)
+        # LoRA adds nothing if B is zero; A keeps its random values, without which no gradient
+        # reaches B.
         for name, parameter in self.model.named_lora():
             if name.endswith(f"{LORA}linear_out.weight"):
                 parameter.zero_()
+        self._zero_padding()
 
-    @torch.no_grad()
-    def zero_padding(self) -> None:
+    def _zero_padding(self) -> None:
         """Zero the padding of the vocabulary and of buckets, outside weights and LoRA matrices."""
-        # Of the base, because sums are in another buffer than the weights.
-        runs = runs_by_buffer(self.base._weight_shards())
+        # Of the stored weights, because computed ones are in other buffers.
+        runs = runs_by_buffer(self._weight_shards(self.model.homes))
         for _, parameter in self.model.named_lora():
             home = self.model.homes[parameter]
             extent = Extent(home.offset, home.offset + parameter.numel())
@@ -159,26 +164,25 @@ class MegatronAdaptor(AdaptorWithSources):
             canonical = ", ".join(self._tensors_of(name, tensor)) or "LoRA"
             yield f"{name} on rank {self.rank} (canonical {canonical})", tensor
 
-    def _weight_shards(self) -> list[Shard]:
+    def _weight_shards(self, homes: Mapping[torch.Tensor, Home]) -> list[Shard]:
         shards: list[Shard] = []
         findings: list[str] = []
         for name, tensor in self.model.named_weights():
             try:
-                shards += self._shards_of(name, tensor)
+                shards += self._shards_of(name, tensor, homes[tensor])
             except ValueError as error:
                 findings.append(f"{name}: {error}")
         if findings:
             raise ParameterMismatchError(findings)
         return shards
 
-    def _shards_of(self, name: str, tensor: torch.Tensor) -> list[Shard]:
-        """Return the shards in a tensor of the model.
+    def _shards_of(self, name: str, tensor: torch.Tensor, home: Home) -> list[Shard]:
+        """Return the shards in a tensor of the model that is shown at `home`.
 
         Raises:
             ValueError: the name has no rule in the name table, or the shape does not fit the rule.
         """
-        # A weight with LoRA is shown as its sum, contiguous and of the same shape.
-        home = self._sum_homes.get(tensor) or self.model.homes[tensor]
+        # A computed tensor is contiguous and of the same shape as the weight.
         shards = []
         for member in self.model.members(name, tensor):
             match = self.model.table.match(member.name)

@@ -8,7 +8,7 @@ as views.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.computed_sources import Home
+from hybrid_engine.backends.computed_sources import ComputedSources, Home
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
@@ -81,6 +81,8 @@ class ModelTensors:
         flat_buffers: live 1-D storage by name: DDP's flat buffers, and a separate one for every
             other tensor.
         homes: location of each tensor in `flat_buffers`.
+        norm_factors: by weight, the factors of norms that Megatron stores minus 1; None: there are
+            none.
 
     Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so
     uneven and virtual pipeline stages and expert parallelism need no arithmetic here.
@@ -88,7 +90,8 @@ class ModelTensors:
     Raises:
         UnsupportedVersionError: this megatron-core was not tested, and `megatron_patches.apply` has
             not accepted it.
-        ModelError: a HybridModel has other layers than alternating attention and MLP.
+        ModelError: a HybridModel has neither the checkpoint's layers nor attention and MLP in
+            turn.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class ModelTensors:
                 if _GROUPED.search(name) and (experts := names.experts_of(name)):
                     self._grouped[names.of(name)] = experts
         self._locate_storage()
+        self.norm_factors = self._norm_factors()
 
     @property
     def ddp_chunks(self) -> list[DistributedDataParallel]:
@@ -206,6 +210,23 @@ class ModelTensors:
                 self.flat_buffers[name] = _flat(data_of(tensor).data)
                 self.homes[tensor] = Home(name, 0)
 
+    def _norm_factors(self) -> ComputedSources[torch.Tensor] | None:
+        weights: dict[torch.Tensor, torch.Tensor] = {}
+        if unwrap_model(self.chunks[0]).config.layernorm_zero_centered_gamma:
+            for name, weight in self.named_parameters():
+                match = self.table.match(name)
+                if match is not None and match.rule.around_one:
+                    weights[weight] = weight.data
+        if not weights:
+            return None
+
+        def compute(factors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+            for weight, factor in factors.items():
+                factor.copy_(weight.float() + 1)
+
+        device = next(iter(weights)).device
+        return ComputedSources("factors of norms", weights, device, compute)
+
     def _is_home(self, tensor: torch.Tensor) -> bool:
         home = self.homes.get(tensor)
         if home is None:
@@ -222,7 +243,8 @@ class GlobalNames:
         layers: numbers in the checkpoint of the chunk's decoder layers.
 
     Raises:
-        ModelError: a HybridModel has other layers than alternating attention and MLP.
+        ModelError: a HybridModel has neither the checkpoint's layers nor attention and MLP in
+            turn.
     """
 
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
@@ -234,7 +256,7 @@ class GlobalNames:
                 position - sum(noop < position for noop in noop_layers) for position in positions
             ]
         else:
-            numbers = _checkpoint_numbers(pattern)
+            numbers = _checkpoint_numbers(pattern, num_layers)
             self.layers = [numbers[position] for position in positions]
         self._layers = {
             f"decoder.layers.{index}.": f"decoder.layers.{number}."
@@ -279,10 +301,10 @@ def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelT
     return interleave_experts(table, block) if block else table
 
 
-def _checkpoint_numbers(pattern: str) -> list[int]:
+def _checkpoint_numbers(pattern: str, num_layers: int) -> list[int]:
     """Return the layer number in the checkpoint of each position of a HybridModel."""
     try:
-        return checkpoint_layers(pattern)
+        return checkpoint_layers(pattern, num_layers)
     except ValueError as error:
         message = f"unsupported HybridModel with {error}"
         raise ModelError(message, code="unsupported-layers") from error

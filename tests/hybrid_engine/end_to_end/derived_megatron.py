@@ -4,33 +4,47 @@ by computing."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.activations import quick_gelu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import hybrid_engine
+from hybrid_engine.backends.huggingface.saving import save_hf_checkpoint
+from hybrid_engine.backends.megatron.live_model import live_model
 from hybrid_engine.config import load_config
 from hybrid_engine.errors import ComputationError, ConfigError
+from hybrid_engine.models.families import read_model
 from hybrid_engine.planning.plan import ReshardPlan
-from hybrid_engine.ranks.job import join_process_group
+from hybrid_engine.ranks.job import Job, join_process_group
 from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProductAttention
 from tests.harness.errors import violations_of
+from tests.hybrid_engine.end_to_end.own_layers import (
+    let_vllm_route_by_sigmoids,
+    one_block_per_layer,
+    with_gated_delta_nets,
+    with_norms_over_heads,
+)
 from tests.hybrid_engine.models.small_configs import small_config
 
 PROMPTS = [[3, 5, 7, 9], [11, 13]]
@@ -66,7 +80,34 @@ MINISTRAL_YARN = {
     "yarn_mscale_all_dim": 1.0,
     "yarn_correction_range_round_to_int": True,
 }
+DELTA_NETS = {
+    "layernorm_zero_centered_gamma": True,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Without the kernels of flash-linear-attention.
+    "deterministic_mode": True,
+}
+SHARED_GATE = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_shared_expert_gate": True,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+}
 TIED = {"share_embeddings_and_output_weights": True}
+TENSOR_AND_EXPERT = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +120,9 @@ class Model:
         outside: settings of GPTModel.
         parallel: parallel sizes of Megatron.
         infer: parallel sizes of vLLM.
+        spec: returns the layers, given the config; None: megatron-core's layers.
+        kind: class of the model.
+        dtype: of the weights, on both sides.
     """
 
     architecture: str
@@ -86,6 +130,9 @@ class Model:
     outside: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=lambda: {"tensor_model_parallel_size": 2})
     infer: dict[str, int] = field(default_factory=lambda: {"infer_tensor_parallel_size": 2})
+    spec: Callable[[TransformerConfig], TransformerBlockSubmodules | ModuleSpec] | None = None
+    kind: type[GPTModel | MambaModel] = GPTModel
+    dtype: torch.dtype = torch.float32
 
 
 GLM = Model(
@@ -139,14 +186,76 @@ MODELS = [
         outside={"position_embedding_type": "yarn"},
         parallel={"expert_model_parallel_size": 2},
     ),
+    Model(
+        "Qwen3NextForCausalLM",
+        layers={**DELTA_NETS, **SHARED_GATE},
+        outside={"rotary_percent": 0.25},
+        parallel=TENSOR_AND_EXPERT,
+        spec=with_gated_delta_nets,
+        dtype=torch.bfloat16,
+    ),
+    Model(
+        "MiniMaxM2ForCausalLM",
+        layers={
+            "num_moe_experts": 8,
+            "moe_ffn_hidden_size": 96,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "qk_layernorm": True,
+        },
+        outside={"rotary_base": 5_000_000, "rotary_percent": 0.5},
+        parallel=TENSOR_AND_EXPERT,
+        spec=with_norms_over_heads,
+    ),
+    Model(
+        "NemotronHForCausalLM",
+        layers={
+            "layernorm_epsilon": 1e-5,
+            "gated_linear_unit": False,
+            "activation_func": squared_relu,
+            "bias_activation_fusion": False,
+            "is_hybrid_model": True,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "mamba_state_dim": 32,
+            "mamba_num_groups": 2,
+            "use_mamba_mem_eff_path": False,
+        },
+        outside={"position_embedding_type": "none", "hybrid_override_pattern": "M-*-"},
+        spec=one_block_per_layer,
+        kind=MambaModel,
+    ),
 ]
 
+WITH_TORCHVISION = [
+    Model(
+        "Qwen3_5ForCausalLM",
+        layers=DELTA_NETS,
+        outside={"rotary_percent": 0.25},
+        spec=with_gated_delta_nets,
+        dtype=torch.bfloat16,
+    ),
+    Model(
+        "Qwen3_5MoeForCausalLM",
+        layers={**DELTA_NETS, **SHARED_GATE},
+        outside={"rotary_percent": 0.25},
+        parallel=TENSOR_AND_EXPERT,
+        spec=with_gated_delta_nets,
+        dtype=torch.bfloat16,
+    ),
+]
+"""Models of text for which vLLM imports torchvision (see `tests/vision_path`)."""
 
-def switched() -> list[dict[str, Any]]:
-    """Return the tokens that each model's engine and transformers generate with equal weights."""
+
+def switched(models: Sequence[Model] = MODELS) -> list[dict[str, Any]]:
+    """Return the tokens that each model's engine generates, and what transformers computes with equal weights."""
     join_process_group(120)
     hybrid_engine.prepare()
-    return [_switched(model) for model in MODELS]
+    let_vllm_route_by_sigmoids()
+    return [_switched(model) for model in models]
 
 
 def planned() -> list[list[dict[str, Any]]]:
@@ -155,12 +264,43 @@ def planned() -> list[list[dict[str, Any]]]:
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(small_config(model.architecture)))
-            actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
+            actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1}
+            actor["params_dtype"] = str(model.dtype).removeprefix("torch.")
             values = {"model": directory, "actor_config": actor, "generate_config": {**GENERATE, **model.infer}}
             config = load_config(values, 2, weights_only=True, own_weights=True, own_loop=True)
             job = plan_job(config, 2)
             plans.append([_facts(job.plan_of(rank), rank) for rank in range(2)])
     return plans
+
+
+def computed() -> dict[str, float]:
+    """Return by how much log-probabilities of Megatron and transformers differ in float32, where vLLM has no float32.
+
+    By architecture, in nats at most. transformers reads the weights that Megatron saved.
+    """
+    job = Job.join(120)
+    hybrid_engine.prepare()
+    return {
+        model.architecture: _computed(replace(model, dtype=torch.float32), job)
+        for model in (*MODELS, *WITH_TORCHVISION)
+        if model.dtype != torch.float32
+    }
+
+
+def _computed(model: Model, job: Job) -> float:
+    with _live(model) as (chunk, optimizer, directory):
+        table, _ = read_model(directory)
+        live = live_model([chunk], optimizer, table)
+        tokens = torch.randint(3, 500, (2, 80), generator=torch.Generator().manual_seed(0))
+        answer = live.probe(tokens)
+        place = [str(directory)]
+        torch.distributed.broadcast_object_list(place)
+        save_hf_checkpoint(f"{place[0]}/saved", live.weights.merged, table, job, directory)
+        twin = _reader(f"{place[0]}/saved", model.architecture)
+        expected = twin(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        torch.distributed.barrier()
+        live.close()
+    return float((answer.log_probs - expected).abs().max())
 
 
 def _facts(plan: ReshardPlan, rank: int) -> dict[str, Any]:
@@ -202,8 +342,8 @@ def refused() -> dict[str, Any]:
 def _switched(model: Model) -> dict[str, Any]:
     with _attached(model) as engine:
         with engine.rollout_context():
-            sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS)
-            results = engine.generate(PROMPTS, sampling)
+            sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=True)
+            completions = [first for first, *_ in engine.generate(PROMPTS, sampling)]
         report = engine.sharding.last_report
         plan = _facts(engine.sharding.plan, torch.distributed.get_rank())
         with tempfile.TemporaryDirectory() as directory:
@@ -213,12 +353,13 @@ def _switched(model: Model) -> dict[str, Any]:
             with engine.train_context():
                 engine.save_hf_checkpoint(shared[0])
                 is_read = _is_read_again(engine, shared[0])
-            expected = _generated(shared[0], model.architecture)
+            differences = _differences(shared[0], model.architecture, completions)
             torch.distributed.barrier()
     return {
         "model": model.architecture,
-        "vllm": [list(completions[0].token_ids) for completions in results],
-        "transformers": expected,
+        "tokens": [list(completion.token_ids) for completion in completions],
+        "dtype": str(model.dtype),
+        "differences": differences,
         "is read again": is_read,
         "plan": plan,
         "bytes": (report.bytes_received, report.bytes_least),
@@ -235,35 +376,55 @@ def _is_read_again(engine: Any, directory: str) -> bool:
     return all(map(torch.equal, tensors, before))
 
 
-def _generated(directory: str, architecture: str) -> list[list[int]]:
+def _differences(directory: str, architecture: str, completions: list[Any]) -> dict[str, float]:
+    """Return by how much vLLM differs from transformers in float32, in nats.
+
+    `most` and `mean`: log-probabilities of vLLM's tokens. `best`: how much more likely another token is, at most.
+    """
+    model = _reader(directory, architecture)
+    differences, gains = [], []
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        drawn = log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        differences.append((drawn - torch.tensor(completion.logprobs)).abs())
+        gains.append(log_probs.amax(-1) - drawn)
+    every = torch.cat(differences)
+    return {"most": float(every.max()), "mean": float(every.mean()), "best": float(torch.cat(gains).max())}
+
+
+@torch.no_grad()
+def _reader(directory: str, architecture: str) -> Any:
+    """Return transformers' model of a checkpoint, in float32."""
     import transformers
 
-    model = getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32)
-    results = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            logits = model(torch.tensor([tokens])).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        results.append(tokens[len(prompt) :])
-    return results
+    return getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32)
 
 
 @contextmanager
 def _attached(model: Model, **generate: Any) -> Iterator[Any]:
-    parallel_state.initialize_model_parallel(**model.parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
-    torch.manual_seed(0)
-    hf_config = small_config(model.architecture)
-    chunk, optimizer = _built(model, hf_config)
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(hf_config))
-        values = {"model": directory, "generate_config": {**GENERATE, **model.infer, **generate}}
+    with _live(model) as (chunk, optimizer, directory):
+        values = {"model": str(directory), "generate_config": {**GENERATE, **model.infer, **generate}}
         engine = hybrid_engine.attach(chunk, optimizer, values)
         try:
             yield engine
         finally:
             engine.shutdown()
+
+
+@contextmanager
+def _live(model: Model) -> Iterator[tuple[Any, Any, Path]]:
+    """Yield Megatron's model, its optimizer, and a directory with config.json."""
+    parallel_state.initialize_model_parallel(**model.parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(0)
+    hf_config = small_config(model.architecture)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(hf_config))
+        try:
+            yield *_built(model, hf_config), directory
+        finally:
             parallel_state.destroy_model_parallel()
 
 
@@ -285,7 +446,9 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
         "hidden_dropout": 0,
         "attention_dropout": 0,
         "use_cpu_initialization": True,
-        "pipeline_dtype": torch.float32,
+        "pipeline_dtype": model.dtype,
+        "params_dtype": model.dtype,
+        "bf16": model.dtype == torch.bfloat16,
         # Larger values than usual, so that the tokens differ.
         "init_method_std": 0.2,
     }
@@ -296,13 +459,16 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
     config = config_class(**layers)
     for name, value in yarn.items():
         setattr(config, name, value)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if model.spec is not None:
+        spec = model.spec(config)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
             # megatron-core's own attention takes no values of another size than keys.
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
-    chunk = GPTModel(
+    chunk = model.kind(
         config,
         spec,
         vocab_size=hf_config["vocab_size"],
@@ -315,17 +481,29 @@ def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
             **model.outside,
         },
     )
-    _randomise_biases(chunk)
+    _randomise(chunk)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(config, ddp_config, chunk)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [wrapped])
-    return wrapped, optimizer
+    in_precision = Float16Module(config, chunk) if config.bf16 else chunk
+    wrapped = DistributedDataParallel(config, ddp_config, in_precision)
+    settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, bf16=config.bf16, params_dtype=model.dtype)
+    return wrapped, get_megatron_optimizer(settings, [wrapped])
 
 
-def _randomise_biases(chunk: torch.nn.Module) -> None:
-    """Replace Megatron's zeros, alike on ranks that hold one bias, and different on ranks of experts."""
-    for name, parameter in chunk.named_parameters():
-        if name.endswith("bias"):
-            seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (".local_experts." in name)
-            generator = torch.Generator().manual_seed(seed)
-            parameter.data.normal_(std=0.2, generator=generator)
+def _randomise(chunk: torch.nn.Module) -> None:
+    """Change what Megatron initialises alike: norms, biases, and all that each rank draws from the same seed.
+
+    Ranks that hold one tensor get equal values, and ranks of different experts or heads other ones.
+    """
+    for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        if not name.endswith(("bias", "norm.weight", "conv1d.weight", "conv1d_weight")):
+            continue
+        seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (".local_experts." in name)
+        if getattr(tensor, "tensor_model_parallel", False):
+            seed += parallel_state.get_tensor_model_parallel_rank()
+        noise = torch.empty(tensor.shape).normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
+        # In steps that bfloat16 has beside 1, so that a weight in place of 1 + weight keeps its bits in a file.
+        tensor.data += noise.mul(128).round().div(128).to(tensor.dtype)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(switched(WITH_TORCHVISION)))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import Ranks
+from tests.zoo.vision_models import vision_environment
 
 
 def attach_and_switch() -> list[dict[str, Any]]:
@@ -19,6 +23,12 @@ def plan_the_same() -> list[list[dict[str, Any]]]:
     from tests.hybrid_engine.end_to_end.derived_megatron import planned
 
     return planned()
+
+
+def compute_in_float32() -> dict[str, float]:
+    from tests.hybrid_engine.end_to_end.derived_megatron import computed
+
+    return computed()
 
 
 def attach_what_does_not_fit() -> dict[str, Any]:
@@ -40,14 +50,40 @@ def test_a_job_is_planned_as_live_engines_do(switches: list[list[dict[str, Any]]
             assert result["plan"]["pieces"]
 
 
-def test_vllm_generates_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
+def test_vllm_computes_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
     for results in switches:
-        for result in results:
-            assert result["vllm"] == result["transformers"], result
-            received, least = result["bytes"]
-            assert received == least, result
-            assert result["is read again"], result
-            assert len({*result["vllm"][0], *result["vllm"][1]}) > 2, "too uniform to compare"
+        check_switches(results)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+def test_models_for_which_vllm_imports_torchvision(tmp_path: Path) -> None:
+    environment = vision_environment()
+    if environment is None:
+        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+    arguments = ["-m", "tests.hybrid_engine.end_to_end.derived_megatron", str(tmp_path)]
+    ended = run_ranks(arguments, 2, 500, environment=environment)
+    assert ended.status == 0, ended.output
+    for rank in range(2):
+        check_switches(json.loads((tmp_path / f"rank{rank}.json").read_text()))
+
+
+def check_switches(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        if result["dtype"] == "torch.float32":
+            assert max(result["differences"].values()) < 1e-3, result
+        else:
+            # A token may have other experts.
+            assert result["differences"]["mean"] < 0.2, result
+        received, least = result["bytes"]
+        assert received == least, result
+        assert result["is read again"], result
+        assert len({*result["tokens"][0], *result["tokens"][1]}) > 2, "too uniform to compare"
+
+
+def test_megatron_computes_what_transformers_does_in_float32(engines: Ranks) -> None:
+    for differences in engines.launch(compute_in_float32, 2):
+        assert max(differences.values()) < 1e-3, differences
 
 
 def test_other_computations_and_sizes_are_refused(engines: Ranks) -> None:

@@ -43,7 +43,7 @@ def test_every_sublayer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.
     assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
     assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
     assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))
-    assert checkpoint_layers(pattern) == [number for number in range(len(layers)) for _ in "am"]
+    assert checkpoint_layers(pattern, len(layers)) == [number for number in range(len(layers)) for _ in "am"]
     assert has_experts(pattern)[1::2] == [mlp == "E" for _, mlp in layers]
 
 
@@ -70,7 +70,8 @@ def test_invalid_patterns_are_refused(pattern: str, pipeline: int, virtual: int 
 @pytest.mark.parametrize("pattern", ["M*-", "*-x", "**--", "*-*"])
 def test_unsupported_layers_have_no_checkpoint_number(pattern: str) -> None:
     with pytest.raises(ValueError, match=re.escape(pattern)):
-        checkpoint_layers(pattern)
+        checkpoint_layers(pattern, 2)
+    assert checkpoint_layers(pattern, len(pattern)) == list(range(len(pattern)))
 
 
 @pytest.mark.parametrize(

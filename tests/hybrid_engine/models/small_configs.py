@@ -56,6 +56,8 @@ MAMBA = {
     "mamba_n_groups": 2,
     "expand": 2,
     "mamba_hidden_act": "silu",
+    # transformers cuts smaller steps off, and vLLM and Megatron do not.
+    "time_step_min": 1e-6,
 }
 YARN = {
     "rope_type": "yarn",
@@ -139,7 +141,15 @@ SMALL: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN,
     },
     "GraniteForCausalLM": {"model_type": "granite"},
-    "MiniMaxM2ForCausalLM": {"model_type": "minimax_m2", **EXPERTS, "intermediate_size": 96},
+    "MiniMaxM2ForCausalLM": {
+        "model_type": "minimax_m2",
+        **EXPERTS,
+        "intermediate_size": 96,
+        "rotary_dim": 16,
+        # Keys of published files that vLLM reads and transformers ignores.
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "Ministral3ForCausalLM": {"model_type": "ministral3"},
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": None},
     "NemotronHForCausalLM": {"model_type": "nemotron_h", **MAMBA},

@@ -22,7 +22,7 @@ from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import FAMILIES, tiny_config
 
-UNUSUAL = {"gpt2", "gemma2", "gemma3", "mixtral"}  # families with other names in checkpoints
+UNUSUAL = {"gpt2", "gemma2", "gemma3"}  # families with other names in checkpoints
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
 
 
@@ -80,9 +80,14 @@ def test_rules_by_convention_cover_all_tensors_or_none() -> None:
         "Glm4MoeLiteForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
         "MistralForCausalLM",
+        "NemotronHForCausalLM",
         "Phi3ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
     }
@@ -127,11 +132,11 @@ def test_a_model_without_a_class_is_refused(config: dict[str, Any], words: tuple
 def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path) -> None:
     actor = {"seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
     values = {"model": str(tmp_path), "random_weights": True, "generate_config": {"max_model_len": 64}}
-    (tmp_path / "config.json").write_text(json.dumps(small_config("MiniMaxM2ForCausalLM")))
+    (tmp_path / "config.json").write_text(json.dumps(small_config("AfmoeForCausalLM")))
     without_rules = has_violations(("model", "unknown-architecture"))
     with pytest.raises(ConfigError, check=without_rules) as refusal:
         load_config({**values, "actor_config": actor}, 1)
-    assert all(name in str(refusal.value) for name in ("MiniMaxM2ForCausalLM", *TABLES))
+    assert all(name in str(refusal.value) for name in ("AfmoeForCausalLM", *TABLES))
     load_config({**values, "actor_config": {**actor, "fsdp": {}}}, 1)
 
     (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))

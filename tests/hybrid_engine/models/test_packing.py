@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from hybrid_engine.models.packing import (
     GateUp,
+    HeadRows,
     InterleavedQKV,
     Over,
+    PackedHeads,
     Packing,
     Replicated,
     Span,
@@ -92,6 +94,30 @@ def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_r
     assert_packs(GateUp(Span("gate"), Span("up"), block), {"gate": gate, "up": up}, ranks)
 
 
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_each_rank_has_a_share_of_every_section(tp_size: int, heads_per_rank: int, rows_a: int, rows_b: int) -> None:
+    num_heads = tp_size * heads_per_rank
+    # One tensor has the rows of both sections in turn for every head, the other those of a third one.
+    mixed = numbered(num_heads * (rows_a + rows_b), WIDTH, 1)
+    alone = numbered(num_heads, WIDTH, 2)
+    by_head = mixed.reshape(num_heads, rows_a + rows_b, WIDTH)
+    sections = (
+        HeadRows("mixed", num_heads, rows_a, 0, rows_a + rows_b),
+        HeadRows("mixed", num_heads, rows_b, rows_a, rows_a + rows_b),
+        HeadRows("alone", num_heads, 1),
+    )
+    shares = np.split(by_head, tp_size)
+    ranks = [
+        np.concatenate([share[:, :rows_a].reshape(-1, WIDTH), share[:, rows_a:].reshape(-1, WIDTH), rows])
+        for share, rows in zip(shares, np.split(alone, tp_size), strict=True)
+    ]
+    canonical = {"mixed": mixed, "alone": alone}
+    assert_packs(PackedHeads(sections), canonical, ranks)
+    assert PackedHeads(sections).num_units(num_heads * (rows_a + rows_b + 1)) == num_heads
+    # With as many shares on one rank, the rows are the same.
+    assert_packs(PackedHeads(sections, num_shares=tp_size), canonical, [np.concatenate(ranks)])
+
+
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 9))
 def test_the_vocabulary_is_padded_at_the_end(tp_size: int, vocab: int, multiple: int) -> None:
     embedding = numbered(vocab, WIDTH, 1)
@@ -161,6 +187,7 @@ SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), 
         (QKV, (16, 5), r"holds q in shape \(16, 5\), but its shape is \(16, 3\)"),
         (Vocabulary("e", 10), (4, 3), "8 packed in Megatron, 10 by"),
         (GateUp(Span("gate"), Span("up")), (3, 3), "6 packed in Megatron, 4 by"),
+        (PackedHeads((HeadRows("gate", 3, 1), HeadRows("up", 3, 1))), (4, 3), "2 does not divide the 3 heads of gate"),
         (GateUp(Span("gate"), Span("up"), 2), (6, 3), "3 rows of each projection on a rank are not whole blocks of 2"),
         (GateUp(Span("gate"), Span("up")), (4, 3), r"shape \(4, 3\), but its shape is \(6, 3\)"),
         (Replicated("norm"), (3,), "no tensor norm"),

@@ -78,7 +78,7 @@ class Weights:
         buffers = {ids[name]: Buffer(flat.numel(), "float32", group=name) for name, flat in self.tensors.items()}
         return Layout(SHAPES, buffers, tuple(shards))
 
-    zero_padding = zero_adapters = prepare
+    finish_loading = prepare
 
 
 def save(directory: Path, value: float = 1, file_nbytes: int = ONE_FILE, **settings: Any) -> None:
