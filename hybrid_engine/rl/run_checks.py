@@ -28,6 +28,7 @@ from hybrid_engine.rl.packed_calls import packing_violations
 from hybrid_engine.rl.prompt_source import are_listed, is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
 from hybrid_engine.rl.user_callbacks import is_coroutine_function
+from hybrid_engine.serving.clients import silent_servers
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer
@@ -199,6 +200,12 @@ def require_runnable(
                 arguments, limits, _MOST_PROMPTS
             )
             violations += _schedule_violations(engines, arguments.config)
+            generate = engines.generate_config
+            violations += silent_servers(
+                generate.servers,
+                generate.timeout_seconds,
+                allow_public=generate.server_allow_public,
+            )
             if out is not None:
                 violations += _disk_violations(engines, out)
     agreed = job.agreement.gather(violations, list[Violation], "checking the run")[0]

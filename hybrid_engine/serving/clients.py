@@ -17,7 +17,7 @@ import os
 import socket
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -150,6 +150,21 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
         raise ConfigError(
             [Violation("servers", f"{name}: {error}", remedy, code="unknown-actor")]
         ) from None
+
+
+def silent_servers(
+    names: Sequence[str], timeout_seconds: float, *, allow_public: bool = False
+) -> Iterator[Violation]:
+    """Yield a violation for every server that does not respond to a request."""
+    for name in names:
+        try:
+            named_server(name, timeout_seconds, allow_public=allow_public).num_workers()
+        except ServerError as error:
+            problem = clipped(str(error), 500)
+            remedy = "Start it before the trainers"
+            yield Violation("generate_config.servers", problem, remedy, code="silent-server")
+        except ConfigError as error:
+            yield from error.findings
 
 
 class Server(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ from unittest import mock
 import pytest
 
 from hybrid_engine import load_config
-from hybrid_engine.errors import ConfigError, FileError
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Progress, RunFiles
-from tests.harness.errors import has_code, has_violation
+from tests.harness.errors import has_violation
 from tests.harness.launch import REPO_ROOT
 
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
@@ -29,8 +30,9 @@ class UnbuildableWorker:
         raise Exception("engines are built")  # all checks have passed
 
 
-def start(out: Path, model: Path = MODEL, **actor: Any) -> None:
-    engines = load_config({"model": str(model), "random_weights": True, "actor_config": {"seed": 1, **actor}}, 1)
+def start(out: Path, model: Path = MODEL, servers: tuple[str, ...] = (), **actor: Any) -> None:
+    settings = {"actor_config": {"seed": 1, **actor}, "generate_config": {"servers": servers}}
+    engines = load_config({"model": str(model), "random_weights": True, **settings}, 1)
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
         mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
@@ -80,8 +82,16 @@ def test_a_locked_or_foreign_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", "mine.txt", "run.json")):
         start(tmp_path / "notes")
     (tmp_path / "file").touch()
-    with pytest.raises(FileError, check=has_code("file-failed", str(tmp_path / "file"))):
+    with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", str(tmp_path / "file"))):
         start(tmp_path / "file")
+
+
+def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(ConfigError, check=has_violation("generate_config.servers", "silent-server", address)):
+        start(tmp_path / "run", servers=(address,))
 
 
 @pytest.mark.parametrize(
