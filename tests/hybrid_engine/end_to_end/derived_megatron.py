@@ -229,6 +229,7 @@ MODELS = [
         kind=MambaModel,
     ),
 ]
+MODELS.append(replace(MODELS[-1], parallel={"pipeline_model_parallel_size": 2}, infer={}))
 
 WITH_TORCHVISION = [
     Model(
@@ -363,6 +364,7 @@ def _switched(model: Model) -> dict[str, Any]:
         "is read again": is_read,
         "plan": plan,
         "bytes": (report.bytes_received, report.bytes_least),
+        "verified": (report.tensors_verified, len(engine.table.shapes)),
     }
 
 

@@ -77,6 +77,8 @@ def check_switches(results: list[dict[str, Any]]) -> None:
             assert result["differences"]["mean"] < 0.2, result
         received, least = result["bytes"]
         assert received == least, result
+        verified, num_tensors = result["verified"]
+        assert verified == num_tensors > 0, result
         assert result["is read again"], result
         assert len({*result["tokens"][0], *result["tokens"][1]}) > 2, "too uniform to compare"
 
