@@ -21,6 +21,7 @@ from hybrid_engine.config import GenerateConfig, HybridConfig, inference_rules, 
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from tests.harness.errors import has_violations
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config, write_config
@@ -158,8 +159,8 @@ def test_experts_keep_the_layout_of_the_loader_on_cuda_by_default(
 def test_every_online_quantization_is_available_on_cuda() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-    by_arguments = {"online"}  # needs `quantization_config`, which can be passed directly
-    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - by_arguments
+    others = {"online", *BLOCK_METHODS}  # needs `quantization_config`; are quantised before they are sent
+    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - others
 
 
 @pytest.mark.parametrize(
