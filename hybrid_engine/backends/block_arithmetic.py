@@ -68,13 +68,16 @@ def _scales_in_units(
     largest: torch.Tensor, form: BlockFormat, scale: TensorScale, of_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = getattr(torch, form.scale)
-    of_block = largest / form.element.largest
-    units = of_tensor * of_block if scale.divides else of_block / of_tensor
-    stored = units.clamp(max=torch.finfo(dtype).max).to(dtype)
-    is_zero = stored.float() == 0 if scale.divides else of_block == 0
-    stored = torch.where(is_zero, torch.full_like(units, scale.of_zeros), stored.float()).to(dtype)
-    divisors = stored.float() / of_tensor if scale.divides else stored.float() * of_tensor
-    return stored, divisors
+    if scale.divides:
+        units = of_tensor * (largest / form.element.largest)
+    else:
+        units = largest / (form.element.largest * of_tensor)
+    of_zeros = torch.full_like(units, scale.of_zeros)
+    units = torch.where(units > 0, units, of_zeros)  # NaN if all of the tensor is zero
+    rounded = units.clamp(scale.smallest, torch.finfo(dtype).max).to(dtype).float()
+    rounded = torch.where(rounded == 0, of_zeros, rounded)
+    divisors = rounded / of_tensor if scale.divides else rounded * of_tensor
+    return rounded.to(dtype), divisors
 
 
 def elements(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:

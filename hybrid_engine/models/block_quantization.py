@@ -88,11 +88,13 @@ class TensorScale:
         suffix: its name, after the weight's.
         divides: it is stored as 448 * 6 / largest |w|, by which vLLM divides; else as the inverse.
         of_zeros: scale of a block of zeros.
+        smallest: smallest scale of another block.
     """
 
     suffix: str
     divides: bool
     of_zeros: float
+    smallest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ NVFP4 = BlockFormat(
 """As compressed-tensors writes it."""
 NVFP4_OF_MODELOPT = BlockFormat(
     *("nvfp4", E2M1, Blocks(1, 16), "float8_e4m3fn", "_scale", ""),
-    TensorScale("_scale_2", divides=False, of_zeros=1.0),
+    TensorScale("_scale_2", divides=False, of_zeros=1.0, smallest=2.0**-9),
 )
 
 BLOCK_METHODS = tuple(form.method for form in (fp8(128, 128), MXFP8, MXFP4, NVFP4))

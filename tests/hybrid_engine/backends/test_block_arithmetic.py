@@ -62,6 +62,9 @@ def test_zeros_stay_zeros(method: str) -> None:
     for name, tensor in expected.items():
         assert torch.equal(own[name].float(), tensor.float()), name
     assert not block_formats.dequantised(method, own).any()
+    of_modelopt = quantised(torch.zeros(128, 128), NVFP4_OF_MODELOPT)
+    assert (of_modelopt["weight_scale"].float() == 1).all()
+    assert of_modelopt["weight_scale_2"] == 0
 
 
 @pytest.mark.parametrize(("method", "error"), [("fp8", 2**-4), ("mxfp8", 2**-4), ("mxfp4", 0.3), ("nvfp4", 0.3)])
@@ -79,17 +82,14 @@ def test_largest_magnitudes_need_no_clamp_in_e4m3() -> None:
 
 
 def test_nvfp4_of_modelopt_is_by_its_formulas() -> None:
-    """ModelOpt: scale_2 = amax / 2688; scale = (block / 6) / scale_2 in e4m3, 1 for zeros."""
+    """Those of ModelOpt 0.47, which was run beside this project: see docs/trainers.md."""
     weight = weights(torch.bfloat16)
     own = quantised(weight, NVFP4_OF_MODELOPT)
     of_tensor = weight.abs().max().float() / (6.0 * 448.0)
-    blocks = weight.float().abs().unflatten(1, (-1, 16)).amax(-1) / 6.0
-    scales = blocks / of_tensor
-    scales[blocks == 0] = 1.0
-    scales = scales.to(torch.float8_e4m3fn)
+    scales = weight.float().abs().unflatten(1, (-1, 16)).amax(-1) / (6.0 * of_tensor)
+    scales[scales == 0] = 1.0
+    scales = scales.clamp(2**-9, 448).to(torch.float8_e4m3fn)
     assert torch.equal(own["weight_scale_2"], of_tensor.view(1))
     assert torch.equal(own["weight_scale"].view(torch.uint8), scales.view(torch.uint8))
     quotients = weight.float() / (scales.float() * of_tensor).repeat_interleave(16, 1)
-    near = block_formats._unpacked(own["weight"])
-    finite = quotients.isfinite() & (quotients.abs() <= 6)
-    assert ((near - quotients).abs()[finite] <= 1).all()
+    assert ((block_formats._unpacked(own["weight"]) - quotients).abs() <= 1).all()

@@ -21,7 +21,9 @@ from hybrid_engine.config import GenerateConfig, HybridConfig, inference_rules, 
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from tests.harness.errors import has_violations
+from hybrid_engine.models.block_quantization import BLOCK_METHODS
+from hybrid_engine.models.quantization_configs import block_config
+from tests.harness.errors import has_violation, has_violations
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config, write_config
 
@@ -155,11 +157,20 @@ def test_experts_keep_the_layout_of_the_loader_on_cuda_by_default(
         assert "moe_backend" not in llm_arguments(settings, "cuda")
 
 
+@pytest.mark.parametrize("method", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_refusal_of_quantised_weights_names_the_devices_that_have_kernels(model: str, method: str) -> None:
+    chosen = block_config(support.QWEN3, method)
+    settings = InferenceSettings(model, quantization_config=chosen)
+    refused = has_violation("generate_config.quantization", "no-kernel", method, "on this cpu", "CUDA, ROCM", "none")
+    with pytest.raises(ConfigError, check=refused):
+        check_arguments(settings, 0, "cpu")
+
+
 def test_every_online_quantization_is_available_on_cuda() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-    by_arguments = {"online"}  # needs `quantization_config`, which can be passed directly
-    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - by_arguments
+    others = {"online", *BLOCK_METHODS}  # needs `quantization_config`; are quantised before they are sent
+    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - others
 
 
 @pytest.mark.parametrize(
