@@ -77,7 +77,7 @@ def test_a_frozen_vision_tower_is_sent_once(tmp_path: Path) -> None:
 def test_grpo_learns_what_only_images_show(tmp_path: Path) -> None:
     environment = required_environment()
     out = tmp_path / "rows.json"
-    command = ["-m", "benchmarks.image_grpo", "--steps", "45", "--json", str(out)]
+    command = ["-m", "benchmarks.image_grpo", "--steps", "40", "--json", str(out)]
     subprocess.run(
         [sys.executable, *command], env={**os.environ, **environment}, cwd=REPO_ROOT, timeout=500, check=True
     )
@@ -85,5 +85,5 @@ def test_grpo_learns_what_only_images_show(tmp_path: Path) -> None:
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[:3]) / 3 < 0.1
     # Of four colors, text alone names at most one.
-    assert sum(rewards[-5:]) / 5 > 0.4
+    assert sum(rewards[-5:]) / 5 > 0.35
     assert max(row["logprob_diff"] for row in rows) < 1e-4
