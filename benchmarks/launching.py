@@ -66,17 +66,29 @@ def write_figures(path: Path | None, figures: object) -> None:
         path.write_text(json.dumps(figures, indent=2))
 
 
-def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeout: float) -> Any:
+def figures_of_ranks(
+    module: str,
+    job: Mapping[str, Any],
+    num_ranks: int,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """Run `python -m MODULE JOB` on all ranks; return the JSON that rank 0 writes to JOB["out"].
 
     Exits with the output of the ranks if they fail.
+
+    Args:
+        module: a program of this package.
+        job: arguments of its ranks.
+        num_ranks: number of processes.
+        timeout: seconds.
+        environment: further variables of the processes.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         out = Path(directory) / "figures.json"
         program = ["-m", module, json.dumps({**job, "out": str(out)})]
-        ended = run_ranks(
-            program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT
-        )
+        variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        ended = run_ranks(program, num_ranks, timeout, environment=variables, directory=ROOT)
         if ended.status != 0:
             sys.exit(f"{module} failed:\n{ended.output}")
         return json.loads(out.read_text())

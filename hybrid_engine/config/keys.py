@@ -345,7 +345,8 @@ class ActorConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; see below."""
     frozen_parameters: Names = ()
-    """Patterns (`*`, `?`) of Megatron's names of parameters to freeze, e.g. `embedding.*`."""
+    """Patterns (`*`, `?`) of Megatron's names of parameters to freeze, e.g. `embedding.*`; with
+    fsdp of transformers' names, e.g. `model.visual.*`."""
     overrides: OverridesConfig = OverridesConfig()
     """Other fields of Megatron's configuration; see below."""
     fsdp: FsdpConfig | None = None

@@ -562,7 +562,15 @@ MEGATRON += OVERRIDES
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 _OF_ANY_TRAINER = frozenset(
-    {"params_dtype", "micro_batch_size", "seq_length", "seed", "optimizer", "fsdp"}
+    {
+        "params_dtype",
+        "micro_batch_size",
+        "seq_length",
+        "seed",
+        "optimizer",
+        "frozen_parameters",
+        "fsdp",
+    }
 )
 """Keys of `actor_config` that FSDP2 also reads."""
 

@@ -33,6 +33,7 @@ _WEIGHTS = "bfloat16"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which configs have the number of routed experts in a layer."""
 _OF_EXPERTS = re.compile(r"\.layers\.(\d+)\..*\bexperts\.")
+_OF_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 PLACEHOLDER_BIAS = -100.0
@@ -93,7 +94,28 @@ def meta_model(config: Any, architecture: str, **options: Any) -> Any:
     import torch
 
     with torch.device("meta"):
-        return _required_class(architecture)._from_config(config, **options)
+        model = _required_class(architecture)._from_config(config, **options)
+    model._weight_conversions = _conversions_of(model)
+    return model
+
+
+def _conversions_of(model: Any) -> Any:
+    """Return the conversions from a published checkpoint to a model; None if there are none.
+
+    A model that was not loaded has none of its own. transformers then leaves out all changes of
+    prefixes, because either name may be loaded. In a part of a model, published checkpoints have
+    the prefix, as "vision_model." in a vision tower, and vLLM reads no other name.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [
+        conversion
+        for conversion in conversions
+        if conversion.scope_prefix or not isinstance(conversion, PrefixChange)
+    ]
+    return kept or None
 
 
 def meta_copy_of(model: Any) -> Any:
@@ -165,6 +187,7 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
         shapes=shapes,
         transformer={},
         layer_sizes=_layer_sizes(text_config.to_dict(), dims, shapes),
+        unserved=_unused_of_tower(model, saved),
         # Second names of tied tensors.
         left_out=frozenset(tensors.keys() - once.keys()),
         # Layers for multi-token prediction, mostly, which transformers' classes do not have.
@@ -181,6 +204,35 @@ def _is_tied(model: Any) -> bool:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tensors of a vision tower behind the layers whose features a model selects.
+
+    transformers computes these layers and drops their results; vLLM does not build them.
+
+    `saved`: name in a checkpoint -> tensor of `model`.
+    """
+    selected = getattr(model.config, "vision_feature_layer", None)
+    if selected is None:
+        return ()
+    tower_config = model.config.vision_config
+    modules = model.modules()
+    tower = next(module for module in modules if getattr(module, "config", None) is tower_config)
+    tensors = tower.state_dict(keep_vars=True)
+    matches = {name: _OF_LAYER.search(name) for name in tensors}
+    # Features of all layers begin with the embeddings, and -1 is the last layer.
+    num_features = tower_config.num_hidden_layers + 1
+    layers = [selected] if isinstance(selected, int) else selected
+    first_unused = max(layer % num_features for layer in layers)
+    unused = set()
+    is_behind = False
+    for name, match in matches.items():
+        if match is not None:
+            is_behind = int(match[1]) >= first_unused
+        if is_behind:
+            unused.add(id(tensors[name]))
+    return tuple(name for name, tensor in saved.items() if id(tensor) in unused)
 
 
 def _layer_sizes(

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_engine.ranks.torch_internals import PrivateName, storage_id
@@ -23,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "checkpoint_wrapper",
     "initialize_module",
+    "model_of_modules",
     "revert_weight_conversion",
     "storages_in",
 ]
@@ -65,8 +67,23 @@ PRIVATE_NAMES = (
 )
 
 
+def model_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Module]:
+    """Return the innermost transformers model that each module of `model` belongs to.
+
+    A vision tower in a model of images and text is a model of its own.
+    """
+    owners: dict[torch.nn.Module, torch.nn.Module] = {}
+    for outer in model.modules():  # outer models come first
+        if isinstance(outer, PreTrainedModel):
+            owners.update(dict.fromkeys(outer.modules(), outer))
+    return owners
+
+
 def initialize_module(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Initialize the tensors of `module` itself as `model`, its transformers model, does."""
+    """Initialize the tensors of `module` itself as `model`, its transformers model, does.
+
+    `model`: of `model_of_modules`; an outer model does not know the buffers of its parts.
+    """
     initialize: Any = model._init_weights
     initialize(module)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
-from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module
+from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
 from hybrid_engine.backends.fsdp.names import plain_name
 from hybrid_engine.errors import DependencyError, ModelError, clipped
 from hybrid_engine.models.derived import meta_copy_of
@@ -241,6 +241,7 @@ def require_configured(model: torch.nn.Module) -> None:
         configured = meta_copy_of(model)
         # vLLM's values, not those of transformers' classes, are what the live model must have.
         set_epsilon_of_norms(configured)
+        owners = model_of_modules(configured)
         live_modules = {plain_name(name): module for name, module in model.named_modules()}
         modules_by_difference: dict[_ConfigDifference, list[str]] = {}
         for name, module in configured.named_modules():
@@ -248,7 +249,7 @@ def require_configured(model: torch.nn.Module) -> None:
                 continue
             differences = [
                 *_attribute_differences(live, module),
-                *_buffer_differences(live, module, configured),
+                *_buffer_differences(live, module, owners[module]),
             ]
             for difference in differences:
                 modules_by_difference.setdefault(difference, []).append(name or "the model")
@@ -321,7 +322,7 @@ def _buffer_differences(
     Args:
         live: the module of the user's model.
         configured: its counterpart on the meta device. It is given memory.
-        model: transformers model of `configured`.
+        model: transformers model that `configured` belongs to.
     """
     buffers = dict(configured.named_buffers(recurse=False))
     names = [name for name, buffer in buffers.items() if buffer.is_floating_point()]

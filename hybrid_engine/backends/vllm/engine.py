@@ -33,7 +33,7 @@ import torch
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
-from hybrid_engine.backends.vllm.images import ImagePrompt, image_faults
+from hybrid_engine.backends.vllm.images import ImagePrompt, image_faults, image_refusal
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import (
@@ -161,8 +161,11 @@ class InferenceEngine:
                 finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
                 if finalizer is not None:
                     finalizer.detach()
-                config = self._llm.llm_engine.model_config.hf_config
-                self._placeholders = placeholder_tokens(config.to_dict()).values()
+                config = self._llm.llm_engine.vllm_config
+                hf_config = config.model_config.hf_config
+                self._placeholders = placeholder_tokens(hf_config.to_dict()).values()
+                layers = config.compilation_config.static_forward_context
+                self._no_images = image_refusal(layers.values())
                 seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
                 self._generator_state = process_state.seeded_state(seed)
                 self._process_settings = ProcessSettings.now()
@@ -257,7 +260,7 @@ class InferenceEngine:
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
             requested = asked_for(sampling, len(token_ids), self._params_of)
             self.check_prompts(token_ids, requested.max_tokens)
-            faults = list(image_faults(token_ids, self._placeholders))
+            faults = list(image_faults(token_ids, self._placeholders, self._no_images))
             if faults:
                 raise ArgumentError(faults)
 

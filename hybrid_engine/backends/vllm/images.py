@@ -11,7 +11,7 @@ it after that, with the processor's tensors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -130,18 +130,46 @@ def image_prompt(
     return ImagePrompt(token_ids, unexpanded, images, {name: inputs[name] for name in names})
 
 
-def image_faults(
-    prompts: Sequence[Sequence[int]], placeholders: Collection[int]
-) -> Iterator[Violation]:
-    """Yield prompts that have tokens of images without the images, as those of an earlier prompt.
+def image_refusal(layers: Iterable[Any]) -> str:
+    """Return why vLLM would compute images otherwise than their model; "" if it would not.
 
-    `placeholders`: token ids in whose places the model puts images and the like.
+    Some models attend in both directions within an image, and not all attention of vLLM does.
+
+    `layers`: layers of a live model, of attention and others.
+    """
+    causal = {
+        layer.attn_backend.get_name()
+        for layer in layers
+        if getattr(layer, "use_mm_prefix", False) and not layer.attn_backend.supports_mm_prefix()
+    }
+    if not causal:
+        return ""
+    return (
+        "the tokens of an image attend to each other in this model, and vLLM's attention here "
+        f"({', '.join(sorted(causal))}) is causal within images, too"
+    )
+
+
+def image_faults(
+    prompts: Sequence[Sequence[int]], placeholders: Collection[int], refusal: str
+) -> Iterator[Violation]:
+    """Yield prompts whose images vLLM cannot compute, or that have tokens of images without them.
+
+    Args:
+        prompts: token ids, such as those of an earlier prompt with images.
+        placeholders: token ids in whose places the model puts images and the like.
+        refusal: of `image_refusal`.
     """
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, ImagePrompt) and not set(placeholders).isdisjoint(prompt):
+        key = f"prompts[{index}]"
+        if isinstance(prompt, ImagePrompt):
+            if refusal:
+                problem = f"has images, and {refusal}"
+                yield Violation(key, problem, "Use a GPU, or text", code="images-unsupported")
+        elif not set(placeholders).isdisjoint(prompt):
             problem = "has tokens of images, but no images"
             remedy = "Pass a chat with the images; several turns have text alone"
-            yield Violation(f"prompts[{index}]", problem, remedy, code="tokens-without-images")
+            yield Violation(key, problem, remedy, code="tokens-without-images")
 
 
 def require_text(prompts: Sequence[Sequence[int]], engine: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     ShardedParallelism,
@@ -191,7 +192,10 @@ def case_of(
 
     Raises:
         UnknownModelError: if the architecture has no table.
+        ConfigError: if the model has parts beside its text model.
     """
+    remedy = "Set generate_config.verify to full in the job, which compares every weight"
+    require_text_alone(_config_of(model), "model", remedy)
     section = ActorConfig.model_validate(actor)
     training: TrainParallelism | ShardedParallelism
     if section.fsdp is None:
@@ -211,6 +215,21 @@ def case_of(
     is_latent = table.transformer.get("multi_latent_attention")
     head_size = None if is_latent else table.dims.head_dim
     return Case(name, str(small), actor, generate, head_size)
+
+
+def require_text_alone(config: Mapping[str, Any], key: str, remedy: str) -> None:
+    """Raise ConfigError for a model whose text model is a part, as beside a vision tower.
+
+    Args:
+        config: contents of config.json.
+        key: configuration key or argument of the model, for the error.
+        remedy: for the error.
+    """
+    if not isinstance(config.get("text_config"), Mapping):
+        return
+    sections = " and ".join(name for name, value in config.items() if isinstance(value, Mapping))
+    problem = f"its config.json has {sections}, and its copies here would lack a processor"
+    raise ConfigError([Violation(key, problem, remedy, code="text-models-only")])
 
 
 def _divisors(

@@ -31,6 +31,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, ReshardError, V
 from hybrid_engine.files.model_files import CONFIG, weight_files
 from hybrid_engine.models import table_for
 from hybrid_engine.tools.launching import run_ranks
+from hybrid_engine.tools.verify.cases import require_text_alone
 from hybrid_engine.tools.verify.certificate import EngineSnapshot, Finding, compare
 from hybrid_engine.tools.verify.comparison import write_random_checkpoint
 
@@ -92,10 +93,11 @@ def prepare(model: Path, name: str, words: Sequence[str], scratch: Path) -> Chec
         scratch: directory for checkpoints and snapshots.
 
     Raises:
-        ConfigError, FileError: if the checkpoint is broken.
+        ConfigError, FileError: if the checkpoint is broken, or the model is not of text alone.
         UnknownModelError: if `model` is only a config whose architecture has no name table.
     """
     config = json.loads((model / CONFIG).read_text())
+    require_text_alone(config, "MODEL", "Name a model of text")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     given = model
     former = scratch / "former"

@@ -18,8 +18,9 @@ are converted to sequence ids. A batch may have several of them if they agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -209,7 +210,7 @@ class Rows:
         temperature: [b, L] fp32, divisor of the logits; None: 1 everywhere.
         routed_experts: [b, L, layers, k] experts of each token, -1 where routers select them;
             None: everywhere.
-        images: of all rows; None: text alone.
+        images: of all rows, on the host; None: text alone.
     """
 
     tokens: torch.Tensor
@@ -232,13 +233,9 @@ class Rows:
         return columns.expand_as(self.tokens)
 
     def to(self, device: torch.device) -> Rows:
-        """Return a copy on `device`."""
-        changes = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if tensor is not None:
-                changes[field.name] = tensor.to(device)
-        return replace(self, **changes)
+        """Return a copy on `device`, except for images."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **_on_device(values, device))
 
     def restore(self, values: torch.Tensor) -> torch.Tensor:
         """Return values [b, L, ...] of computed tokens in the user's columns [b, S, ...].
@@ -276,7 +273,7 @@ class MicroBatch:
 def micro_batches(
     batch: Batch, size: int, device: torch.device, multiple: int = 1, *, same_length: bool = False
 ) -> list[MicroBatch]:
-    """Split a batch into micro batches of `size` consecutive rows, on `device`.
+    """Split a batch into micro batches of `size` consecutive rows, on `device` except for images.
 
     Args:
         batch: this rank's share.
@@ -298,9 +295,15 @@ def micro_batches(
     rows_of_parts = arranged(parts, multiple, same_length=same_length)
     result = []
     for part, rows in zip(parts, rows_of_parts, strict=True):
-        on_device = {name: tensor.to(device) for name, tensor in part.items()}
-        result.append(MicroBatch(on_device, rows.to(device)))
+        result.append(MicroBatch({**part, **_on_device(part, device)}, rows.to(device)))
     return result
+
+
+def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return copies of the tensors among `values`; images of all micro batches take much memory."""
+    return {
+        name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
 
 
 def arranged(parts: Sequence[Batch], multiple: int = 1, *, same_length: bool = False) -> list[Rows]:

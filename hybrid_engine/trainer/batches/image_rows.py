@@ -17,7 +17,7 @@ class ImageRows:
     """Inputs of a vision tower, for each row of a batch.
 
     A mapping of tensors for each row, because images differ in size. Rows of the same images share
-    theirs.
+    theirs. They stay on the host until a model computes their micro batch.
 
     Args:
         rows: for each row, the tensors that a processor of transformers makes of its images, such
@@ -36,21 +36,13 @@ class ImageRows:
             return ImageRows([self.rows[row] for row in rows.tolist()])
         return ImageRows(self.rows[rows])
 
-    def to(self, device: torch.device) -> ImageRows:
-        """Return a copy on `device`."""
-        copies: dict[int, torch.Tensor] = {}
-        for row in self.rows:
-            for tensor in row.values():
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = tensor.to(device)
-        return ImageRows(
-            [{name: copies[id(tensor)] for name, tensor in row.items()} for row in self.rows]
-        )
-
-    def joined(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of all rows, each name's concatenated along dim 0."""
-        names = self.rows[0]
-        return {name: torch.cat([row[name] for row in self.rows]) for name in names}
+    def joined(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return copies on `device` of all rows' tensors, each name's concatenated along dim 0."""
+        distinct = {id(tensor): tensor for row in self.rows for tensor in row.values()}
+        copies = {key: tensor.to(device) for key, tensor in distinct.items()}
+        return {
+            name: torch.cat([copies[id(row[name])] for row in self.rows]) for name in self.rows[0]
+        }
 
 
 def images_in(batch: Mapping[str, Any]) -> ImageRows | None:

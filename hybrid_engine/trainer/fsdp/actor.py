@@ -10,6 +10,8 @@ unsharded layer:
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,11 +20,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
-from hybrid_engine.backends.fsdp.internals import initialize_module
+from hybrid_engine.backends.fsdp.internals import initialize_module, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
@@ -91,7 +94,13 @@ def _fsdp_config(config: HybridConfig) -> FsdpConfig:
 def _build_model(config: HybridConfig, job: Job, mesh: DeviceMesh) -> torch.nn.Module:
     actor = config.actor_config
     return build_sharded_model(
-        config.model, _fsdp_config(config), mesh, job.device, actor.params_dtype, actor.seed
+        config.model,
+        _fsdp_config(config),
+        mesh,
+        job.device,
+        actor.params_dtype,
+        actor.seed,
+        actor.frozen_parameters,
     )
 
 
@@ -102,6 +111,7 @@ def build_sharded_model(
     device: torch.device,
     dtype: str,
     seed: int,
+    frozen: Sequence[str] = (),
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
 
@@ -115,24 +125,54 @@ def build_sharded_model(
         device: of this rank.
         dtype: of the parameters.
         seed: of their values; the state of torch's generators is preserved.
+        frozen: patterns of the names of parameters that are not trained.
 
-    Raises ConfigError if transformers cannot build a model from the config.
+    Raises ConfigError if transformers cannot build a model from the config, for a pattern without
+    a parameter, and if nothing is left to train.
     """
     model = model_of_config(directory, dtype=getattr(torch, dtype))
+    _freeze(model, frozen)
     set_epsilon_of_norms(model)
     # eager attention honours all settings of a model
     if settings_left_out(model, model.config._attn_implementation):
         model.set_attn_implementation("eager")
+    owners = model_of_modules(model)
     # restores the state of the CPU's generator and of this device's
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        shard_model(model, config, mesh, lambda module: _fill(module, model, device))
+        shard_model(model, config, mesh, lambda module: _fill(module, owners, device))
     return model.eval()
 
 
+def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    key = "actor_config.frozen_parameters"
+    parameters = dict(model.named_parameters())
+    violations = []
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        for name in names:
+            parameters[name].requires_grad_(False)
+        if not names:
+            problem = f"no parameter matches {pattern}"
+            remedy = f"Names look like {', '.join([*parameters][:: len(parameters) - 1])}"
+            violations.append(Violation(key, problem, remedy, code="no-parameter-matches"))
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        problem = f"{', '.join(patterns[:5])} would freeze every parameter"
+        violations.append(Violation(key, problem, "Leave some out", code="nothing-is-trained"))
+    if violations:
+        raise ConfigError(violations)
+
+
 @torch.no_grad()
-def _fill(part: torch.nn.Module, model: torch.nn.Module, device: torch.device) -> None:
-    """Allocate the tensors of `part` that are on the meta device, and initialize them."""
+def _fill(
+    part: torch.nn.Module,
+    owners: Mapping[torch.nn.Module, torch.nn.Module],
+    device: torch.device,
+) -> None:
+    """Allocate the tensors of `part` that are on the meta device, and initialize them.
+
+    `owners`: transformers model that each module belongs to.
+    """
     # by meta tensor, so that parameters that two modules share stay shared
     filled: dict[torch.Tensor, torch.Tensor] = {}
     for module in part.modules():
@@ -152,12 +192,12 @@ def _fill(part: torch.nn.Module, model: torch.nn.Module, device: torch.device) -
             setattr(module, name, filled[tensor])
             is_filled = True
         if is_filled:
-            initialize_module(model, module)
+            initialize_module(owners[module], module)
 
 
 def _adam(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build AdamW with Megatron's groups: no weight decay of norms and biases."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {
             # matrices, including embeddings

@@ -33,7 +33,9 @@ from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
 
 _NO_IMAGES = "the model has no token for images in its config.json"
 _KINDS = {"image": 1, "video": 2, "audio": 3}
-"""Kind of a token -> its number in transformers' `mm_token_type_ids`."""
+"""Kind of a token -> its number among transformers' kinds of tokens."""
+_NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""Names of the kinds of tokens in the forward of models of images; each model has one or none."""
 
 
 class FsdpTrainEngine:
@@ -182,14 +184,14 @@ class FsdpTrainEngine:
     def _image_inputs(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Return what the model takes beside the tokens: the images, and where they are."""
         assert rows.images is not None
-        inputs = rows.images.joined()
-        if "mm_token_type_ids" in self._parameters_of_forward:
-            # 0 for text; positions follow from it
-            kinds = torch.zeros_like(rows.tokens)
-            for kind, token in self.model.table.placeholders.items():
-                kinds[rows.tokens == token] = _KINDS[kind]
-            inputs["mm_token_type_ids"] = kinds
-        return inputs
+        inputs = rows.images.joined(self._device)
+        # 0 for text; positions, or attention within an image, follow from it.
+        kinds = torch.zeros_like(rows.tokens)
+        for kind, token in self.model.table.placeholders.items():
+            kinds[rows.tokens == token] = _KINDS[kind]
+        inputs |= dict.fromkeys(_NAMES_OF_KINDS, kinds)
+        # Processors also return counts that only vLLM reads.
+        return {name: inputs[name] for name in inputs if name in self._parameters_of_forward}
 
     @cached_property
     def _parameters_of_forward(self) -> Mapping[str, inspect.Parameter]:

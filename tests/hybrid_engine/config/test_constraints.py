@@ -368,7 +368,6 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
         "use_distributed_optimizer": False,
         "make_vocab_size_divisible_by": 8,
         "noop_layers": [9],
-        "frozen_parameters": ["nothing.*"],
         "lora": {},
         "recompute_granularity": "selective",
         "overrides": {"ddp": {"bucket_size": 1}},

@@ -21,6 +21,7 @@ from hybrid_engine.tools.plan.search import Search
 from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import FAMILIES, tiny_config
+from tests.zoo.vision_models import SMALL_VISION
 
 UNUSUAL = {"gpt2", "gemma2", "gemma3"}  # families with other names in checkpoints
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
@@ -146,3 +147,16 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
     config = load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)
     with pytest.raises(ConfigError, check=without_rules):
         Search(config, 1, Cluster())
+
+
+@pytest.mark.parametrize("layers", [-2, 2, [1, -2], -1])
+def test_vision_towers_have_the_names_of_published_checkpoints(layers: int | list[int]) -> None:
+    """vLLM builds no layer of a tower behind those whose features the model uses."""
+    architecture = "LlavaForConditionalGeneration"
+    config = {"architectures": [architecture], **SMALL_VISION[architecture], "vision_feature_layer": layers}
+    table = table_for(config)
+    tower = [name for name in table.shapes if name.startswith("vision_tower.")]
+    assert all(name.startswith("vision_tower.vision_model.") for name in tower)
+    behind = [name for name in tower if ".layers.2." in name or "post_layernorm" in name]
+    assert len(behind) == 18
+    assert [name for name in tower if not table.is_served(name)] == ([] if layers == -1 else behind)

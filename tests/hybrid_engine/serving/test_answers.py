@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Sampling, load_config
+from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.server import drawing
 from hybrid_engine.backends.vllm.server.inference import ServedInference
-from hybrid_engine.errors import GenerationError, ServerError
+from hybrid_engine.errors import ArgumentError, GenerationError, ServerError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import API_KEY
 from hybrid_engine.serving.invitation import JOB, VERSION, DrawnWith
+from tests.harness.errors import has_violations
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -191,6 +193,15 @@ def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], na
     body, key = server.requests[-1]
     assert body["vllm_xargs"] == {JOB: WEIGHTS.job, VERSION: "3"}
     assert key is None
+
+
+def test_prompts_with_images_are_refused(served: tuple[ServedInference, Server]) -> None:
+    inference, server = served
+    prompts = [[3, 4], ImagePrompt([3, 5, 5], [3, 5], [], {})]
+    num_requests = len(server.requests)
+    with pytest.raises(ArgumentError, check=has_violations(("prompts[1]", "images-unsupported"))):
+        inference.generate_over_replicas(prompts, Sampling(max_tokens=MAX_TOKENS))
+    assert len(server.requests) == num_requests
 
 
 @pytest.mark.parametrize("name", [*INVALID, *STATUSES])

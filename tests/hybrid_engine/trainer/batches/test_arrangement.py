@@ -7,6 +7,7 @@ import torch
 
 from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches, positions_in, sequence_ids_of
+from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import has_violations
 
 CPU = torch.device("cpu")
@@ -30,6 +31,24 @@ def single_micro_batch(batch: dict[str, torch.Tensor], **settings: int) -> Micro
 
 def text(tokens: torch.Tensor) -> list[str]:
     return ["".join("_" if token == 0 else chr(token + ord("a") - 1) for token in row) for row in tokens.tolist()]
+
+
+def test_images_stay_on_the_host_until_their_micro_batch_is_computed() -> None:
+    pair = {"pixel_values": torch.arange(6.0).view(3, 2)}
+    single = {"pixel_values": torch.arange(2.0).view(1, 2)}
+    batch = {**letter_batch("abc", "def", "abc", "def"), IMAGES: ImageRows([pair, single, pair, pair])}
+    meta = torch.device("meta")
+    parts = micro_batches(batch, 2, meta)
+    for part in parts:
+        assert part.rows.images is not None
+        assert part.rows.tokens.device == part.batch["tokens"].device == meta
+        for images in (part.rows.images, part.batch[IMAGES]):
+            assert all(tensor.device == CPU for row in images.rows for tensor in row.values())
+        (joined,) = part.rows.images.joined(meta).values()
+        assert joined.device == meta
+    assert torch.equal(
+        parts[0].rows.images.joined(CPU)["pixel_values"], torch.cat([pair["pixel_values"], single["pixel_values"]])
+    )
 
 
 def test_rows_without_keys_are_unchanged() -> None:

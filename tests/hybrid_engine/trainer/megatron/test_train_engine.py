@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError, HybridEngineError
+from hybrid_engine.trainer.batches.batch_checks import own_share
+from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import violations_of
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
@@ -119,6 +121,15 @@ def refuse_uneven_batch(path: Path) -> list[tuple[str, str]]:
         return violations_of(caught.value)
 
 
+def refuse_images(path: Path) -> list[tuple[str, str]]:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        batch = {**make_batch(), IMAGES: ImageRows([{"pixel_values": torch.zeros(1, 2)}] * BATCH)}
+        with pytest.raises(BatchError) as caught:
+            own_share(batch, run.engine.limits)
+        dist.barrier()
+        return violations_of(caught.value)
+
+
 FULL = {"recompute_granularity": "full"}
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -172,7 +183,13 @@ def _run_recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
 
 
 RECOMPUTING = {"recomputed": {}, "recomputed, adapters": {"lora": {"rank": 4}}}
-FURTHER = {"bfloat16": run_bfloat16, "float16": run_float16, "uneven": refuse_uneven_batch, "names": report_names}
+FURTHER = {
+    "bfloat16": run_bfloat16,
+    "float16": run_float16,
+    "uneven": refuse_uneven_batch,
+    "images": refuse_images,
+    "names": report_names,
+}
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +220,10 @@ def test_an_overflow_in_float16_skips_the_step(outcomes: Outcomes) -> None:
 
 def test_a_batch_that_does_not_divide_into_micro_batches_is_refused(outcomes: Outcomes) -> None:
     assert outcomes["uneven"] == [[("tokens", "not-divisible")]] * len(outcomes["uneven"])
+
+
+def test_images_are_refused(outcomes: Outcomes) -> None:
+    assert outcomes["images"] == [[("images", "images-unsupported")]] * 2
 
 
 @pytest.mark.parametrize("base", RECOMPUTING)

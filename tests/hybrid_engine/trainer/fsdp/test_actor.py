@@ -1,0 +1,54 @@
+"""Models that FSDP2's actor builds from a config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_engine.backends.fsdp.internals import model_of_modules
+from hybrid_engine.backends.fsdp.names import model_of_config
+from hybrid_engine.config import FsdpConfig
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.trainer.fsdp.actor import _fill, build_sharded_model
+from tests.harness.errors import has_violations
+from tests.zoo.vision_models import SMALL_VISION
+
+LLAVA = "LlavaForConditionalGeneration"
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.slow  # imports transformers' models
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> Path:
+    config = {"architectures": [LLAVA], "dtype": "float32", **SMALL_VISION[LLAVA]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_buffers_of_a_vision_tower_are_initialized(llava: Path) -> None:
+    model = model_of_config(llava)
+    _fill(model, model_of_modules(model), CPU)
+    position_ids = model.get_submodule("model.vision_tower.embeddings").position_ids
+    # 16 patches and a class embedding
+    assert torch.equal(position_ids, torch.arange(17)[None])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "codes"),
+    [
+        (["model.vision.*", "lm_head.*"], ["no-parameter-matches"]),
+        (["*"], ["nothing-is-trained"]),
+        (["none", "*"], ["no-parameter-matches", "nothing-is-trained"]),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(
+    llava: Path, patterns: list[str], codes: list[str]
+) -> None:
+    expected = has_violations(*(("actor_config.frozen_parameters", code) for code in codes))
+    with pytest.raises(ConfigError, check=expected):
+        # refused before the mesh is used
+        build_sharded_model(llava, FsdpConfig(), None, CPU, "float32", 0, patterns)  # type: ignore[arg-type]
