@@ -6,8 +6,7 @@ received and drew, so log-probabilities match them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -167,7 +166,7 @@ def sampling_of_turn(sampling: Any, room: int, limit: int | None, turn: int = 1)
 
 @dataclass
 class ConversationState:
-    """State of an unfinished conversation. All ranks have turns and context, rank 0 the rest.
+    """State of an unfinished conversation. Rank 0 alone has messages and the environment.
 
     Attributes:
         prompt: the element of `prompts`.
@@ -214,6 +213,13 @@ class ConversationState:
         self.turns.append(answer)
         self.context = [*answer.prompt_token_ids, *answer.token_ids]
 
+    def reply_tokens(self) -> Iterator[tuple[int, ...]]:
+        """Yield the token ids between the answer before each turn and its own, at first none."""
+        num_known = len(self.turns[0].prompt_token_ids)
+        for turn in self.turns:
+            yield turn.prompt_token_ids[num_known:]
+            num_known = len(turn.prompt_token_ids) + len(turn.token_ids)
+
     def add_reply(self, reply: list[int] | None) -> bool:
         """Append a reply if it leaves room for an answer of at least one token.
 
@@ -257,8 +263,6 @@ class EnvironmentRunner:
 
     def begin(self, conversations: Sequence[ConversationState]) -> None:
         """Create the environment of each conversation. Raises as `converse` if that fails."""
-        from hybrid_engine.backends.vllm.prompts import form_of
-
         job = self._engine.job
         with job.agreement.phase("environment"):
             if self._engine.rank != 0:
@@ -266,14 +270,7 @@ class EnvironmentRunner:
             calls = [(state.place, self._environment, (state.prompt,)) for state in conversations]
             responders = run_callbacks("environment", calls, job.timeout_seconds)
             for state, respond in zip(conversations, responders, strict=True):
-                prompt = prompt_of(state.prompt)
-                state.messages = list(prompt) if form_of(prompt) == "a chat" else None
-                if not callable(respond):
-                    problem = f"for {state.place} it returned {shortened(respond)}"
-                    remedy = "Return a function that takes an answer and returns the reply"
-                    violation = Violation("environment", problem, remedy, code="not-callable")
-                    raise ArgumentError([violation])
-                state.respond = respond
+                self._take_responder(state, respond)
 
     def replies(self, conversations: Sequence[ConversationState]) -> list[list[int] | None]:
         """Return the token ids of the reply to each last answer; None ends the conversation.
@@ -296,18 +293,36 @@ class EnvironmentRunner:
         replies: list[list[int] | None] = gathered[0]
         return replies
 
-    async def reply(self, state: ConversationState, lock: asyncio.Lock) -> list[int] | None:
-        """Return the token ids of the reply to the last answer of one conversation, on rank 0.
+    async def open(self, state: ConversationState) -> None:
+        """Create the environment of one conversation, on rank 0; from the event loop.
 
-        From the event loop; calls with the same `lock` run one after the other. Raises
-        ArgumentError.
+        Raises ArgumentError.
         """
-        arguments = (state.turns[-1],)
+        respond = await self._run(state, self._environment, state.prompt)
+        self._take_responder(state, respond)
+
+    async def reply(self, state: ConversationState) -> list[int] | None:
+        """Return the token ids of the reply to the last answer of one conversation, as `open`."""
+        return self._take_reply(state, await self._run(state, state.respond, state.turns[-1]))
+
+    async def _run(self, state: ConversationState, function: Any, argument: Any) -> Any:
         timeout_seconds = self._engine.job.timeout_seconds
-        reply = await run_callback(
-            "environment", state.place, state.respond, arguments, timeout_seconds, lock
+        return await run_callback(
+            "environment", state.place, function, (argument,), timeout_seconds
         )
-        return self._take_reply(state, reply)
+
+    def _take_responder(self, state: ConversationState, respond: Any) -> None:
+        """Note an environment's function in `state`. Raises ArgumentError if it is none."""
+        from hybrid_engine.backends.vllm.prompts import form_of
+
+        prompt = prompt_of(state.prompt)
+        state.messages = list(prompt) if form_of(prompt) == "a chat" else None
+        if not callable(respond):
+            problem = f"for {state.place} it returned {shortened(respond)}"
+            remedy = "Return a function that takes an answer and returns the reply"
+            violation = Violation("environment", problem, remedy, code="not-callable")
+            raise ArgumentError([violation])
+        state.respond = respond
 
     def _take_reply(self, state: ConversationState, reply: Any) -> list[int] | None:
         """Return the token ids of a reply, and note its messages in `state`."""

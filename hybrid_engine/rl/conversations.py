@@ -162,6 +162,7 @@ def begin_conversations(
     first_prompts = [prompt_of(prompt) for prompt in prompts]
     token_ids, seeded = inference.requests_of(first_prompts, list(samplings), chat=chat)
     complete = inference.completer(goes_on=goes_on)
+    num_servers = inference.num_servers
     runner = EnvironmentRunner(engine, environment, chat)
     groups = [
         [
@@ -178,8 +179,7 @@ def begin_conversations(
             prompts, names or range(len(prompts)), seeded, token_ids, strict=True
         )
     ]
-    runner.begin([state for group in groups for state in group])
-    return ServedConversations(engine, groups, runner, complete, max_tokens_per_turn)
+    return ServedConversations(engine, groups, runner, complete, num_servers, max_tokens_per_turn)
 
 
 def _checked(

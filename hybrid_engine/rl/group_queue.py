@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hybrid_engine.errors import (
     GenerationError,
@@ -46,9 +46,7 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
-    from hybrid_engine.backends.vllm.server.drawing import Drawing
     from hybrid_engine.backends.vllm.server.inference import ServedInference
-    from hybrid_engine.rl.served_conversations import ServedConversations
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -57,6 +55,19 @@ _REMEDY = (
     "Remove the checkpoint's directory to resume from the one before it, or begin a new run "
     "elsewhere"
 )
+
+
+class BackgroundDrawing(Protocol):
+    """Completions or conversations of a step that servers draw."""
+
+    ended_at: float
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def cancel(self) -> None: ...
+
+    def collect(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class _BegunStep:
         restored: completions of each prompt, from a checkpoint.
     """
 
-    drawing: Drawing | ServedConversations | None
+    drawing: BackgroundDrawing | None
     restored: list[list[Completion]] = field(default_factory=list)
 
     @property
@@ -78,7 +89,8 @@ class _BegunStep:
 
     def collect(self) -> Groups:
         """Wait for the completions of each prompt, and return them. Collective."""
-        return self.restored if self.drawing is None else self.drawing.collect()
+        groups: Groups = self.restored if self.drawing is None else self.drawing.collect()
+        return groups
 
 
 class GroupQueue:
@@ -115,7 +127,7 @@ class GroupQueue:
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
         self._begun: dict[int, _BegunStep] = {}
-        self._drawings: list[Drawing | ServedConversations] = []
+        self._drawings: list[BackgroundDrawing] = []
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
@@ -166,7 +178,7 @@ class GroupQueue:
             self._drawings = [*self._drawings[-self._depth :], drawing]
         return waited
 
-    def _begin_step(self, number: int) -> Drawing | ServedConversations:
+    def _begin_step(self, number: int) -> BackgroundDrawing:
         """Request the completions of a step, with any weights of this job."""
         names, prompts = self.prompts_of(number)
         if self._environment is not None:
@@ -306,6 +318,8 @@ class GroupQueue:
                     _contents(local[0])
         _, (text,) = agreement.share(local, "reading the queue")
         self._published, saved = _contents(text)
+        # Without an environment then, with one now: conversations are held again.
+        saved = saved if self._environment is None else {}
         tokenizer = self._worker.inference.tokenizer
         for number, groups in saved.items():
             restored = [

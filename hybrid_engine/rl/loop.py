@@ -434,6 +434,8 @@ class Loop:
             with meter.phase("score"):
                 outputs = self._calls.score(worker.compute_log_probs, batch, entropy=True)
                 batch["old_log_probs"] = outputs["log_probs"]
+                if worker.config.generate_config.check_compute == "exact":
+                    require_exact(batch, worker.job.device)
             with meter.phase("update"):
                 # At first the critic's values are arbitrary, and so are the advantages.
                 if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
@@ -441,8 +443,6 @@ class Loop:
         self.done = number
         self.queue.learned(number)
         figures = completion_figures(batch, groups, scores) | self.queue.figures(groups)
-        if worker.config.generate_config.check_compute == "exact":
-            require_exact(figures, worker.job.device)
         if config.max_staleness:
             meter.add("generation_wait", waited)
         return {

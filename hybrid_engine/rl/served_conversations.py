@@ -7,6 +7,7 @@ turns at the end.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hybrid_engine.errors import GenerationError, HybridEngineError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.agreement import MOST_SHARED
@@ -24,13 +26,15 @@ from hybrid_engine.rl.conversation_state import (
     EnvironmentRunner,
     sampling_of_turn,
 )
-from hybrid_engine.rl.user_callbacks import start, steps_of
+from hybrid_engine.rl.user_callbacks import start_task, steps_of
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
 
-_MOST_REQUESTS = 64
-"""Maximum number of concurrent requests."""
+logger = logging.getLogger("hybrid_engine")
+
+_MOST_REQUESTS = 256
+"""Maximum number of concurrent requests to a server. vLLM queues those above its max_num_seqs."""
 
 
 class ServedConversations:
@@ -40,13 +44,15 @@ class ServedConversations:
         engine: an engine with servers.
         groups: conversations of each prompt, whose `context` is the prompt and whose sampling draws
             one answer.
-        runner: environments, which `begin` has made.
-        complete: draws an answer to token ids; called in several threads.
+        runner: environments.
+        complete: (number, token ids, sampling) -> answer; called in several threads. Requests with
+            the same number reach the same server, which has their prefix in its cache.
+        num_servers: number of servers.
         max_tokens_per_turn: bounds each answer.
 
     Attributes:
-        ended_at: `time.perf_counter` when the last conversation ended. On other ranks, which
-            request nothing, minus infinity: they have waited for ever.
+        ended_at: `time.perf_counter` when the last conversation ended. Minus infinity on other
+            ranks, which never have requests.
     """
 
     def __init__(
@@ -54,7 +60,8 @@ class ServedConversations:
         engine: HybridEngine[Any],
         groups: Sequence[Sequence[ConversationState]],
         runner: EnvironmentRunner,
-        complete: Callable[[Sequence[int], Sampling], Completion],
+        complete: Callable[[int, Sequence[int], Sampling], Completion],
+        num_servers: int,
         max_tokens_per_turn: int | None,
     ) -> None:
         self._job = engine.job
@@ -62,17 +69,23 @@ class ServedConversations:
         self._groups = groups
         self._runner = runner
         self._complete = complete
+        self._num_servers = num_servers
         self._max_tokens_per_turn = max_tokens_per_turn
         self._conversations: list[list[Conversation]] | None = None
+        self._failure: HybridEngineError | None = None
         self.ended_at = -math.inf
-        self._running = start(self._hold_all()) if engine.rank == 0 else None
+        self._num_open = sum(len(group) for group in groups)
+        self._changed_at = time.monotonic()
+        self._task = start_task(self._hold_all()) if engine.rank == 0 else None
 
     async def _hold_all(self) -> None:
-        # They belong to the event loop of this coroutine.
-        requests = asyncio.Semaphore(_MOST_REQUESTS)
-        calls = asyncio.Lock()
+        # A semaphore of the event loop that runs this coroutine.
+        room = asyncio.Semaphore(_MOST_REQUESTS * self._num_servers)
         states = [state for group in self._groups for state in group]
-        tasks = [asyncio.ensure_future(self._hold(state, requests, calls)) for state in states]
+        tasks = [
+            asyncio.ensure_future(self._hold(number, state, room))
+            for number, state in enumerate(states)
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -81,75 +94,111 @@ class ServedConversations:
             for task in tasks:
                 task.cancel()
 
-    async def _hold(
-        self, state: ConversationState, requests: asyncio.Semaphore, calls: asyncio.Lock
-    ) -> None:
+    async def _hold(self, number: int, state: ConversationState, room: asyncio.Semaphore) -> None:
         """Hold one conversation to its end."""
+        await self._runner.open(state)
         goes_on = True
         turn = 0
         while goes_on:
             turn += 1
             params = sampling_of_turn(state.sampling, state.room, self._max_tokens_per_turn, turn)
-            async with requests:
-                request = partial(self._complete, state.context, params)
+            async with room:
+                request = partial(self._complete, number, state.context, params)
                 answer = await asyncio.wrap_future(in_background(request, "completions"))
+            self._changed_at = time.monotonic()
             state.add_answer(answer)
-            goes_on = state.gets_reply and state.add_reply(await self._runner.reply(state, calls))
+            goes_on = state.gets_reply and state.add_reply(await self._runner.reply(state))
+            self._changed_at = time.monotonic()
+        self._num_open -= 1
 
     @property
     def is_finished(self) -> bool:
         """True if this rank has nothing to wait for."""
-        return self._running is None or self._running.done()
+        return self._task is None or self._task.future.done()
 
     def cancel(self) -> None:
         """Make no more requests. Not collective."""
-        if self._running is not None:
-            self._running.cancel()
+        if self._task is not None:
+            self._task.future.cancel()
 
     def collect(self) -> list[list[Conversation]]:
         """Wait for the conversations of each prompt, and return them. Collective.
 
         Raises the errors of `converse`, in every call.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._conversations is None:
-            self._conversations = self._received()
+            try:
+                self._conversations = self._received()
+            except HybridEngineError as error:
+                self._failure = error
+                raise
         return self._conversations
 
     def _received(self) -> list[list[Conversation]]:
         from hybrid_engine.backends.vllm import Completion
 
         agreement = self._job.agreement
-        steps: Iterator[None] = iter(())
-        if self._running is not None:
-            steps = steps_of(self._running, "environment", self._job.timeout_seconds)
         try:
-            agreement.rounds("conversations", steps)
+            agreement.rounds("conversations", self._steps())
         except BaseException:  # an interrupt, or a failure of another rank
             self.cancel()
             raise
         sent = []
-        with agreement.phase("conversations"):
-            if self._running is not None:
-                self._running.result()
-                sent = [encode(self._turns(), MOST_SHARED)]
-        _, (text,) = agreement.share(sent, "conversations")
-        if self._running is not None:
-            return [[state.result() for state in group] for group in self._groups]
-        return [
-            [self._conversation(turns, is_cut) for turns, is_cut in group]
-            for group in decode(text, list[list[tuple[list[Completion], bool]]], MOST_SHARED)
-        ]
+        with agreement.phase("conversations", kind=GenerationError):
+            if self._task is not None:
+                self._task.future.result()
+                if self._job.world_size > 1:
+                    sent = [encode(self._turns(), MOST_SHARED)]
+        if self._job.world_size > 1:
+            _, (text,) = agreement.share(sent, "conversations")
+            if self._task is None:
+                turns = decode(text, list[list[tuple[list[Completion], bool]]], MOST_SHARED)
+                self._take(turns)
+        return [[state.result() for state in group] for group in self._groups]
+
+    def _steps(self) -> Iterator[None]:
+        """Yield until this rank has nothing to wait for; log a long wait."""
+        if self._task is None:
+            return
+        timeout_seconds = self._job.timeout_seconds
+        for _ in steps_of(self._task, "environment", timeout_seconds):
+            seconds = time.monotonic() - self._changed_at
+            if seconds > timeout_seconds:
+                self._changed_at = time.monotonic()
+                logger.warning(
+                    "no answer and no reply in %g s: %d conversations go on",
+                    timeout_seconds,
+                    self._num_open,
+                )
+            yield
 
     def _turns(self) -> list[list[tuple[list[Completion], bool]]]:
-        """Return the turns of each conversation for the other ranks, and whether it was cut."""
+        """Return the turns of each conversation for the other ranks, and whether it was cut.
+
+        The prompt of a turn is the reply alone: what comes before is in earlier turns.
+        """
         return [
             [
-                ([replace(turn, tokenizer=None) for turn in state.turns], state.is_cut)
+                (
+                    [
+                        replace(turn, prompt_token_ids=reply, tokenizer=None)
+                        for turn, reply in zip(state.turns, state.reply_tokens(), strict=True)
+                    ],
+                    state.is_cut,
+                )
                 for state in group
             ]
             for group in self._groups
         ]
 
-    def _conversation(self, turns: Sequence[Completion], is_cut: bool) -> Conversation:
-        decodable = [replace(turn, tokenizer=self._tokenizer) for turn in turns]
-        return Conversation(tuple(decodable), is_cut)
+    def _take(self, received: Sequence[Sequence[tuple[Sequence[Completion], bool]]]) -> None:
+        """Complete the conversations of this rank by the turns that rank 0 has sent."""
+        for group, conversations in zip(self._groups, received, strict=True):
+            for state, (turns, is_cut) in zip(group, conversations, strict=True):
+                for turn in turns:
+                    prompt = (*state.context, *turn.prompt_token_ids)
+                    answer = replace(turn, prompt_token_ids=prompt, tokenizer=self._tokenizer)
+                    state.add_answer(answer)
+                state.is_cut = is_cut

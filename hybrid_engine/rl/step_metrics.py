@@ -82,13 +82,19 @@ def completion_figures(
     return figures
 
 
-def require_exact(figures: Mapping[str, float], device: torch.device) -> None:
-    """Raise ComputationError if a log-probability of vLLM's differs from the trainer's."""
-    share = figures["logprob_equal"]
-    if share < 1:
+def require_exact(batch: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise ComputationError if a log-probability of vLLM's differs from the trainer's.
+
+    `batch`: has `mask`, `sampled_log_probs` and `old_log_probs`, all [B, S].
+    """
+    is_drawn = batch["mask"].bool()
+    differences = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()[is_drawn]
+    num_unequal = int((differences != 0).sum())  # NaN is unequal
+    if num_unequal:
         raise ComputationError(
-            f"log-probabilities of {1 - share:.2%} of the drawn tokens differ between vLLM and the "
-            f"trainer, by at most {figures['logprob_diff']:.3g} nats. {exactness(device)}",
+            f"log-probabilities of {num_unequal} of {differences.numel()} drawn tokens differ "
+            f"between vLLM and the trainer, by at most {differences.max().item():.3g} nats. "
+            f"{exactness(device)}",
             code="rollout-unequal",
         )
 

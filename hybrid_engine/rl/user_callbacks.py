@@ -9,15 +9,17 @@ import itertools
 import logging
 import math
 import numbers
+import queue
 import selectors
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hybrid_engine.errors import (
     ArgumentError,
@@ -27,10 +29,8 @@ from hybrid_engine.errors import (
     is_of_package,
     shortened,
 )
-from hybrid_engine.ranks.background import in_background
 
 logger = logging.getLogger("hybrid_engine")
-_T = TypeVar("_T")
 
 # Rank 0 gives up before the other ranks' timeout, so that its error, which has the cause, comes
 # first. A coroutine that blocks the event loop also blocks the loop's own timeout, so the waiting
@@ -132,13 +132,13 @@ def run_callbacks(
     if pending:
         places = [place for place, *_ in calls]
         coroutine = _await_all(argument, places, pending, _SHARE_OF_TIMEOUT * timeout_seconds)
-        running = start(coroutine)
+        task = start_task(coroutine)
         limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
         try:
-            for index, result in _wait_for(running, argument, limit_seconds).items():
+            for index, result in _wait_for(task, argument, limit_seconds).items():
                 results[index] = result
         finally:
-            running.cancel()  # matters if this thread was interrupted while it waited
+            task.future.cancel()  # matters if this thread was interrupted while it waited
     return results
 
 
@@ -148,40 +148,65 @@ async def run_callback(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     timeout_seconds: float,
-    lock: asyncio.Lock,
 ) -> Any:
     """Make one call from the event loop, and await its result if it is awaitable.
 
-    The call runs in a thread, because it may start an event loop or take long. Calls with the same
-    `lock` run one after the other, as in `run_callbacks`; awaitable results are awaited together.
+    All such calls are made in one thread, one after the other; awaitable results are awaited
+    together, as in `run_callbacks`.
 
-    Raises ArgumentError as `run_callbacks`; `timeout_seconds` bounds the call and its result each.
+    Raises ArgumentError as `run_callbacks`; 90 % of the timeout bound the call and its result each.
+    After a call that takes longer, others are made in a new thread.
     """
     seconds = _SHARE_OF_TIMEOUT * timeout_seconds
-    async with lock:
-        call = in_background(functools.partial(function, *arguments), argument)
-        called = {0: asyncio.wrap_future(call)}
-        result = (await _await_all(argument, [place], called, seconds))[0]
+
+    def call() -> Any:
+        # Here, because asyncio's futures refuse StopIteration.
+        with _naming(argument, place, _RAISED_BY_COROUTINES):
+            return function(*arguments)
+
+    async with _event_loop().calls:
+        running = asyncio.wrap_future(_caller().submit(call))
+        try:
+            result = await asyncio.wait_for(running, seconds)
+        except TimeoutError as error:
+            _caller.cache_clear()
+            raise ArgumentError([_timeout_violation(argument, seconds, place)]) from error
     if inspect.isawaitable(result):
         result = (await _await_all(argument, [place], {0: result}, seconds))[0]
     return result
 
 
-def start(coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-    """Start a coroutine in the event loop of callbacks, and return its future."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop().loop)
+class BackgroundTask(NamedTuple):
+    """A coroutine in the event loop of callbacks."""
+
+    future: Future[Any]
+    runner: _LoopThread
 
 
-def steps_of(running: Future[Any], argument: str, timeout_seconds: float) -> Iterator[None]:
-    """Yield every few seconds until `running`, of `start`, is done: the steps of `rounds`.
+def start_task(coroutine: Coroutine[Any, Any, Any]) -> BackgroundTask:
+    """Start a coroutine in the event loop of callbacks."""
+    runner = _event_loop()
+    return BackgroundTask(asyncio.run_coroutine_threadsafe(coroutine, runner.loop), runner)
 
-    Raises ArgumentError that names the line, if a coroutine blocks the event loop.
+
+def steps_of(task: BackgroundTask, argument: str, timeout_seconds: float) -> Iterator[None]:
+    """Yield every second or more often until a task is done: the steps of `Agreement.rounds`.
+
+    Raises ArgumentError that names the line, if a coroutine blocks the event loop for 95 % of the
+    timeout.
     """
     seconds = min(_SECONDS_OF_A_STEP, timeout_seconds / 8)
-    while not wait([running], seconds).done:
-        # It ends at once unless the loop is blocked.
-        heartbeat = start(asyncio.sleep(0))
-        _wait_for(heartbeat, argument, timeout_seconds / 4)
+    limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
+    heartbeat: Future[None] | None = None
+    begin = 0.0
+    while not wait([task.future], seconds).done:
+        if heartbeat is None or heartbeat.done():
+            begin = time.monotonic()
+            heartbeat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), task.runner.loop)
+        elif time.monotonic() - begin > limit_seconds:
+            blocked_at = task.runner.line()
+            if blocked_at is not None:
+                raise _blocked(argument, limit_seconds, blocked_at)
         yield
 
 
@@ -216,25 +241,27 @@ def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
     return Violation(argument, problem, remedy, code="callback-timeout")
 
 
-def _wait_for(running: Future[_T], argument: str, seconds: float) -> _T:
-    """Return the results of `running`.
+def _wait_for(task: BackgroundTask, argument: str, seconds: float) -> Any:
+    """Return the result of a task.
 
     Raises ArgumentError that names the line, if a coroutine blocks the event loop for `seconds`.
     """
-    wait([running], seconds)
-    blocked_at = None
-    while not running.done():
-        blocked_at = _event_loop().line()
+    wait([task.future], seconds)
+    while not task.future.done():
+        blocked_at = task.runner.line()
         if blocked_at is not None:
-            break
+            raise _blocked(argument, seconds, blocked_at)
         # The loop is not blocked, only slow on a busy host: its own timeout is about to expire.
-        wait([running], _POLL_SECONDS)
-    if blocked_at is None:
-        return running.result()
+        wait([task.future], _POLL_SECONDS)
+    return task.future.result()
+
+
+def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
+    """Abandon the event loop, and return the error that names the line which blocks it."""
     _event_loop.cache_clear()  # later calls get a new loop instead of waiting for the blocked one
-    problem = f"a coroutine has blocked the event loop for {seconds:g} s, in {blocked_at}"
+    problem = f"a coroutine has blocked the event loop for {seconds:g} s, in {line}"
     remedy = "Use an awaitable call there, or run the blocking call by asyncio.to_thread"
-    raise ArgumentError([Violation(argument, problem, remedy, code="event-loop-blocked")])
+    return ArgumentError([Violation(argument, problem, remedy, code="event-loop-blocked")])
 
 
 @contextmanager
@@ -280,10 +307,11 @@ def is_coroutine_function(function: object) -> bool:
 
 
 class _LoopThread(NamedTuple):
-    """Event loop and the thread that runs it."""
+    """Event loop, the thread that runs it, and the lock of calls that its tasks make."""
 
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
+    calls: asyncio.Lock
 
     def line(self) -> str | None:
         """Return the outermost line of the running coroutine as "file:line".
@@ -314,7 +342,37 @@ def _event_loop() -> _LoopThread:
         target=_run_forever, args=(loop,), name="environments and rewards", daemon=True
     )
     thread.start()
-    return _LoopThread(loop, thread)
+    return _LoopThread(loop, thread, asyncio.Lock())
+
+
+class _Caller:
+    """A thread that makes calls, one after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="environments", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Return the future of a call."""
+        future: Future[Any] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where the future is awaited
+                future.set_exception(error)
+
+
+@functools.cache
+def _caller() -> _Caller:
+    """Return the process's thread for functions of environments with servers."""
+    return _Caller()
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

@@ -198,7 +198,7 @@ class LogprobCheck(ProbingTrainer):
             gap = Gap(probe.tokens, trained, served)
             if self._when == "exact" and not gap.is_zero:
                 raise ComputationError(
-                    f"{_MISMATCH} bit by bit: {gap}. {exactness(self._job.device)}",
+                    f"{_MISMATCH} bit by bit: {gap.inequality}. {exactness(self._job.device)}",
                     code="log-probabilities-unequal",
                 )
             if not gap.is_rounding:
@@ -248,6 +248,12 @@ class LogprobCheck(ProbingTrainer):
                 )
         if isinstance(trainer, Probed) and isinstance(inference, Probed) and tokens is not None:
             return _JobProbe(trainer, inference, tokens)
+        if self._when == "exact":
+            raise ComputationError(
+                f"check_compute is exact, but log-probabilities cannot be compared: {refusal}. Set "
+                "generate_config.check_compute to another value, or change that",
+                code="cannot-compare",
+            )
         self._log(
             logging.WARNING,
             "vLLM's computation is not compared with the trainer's: %s",
@@ -324,6 +330,16 @@ class Gap:
     def is_zero(self) -> bool:
         """True if all log-probabilities are equal; False for NaN."""
         return bool((self._differences == 0).all())
+
+    @property
+    def inequality(self) -> str:
+        """Number of unequal log-probabilities, and the largest difference."""
+        differences = self._differences
+        num_unequal = int((differences != 0).sum())
+        return (
+            f"log-probabilities of {num_unequal} of {differences.numel()} tokens differ, "
+            f"by at most {differences.max().item():.3g} nats"
+        )
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

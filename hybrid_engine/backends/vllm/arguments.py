@@ -202,7 +202,7 @@ def check_without_job(settings: InferenceSettings, rank: int) -> str:
     if settings.generate.check_compute == "exact" and device_type == "cuda":
         # It replaces torch's matrix products, means and log-softmax in the whole process, the
         # trainer's too. The replacements need Triton, which CPUs do not have.
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     check_arguments(settings, rank, device_type)
     return device_type
 

@@ -204,6 +204,12 @@ GENERATE_BREAKS = (
     Break("dtype is the dtype in which", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
     Break("check_compute: exact needs", generate={"check_compute": "exact", "quantization": "fp8"}),
+    Break("check_compute: exact needs", generate={"check_compute": "exact", "servers": ["http://127.0.0.1:1"]}),
+    Break(
+        "check_compute: exact needs",
+        actor={"params_dtype": "float32"},
+        generate={"check_compute": "exact", "compress_reshard": True},
+    ),
     Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
     Break("router_replay needs", generate={"router_replay": True}),
     Break("router_replay needs", actor=FSDP, generate={"router_replay": True}, model=EXPERTS),

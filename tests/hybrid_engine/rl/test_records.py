@@ -154,7 +154,6 @@ def test_children_end_by_a_signal_as_ever() -> None:
 def test_a_rank_ends_at_once_if_another_has_failed() -> None:
     program = """
 import os, signal, time
-from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import StopSignals
 with StopSignals(lambda: True):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -196,6 +195,15 @@ def test_handlers_of_the_program_are_left_alone() -> None:
 
 
 def test_exact_rollouts_have_no_difference() -> None:
-    require_exact({"logprob_equal": 1.0, "logprob_diff": 0.0}, torch.device("cpu"))
-    with pytest.raises(ComputationError, check=has_code("rollout-unequal", "25.00%", "2e-06 nats", "for CPUs")):
-        require_exact({"logprob_equal": 0.75, "logprob_diff": 2e-6}, torch.device("cpu"))
+    """One token of many is enough, which a share in float32 would not show."""
+    drawn = torch.zeros(3, 4)
+    batch = {"mask": torch.ones(3, 4), "sampled_log_probs": drawn, "old_log_probs": drawn.clone()}
+    require_exact(batch, torch.device("cpu"))
+    batch["old_log_probs"][1, 2] = 2e-6
+    with pytest.raises(ComputationError, check=has_code("rollout-unequal", "1 of 12 drawn", "2e-06 nats", "for CPUs")):
+        require_exact(batch, torch.device("cpu"))
+    batch["old_log_probs"][1, 2] = torch.nan
+    with pytest.raises(ComputationError):
+        require_exact(batch, torch.device("cpu"))
+    batch["mask"][1, 2] = 0
+    require_exact(batch, torch.device("cpu"))

@@ -68,6 +68,7 @@ def hold(model: str, url: str) -> dict[str, Any]:
             for name in ("first", "again"):
                 groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
                 results[name] = figures_of(groups)
+            results["in one thread"] = in_one_thread(worker)
             results["held"] = [[len(talk.messages), talk.environment is not None] for group in groups for talk in group]
             sampling = Sampling(max_tokens=40)
             groups = converse(worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN)
@@ -85,6 +86,26 @@ def hold(model: str, url: str) -> dict[str, Any]:
             results["over a publish"] = figures_of(begun.collect())
             results["version"] = worker.train.version
     return results
+
+
+def in_one_thread(worker: ActorHybridWorker) -> Any:
+    """Converse with functions, which must be called in one thread, as those of sqlite3 must."""
+    threads = set()
+
+    def environment(_prompt: Any) -> Callable[[Completion], list[int] | None]:
+        answers: list[Completion] = []
+        threads.add(threading.get_ident())
+
+        def respond(answer: Completion) -> list[int] | None:
+            threads.add(threading.get_ident())
+            answers.append(answer)
+            return [7, 8] if len(answers) < 3 else None
+
+        return respond
+
+    groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
+    assert len(threads) == (worker.rank == 0)
+    return figures_of(groups)
 
 
 def one_for_another() -> Callable[[Any], Reply]:
@@ -153,7 +174,7 @@ def fail(model: str, url: str) -> list[tuple[str, float]]:
 
     outcomes = []
     with worker_of(model, url, timeout=12) as worker, worker.rollout_context():
-        for respond in (raising, blocking, blocking_thread):
+        for respond in (raising, lambda _: next(iter(())), blocking, blocking_thread):
             begin = time.monotonic()
             try:
                 converse(worker, PROMPTS, SAMPLING, lambda _, respond=respond: respond, max_tokens_per_turn=TURN)  # type: ignore[misc]
@@ -203,9 +224,9 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_each_conversation_goes_on_by_itself(outcomes: Outcomes) -> None:
     """All ranks get the same turns; equal prompts differ, and the same seed repeats them."""
     results, received = outcomes["hold"]
-    for name in ("first", "again", "waiting", "over a publish"):
+    for name in ("first", "again", "in one thread", "waiting", "over a publish"):
         assert results[name] == received[name]
-    assert results["first"] == results["again"]
+    assert results["first"] == results["again"] == results["in one thread"]
     assert results["held"] == [[0, True]] * 6
     assert received["held"] == [[0, False]] * 6
     talks = [talk for group in results["first"] for talk in group]
@@ -231,8 +252,8 @@ def test_conversations_go_on_over_a_publish(outcomes: Outcomes) -> None:
 @pytest.mark.timeout(600)
 def test_a_failing_environment_is_named_on_all_ranks(outcomes: Outcomes) -> None:
     results, received = outcomes["fail"]
-    messages = ("no such table", "has blocked the event loop", "not done after 10.8 s")
-    assert len(results) == len(received) == 4
+    messages = ("no such table", "StopIteration", "has blocked the event loop", "not done after 10.8 s")
+    assert len(results) == len(received) == 5
     for message, (error, seconds), (remote, _) in zip(messages, results, received, strict=False):
         assert message in error
         assert message in remote

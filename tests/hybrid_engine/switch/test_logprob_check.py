@@ -246,9 +246,11 @@ def test_exact_allows_no_difference(job: None) -> None:
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
     rig.training.offset = 1e-6
-    with pytest.raises(ComputationError, check=has_code("log-probabilities-unequal", "no", "kernels", "for CPUs")):
+    with pytest.raises(ComputationError, check=has_code("log-probabilities-unequal", "38 of 38", "nats", "for CPUs")):
         rig.manager.enter(INFER)
     rig.assert_is(TRAIN)
+    with pytest.raises(ComputationError, check=has_code("cannot-compare", "splits sequences")):
+        ProbedRig(limits=ProbeLimits("the trainer splits sequences"), check_compute="exact")
 
 
 @pytest.mark.parametrize("call", ["trainer computes", "vLLM computes"])

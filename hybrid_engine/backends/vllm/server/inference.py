@@ -166,25 +166,32 @@ class ServedInference:
         Raises ArgumentError for an invalid prompt, GenerationError, ServerError.
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
-        return self._complete_one(self._weights(), prompt, sampling)
+        server = next(self._turns) % len(self._servers)
+        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), self._weights())
+        return completion
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self._servers)
 
     def completer(
         self, *, goes_on: bool = False
-    ) -> Callable[[Sequence[int], Sampling], Completion]:
-        """Return a function that completes a prompt, which is not checked; from any thread.
+    ) -> Callable[[int, Sequence[int], Sampling], Completion]:
+        """Return a function (number, prompt, sampling) -> completion, from any thread.
 
-        Collective. Raises StateError without weights. For `goes_on` see `begin`.
+        It does not check prompts. The same number reaches the same server. Collective. Raises
+        StateError without weights. For `goes_on` see `begin`.
         """
         with self.job.agreement.phase("looking for weights"):
             weights = self._weights(goes_on)
-        return functools.partial(self._complete_one, weights)
 
-    def _complete_one(
-        self, weights: DrawnWith, prompt: Sequence[int], sampling: Sampling
-    ) -> Completion:
-        server = next(self._turns) % len(self._servers)
-        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
-        return completion
+        def complete(number: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
+            server = number % len(self._servers)
+            ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
+            return completion
+
+        return complete
 
     def _weights(self, goes_on: bool = False) -> DrawnWith:
         """Return the weights that a request asks for. Raises StateError if there are none."""
