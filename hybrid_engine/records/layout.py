@@ -196,17 +196,31 @@ class Layout:
 
         Args:
             shapes: canonical name -> finer shape. Other tensors stay.
+
+        Raises:
+            PlanError: lists every shape that does not refine the tensor's.
         """
         tensors = {name: shapes.get(name, shape) for name, shape in self.tensors.items()}
+        splits = {}
+        faults = []
+        for name, shape in tensors.items():
+            whole = self.tensors[name]
+            if shape == whole:
+                continue
+            split = splits_of(whole, shape)
+            if split is None:
+                faults.append(f"{name}: shape {whole} on one side, {shape} on the other")
+            else:
+                splits[name] = split
+        if faults:
+            raise PlanError(faults)
         shards: list[Shard] = []
         for shard in self.shards:
             name = shard.region.tensor
-            if tensors[name] == self.tensors[name]:
+            if name not in splits:
                 shards.append(shard)
                 continue
-            splits = splits_of(self.tensors[name], tensors[name])
-            assert splits is not None, f"{name}: {tensors[name]} is no finer shape"
-            for box in refined_boxes(shard.region, shard.place.strides, splits):
+            for box in refined_boxes(shard.region, shard.place.strides, splits[name]):
                 region = Region(name, box.offsets, box.lengths)
                 offset = shard.place.offset + box.dst_offset
                 shards.append(Shard(region, Place(shard.place.buffer, offset, box.dst_strides)))

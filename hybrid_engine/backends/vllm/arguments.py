@@ -188,11 +188,23 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
     Raises as `check_before_building`, and leaves the environment as vLLM requires it.
     """
     check_world(settings, job)
-    return check_without_job(settings, job.rank)
+    device_type = _imported(settings, job.rank)
+    check_arguments(settings, job.rank, device_type)
+    return device_type
 
 
 def check_without_job(settings: InferenceSettings, rank: int) -> str:
-    """Do the same for a rank of a job that does not run."""
+    """Do the same for a rank of a job that does not run, whose devices may be others than these.
+
+    What this machine's kernels and memory decide is not checked.
+    """
+    device_type = _imported(settings, rank)
+    _accepted_config(settings, rank, device_type)
+    return device_type
+
+
+def _imported(settings: InferenceSettings, rank: int) -> str:
+    """Import vLLM for a rank, and return its device type."""
     require_vllm(allow_version=settings.generate.allow_version)
     set_environment(settings, rank)
     register_model_class(settings.model_dir)
@@ -203,7 +215,6 @@ def check_without_job(settings: InferenceSettings, rank: int) -> str:
         # It replaces torch's matrix products, means and log-softmax in the whole process, the
         # trainer's too. The replacements need Triton, which CPUs do not have.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    check_arguments(settings, rank, device_type)
     return device_type
 
 
@@ -218,21 +229,9 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
-    from vllm.model_executor.model_loader import get_model_architecture
     from vllm.model_executor.models import supports_lora
 
-    try:
-        config = engine_config(settings, rank, device_type, load_format="dummy")
-        model_class, _ = get_model_architecture(config.model_config)
-    except (ValidationError, ValueError, NotImplementedError) as error:
-        if isinstance(error, ValidationError):
-            texts = [str(detail["msg"]) for detail in error.errors()]
-        else:
-            texts = [str(error)]
-        messages = [text.removeprefix("Value error, ").rstrip(". ") for text in texts]
-        raise ConfigError(
-            [Violation("vLLM", message, _REMEDY, code="refused-by-vllm") for message in messages]
-        ) from error
+    config, model_class = _accepted_config(settings, rank, device_type)
     violations = list(_cannot_generate(config, device_type))
     if violations:
         raise ConfigError(violations)
@@ -256,6 +255,27 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         problem = f"{settings.max_loras}, but {reason}"
         remedy = "Set it to 0 and merge it into the weights"
         raise ConfigError([Violation("max_loras", problem, remedy, code="lora-unsupported")])
+
+
+def _accepted_config(
+    settings: InferenceSettings, rank: int, device_type: str
+) -> tuple[VllmConfig, type[Any]]:
+    """Return vLLM's configuration and model class. Raises ConfigError with vLLM's complaints."""
+    from vllm.model_executor.model_loader import get_model_architecture
+
+    try:
+        config = engine_config(settings, rank, device_type, load_format="dummy")
+        model_class, _ = get_model_architecture(config.model_config)
+    except (ValidationError, ValueError, NotImplementedError) as error:
+        if isinstance(error, ValidationError):
+            texts = [str(detail["msg"]) for detail in error.errors()]
+        else:
+            texts = [str(error)]
+        messages = [text.removeprefix("Value error, ").rstrip(". ") for text in texts]
+        raise ConfigError(
+            [Violation("vLLM", message, _REMEDY, code="refused-by-vllm") for message in messages]
+        ) from error
+    return config, model_class
 
 
 def _check_extra(settings: InferenceSettings, device_type: str) -> None:

@@ -23,6 +23,9 @@ from hybrid_engine.records.layout import BufferId, Layout
 _OF_EXPERT = re.compile(r"\.experts\.|\.w13_|\.w2_")
 """In the name of a parameter of vLLM's experts."""
 
+_PLACING = ("expert_placement_strategy",)
+"""Engine arguments of `generate_config.vllm` on which the places of weights depend."""
+
 
 class TracedSides:
     """Layouts of vLLM for a configuration, by sizes.
@@ -54,6 +57,7 @@ class TracedSides:
             ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a
                 rule.
             ModelError: vLLM cannot construct the model without memory.
+            PlanError: tensors have other shapes in training.
         """
         if invalid := violations(sizes, table):
             raise ConfigError(invalid)
@@ -95,8 +99,12 @@ class TracedSides:
             violation = Violation("model", problem, remedy, code="needs-package")
             raise ConfigError([violation]) from error
         config = self._config
-        # Bytes are counted unquantised, and methods need kernels of the job's devices.
-        generate = config.generate_config.model_copy(update={"quantization": UNQUANTISED})
+        # Bytes are counted unquantised, and methods need kernels of the job's devices, as many
+        # other arguments do.
+        arguments = config.generate_config.vllm
+        placing = {name: arguments[name] for name in _PLACING if name in arguments}
+        update = {"quantization": UNQUANTISED, "vllm": placing}
+        generate = config.generate_config.model_copy(update=update)
         settings = InferenceSettings(str(config.model), sizes, generate, config.served_dtype)
         positions = [
             Position(rank, sizes.world_size, self._num_hosts)

@@ -123,3 +123,12 @@ def test_padding_beyond_the_end_does_not_cover_a_gap() -> None:
     shard = Shard(Region("t", (0,), (5,)), Place(BUFFER, 0, (1,)))
     (fault,) = layout_faults(Layout({"t": (5,)}, {BUFFER: buffer}, (shard,)), exact=True)
     assert "padding [8, 13) reaches beyond its 10 elements" in fault
+
+
+def test_only_finer_shapes_refine_a_layout() -> None:
+    layout = Layout({"a": (4, 6), "b": (3,), "c": (2, 2)}, {})
+    assert layout.refined({"a": (4, 3, 2), "d": (7,)}).tensors == {"a": (4, 3, 2), "b": (3,), "c": (2, 2)}
+    with pytest.raises(PlanError) as caught:
+        layout.refined({"a": (6, 4), "b": (1, 3), "c": (5,)})
+    assert len(caught.value.findings) == 2
+    assert "a: shape (4, 6) on one side, (6, 4) on the other" in caught.value.findings

@@ -1,16 +1,19 @@
-"""Models without a name table, switched from FSDP2 to vLLM and compared bitwise."""
+"""Models by derived tables, switched from FSDP2 to vLLM and compared bitwise."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_engine.tools.verify.cases import Case
+from hybrid_engine.tools.verify.comparison import Verdict
 from hybrid_engine.tools.verify.verify import run_cases
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.fsdp import derived_ranks
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
+from tests.zoo.families import served_config, write_config
 
 TENSOR: dict[str, Any] = {"infer_tensor_parallel_size": 2}
 EXPERT: dict[str, Any] = {**TENSOR, "infer_expert_parallel_size": 2}
@@ -27,6 +30,8 @@ FEW = {
     "SmolLM3ForCausalLM": TENSOR,
     # Replicas of vLLM.
     "MistralForCausalLM": {},
+    # Stages of vLLM, which then only loads on a CPU.
+    "Glm4MoeLiteForCausalLM": {"infer_pipeline_parallel_size": 2},
 }
 # Models that are not run, with the reason.
 EXCLUDED = {
@@ -40,26 +45,38 @@ EXCLUDED = {
 }
 
 
-def verdicts_of(layouts: dict[str, dict[str, Any]], directory: Path) -> dict[str, list[str]]:
+def cases_of(layouts: dict[str, dict[str, Any]], directory: Path) -> list[Case]:
     cases = []
     for architecture, infer in layouts.items():
-        place = directory / architecture
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(small_config(architecture)))
-        cases.append(Case(architecture, str(place), {"fsdp": {}}, infer))
-    verdicts = run_cases(cases, 2)
-    assert all(verdict.num_parameters for verdict in verdicts)
-    return {verdict.name: verdict.faults for verdict in verdicts}
+        model = write_config(directory / architecture, small_config(architecture))
+        cases.append(Case(architecture, str(model), {"fsdp": {}}, infer))
+    return cases
+
+
+def verdicts_of(cases: list[Case]) -> list[Verdict]:
+    verdicts = run_cases(cases, 2, module=derived_ranks.__name__)
+    assert {verdict.name: verdict.faults for verdict in verdicts} == {case.name: [] for case in cases}
+    return verdicts
 
 
 @pytest.mark.engines
-def test_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
-    assert verdicts_of(FEW, tmp_path) == {name: [] for name in FEW}
+def test_models_without_a_table_switch_bitwise_as_planned(tmp_path: Path, engines: Ranks) -> None:
+    cases = cases_of(FEW, tmp_path)
+    (plans,) = engines.launch(derived_ranks.planned, 1, cases, 2)
+    for verdict, plan in zip(verdicts_of(cases), plans, strict=True):
+        assert verdict.seen == plan, verdict.name
+        assert all(plan)
 
 
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.timeout(1200)
 def test_all_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
-    layouts = dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR)
-    assert verdicts_of(layouts, tmp_path) == {name: [] for name in layouts}
+    verdicts_of(cases_of(dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR), tmp_path))
+
+
+@pytest.mark.engines
+def test_a_model_with_a_table_switches_bitwise_by_a_derived_one(tmp_path: Path) -> None:
+    config = served_config("qwen3_moe")
+    model = write_config(tmp_path, config)
+    verdicts_of([Case("Qwen3MoeForCausalLM", str(model), {"fsdp": {}}, EXPERT)])

@@ -11,6 +11,7 @@ parameters. The mock repeats that part of `transformer_engine.pytorch` 2.x:
     GroupedLinear     weight0, weight1, ... and bias0, bias1, ...; after `group_weights` one
                       `GroupedTensor` for all weights (`single_grouped_weight` since 2.14)
     norms             weight, bias
+    attention         softmax_offset, one for each head, if it is learnable
 
 A column parallel layer splits its rows over `tp_size` ranks, a row parallel layer its columns.
 """
@@ -52,6 +53,7 @@ class Linear(_Layer):
         **_unused: Any,
     ) -> None:
         super().__init__()
+        self.parallel_mode = parallel_mode
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
         self._add("weight", rows, columns, dtype=params_dtype)
         if bias:
@@ -133,8 +135,12 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(_Layer):
-    def __init__(self, **_unused: Any) -> None:
+    def __init__(
+        self, num_attention_heads: int, *, tp_size: int, softmax_type: str = "vanilla", **_unused: Any
+    ) -> None:
         super().__init__()
+        if softmax_type == "learnable":
+            self._add("softmax_offset", num_attention_heads // tp_size, dtype=torch.float32)
 
 
 class _HasAnything(type):

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,16 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.assembly import gather_positions
-from hybrid_engine.backends.vllm import InferenceSettings, internals, layout_of_position
+from hybrid_engine.backends.vllm import (
+    InferenceSettings,
+    Position,
+    internals,
+    layout_of_position,
+    layout_without_job,
+)
 from hybrid_engine.backends.vllm.positions import _seat_class
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ModelError
+from hybrid_engine.errors import ConfigError, ModelError, StateError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
@@ -212,3 +218,45 @@ def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_commu
         assert "model.norm.weight (7,)" in error
         assert not residue
         assert all(errors), errors
+
+
+def trace_without_job(directory: str) -> dict[str, Any]:
+    """Return the refusals of positions without a job, and the layout that is traced after them."""
+    position = Position(1, 2, 1)
+    place = Path(directory, os.environ["RANK"])
+    settings = _settings_of(CASES[0], place)
+    shapes = table_for(served_config("llama")).shapes
+    results: dict[str, Any] = {}
+
+    def refusal_of(kind: type[Exception], **changes: Any) -> str:
+        arguments = {"position": position, "settings": settings, "tensors": shapes, **changes}
+        with pytest.raises(kind) as caught:
+            layout_without_job(**arguments)
+        return str(caught.value)
+
+    results["wrong shape"] = refusal_of(ModelError, tensors={**shapes, "model.norm.weight": (7,)})
+    beyond_positions = replace(settings, generate=settings.generate.model_copy(update={"max_model_len": 4096}))
+    results["refused by vLLM"] = refusal_of(ConfigError, settings=beyond_positions)
+    # Neither refusal left its group.
+    results["group"] = dist.is_initialized()
+    results["layout"] = layout_without_job(position, settings, shapes)
+    dist.init_process_group("gloo")
+    results["a rank of a job"] = refusal_of(StateError)
+    results["job"] = layout_of_position_of_job(settings, shapes)
+    return results
+
+
+def layout_of_position_of_job(settings: InferenceSettings, shapes: dict[str, tuple[int, ...]]) -> Any:
+    with closing(Job.join(120)) as job:
+        return layout_of_position(settings, job, shapes)
+
+
+def test_a_position_without_a_job_is_that_of_a_job_and_is_refused_with_reasons(engines: Ranks, tmp_path: Path) -> None:
+    results = engines.launch(trace_without_job, 2, str(tmp_path))
+    for result in results:
+        assert "model.norm.weight (7,)" in result["wrong shape"]
+        assert "max_model_len (4096)" in result["refused by vLLM"]
+        assert "is a rank of a job" in result["a rank of a job"]
+        assert not result["group"]
+    assert results[0]["layout"] == results[1]["layout"] == results[1]["job"]
+    assert results[0]["job"] != results[1]["job"]
