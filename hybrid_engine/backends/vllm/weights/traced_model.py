@@ -110,12 +110,16 @@ def trace_model(
     """
     _materialize(model)
     defaults = _scales_of_caches(model)
+    activations = _scales_of_activations(model)
+    # vLLM's mark of a scale that no checkpoint has filled.
+    absent = {key for key, parameter in activations.items() if parameter.isnan().all()}
     with torch.no_grad():
         for parameter in model.parameters():
-            if storage_key(parameter) not in defaults:
+            if storage_key(parameter) not in defaults | absent:
                 parameter.zero_()
-        for parameter in _scales_of_activations(model).values():
-            parameter.fill_(1)
+        for key, parameter in activations.items():
+            if key not in absent:
+                parameter.fill_(1)
     records = _records_of(model, tensors, dtypes, rank)
     staged = records.trace.staged
     if staged:
@@ -299,7 +303,7 @@ def _scales_of_caches(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _scales_of_activations(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """Return the parameters that experts have for scales of activations and do not need.
+    """Return the parameters that layers have for scales of activations and do not need.
 
     vLLM creates them for 4-bit weights although activations stay as they are. A checkpoint lacks
     them.
@@ -307,10 +311,16 @@ def _scales_of_activations(model: torch.nn.Module) -> dict[int, torch.nn.Paramet
     return {
         storage_key(parameter): parameter
         for module in model.modules()
-        if getattr(getattr(module, "quant_method", None), "use_a16", False)
+        if _leaves_activations(getattr(module, "quant_method", None))
         for name, parameter in module.named_parameters(recurse=False)
         if name.endswith(("input_scale", "input_global_scale"))
     }
+
+
+def _leaves_activations(method: object) -> bool:
+    """Return whether a method of a layer quantises weights only, by the attributes it may have."""
+    spec = getattr(method, "spec", None)
+    return getattr(method, "use_a16", spec is not None and spec.activation is None)
 
 
 def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:
