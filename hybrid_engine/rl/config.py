@@ -100,13 +100,22 @@ class LoopConfig(Section):
     kl_coefficient: NonNegative = 0.0
     """Weight of the KL to the initial model. With 0 no copy of that model is kept."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator of the KL in the loss."""
+    """Estimator of the KL, in the loss or in the reward."""
+    kl_place: Literal["loss", "reward"] = "loss"
+    """A term of the loss; or subtracted from the reward: of each token with PPO, of a completion
+    the sum over its tokens with GRPO, between the policy that drew them and the reference."""
     aggregation: Aggregation = "token"
     """Average of the losses of tokens: over all tokens of an optimizer step (token), over the means
     of sequences (sequence), or over the sums of sequences divided by max_tokens (constant)."""
     importance_cap: Positive | None = None
     """Truncated importance sampling: weight each token by its probability in the trainer over its
     probability in vLLM, but at most by this. None: no weights."""
+    importance_of: Ratio = "token"
+    """Ratio that importance_cap bounds: of each token, or the product over a completion."""
+    above_importance_cap: Literal["truncate", "mask"] = "truncate"
+    """A ratio above importance_cap counts as the cap, or nothing is learned from its tokens."""
+    importance_veto: Positive | None = None
+    """Learn nothing from a completion with a token whose ratio is smaller, such as 1e-4."""
     pack: bool = False
     """Compute several completions in a row of seq_length tokens, which has less padding."""
     mask_truncated: bool = False
@@ -190,15 +199,19 @@ class LoopConfig(Section):
 
         Otherwise they are to those of the trainer before the step.
         """
-        return self.max_staleness > 0 and self.importance_cap is None
+        is_weighted = self.importance_cap is not None or self.importance_veto is not None
+        return self.max_staleness > 0 and not is_weighted
 
     def policy_loss(self) -> Callable[[Batch, torch.Tensor], Loss]:
         """Return the loss of the policy by these settings."""
         return policy_loss(
             self.clip_ratio,
-            self.kl_coefficient,
+            self.kl_coefficient if self.kl_place == "loss" else 0.0,
             clip_ratio_high=self.clip_ratio_high,
             importance_cap=self.importance_cap,
+            importance_of=self.importance_of,
+            above_importance_cap=self.above_importance_cap,
+            importance_veto=self.importance_veto,
             ratio_of=self.ratio,
             clipping=self.clipping,
             dual_clip=self.dual_clip,

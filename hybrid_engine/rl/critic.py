@@ -60,7 +60,7 @@ class Critic:
     def learn(
         self, batch: Batch, rewards: torch.Tensor, step: int, generator: torch.Generator
     ) -> dict[str, float]:
-        """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B].
+        """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B, S].
 
         Also adds `old_values` and `returns`, [B, S].
 
@@ -73,9 +73,7 @@ class Critic:
         with self.model.train_context():
             values = self._calls.score(self.model.values, batch)
             batch["old_values"] = values
-            estimate = generalized_advantages(
-                at_last_tokens(rewards, mask), values, batch, config.gamma, config.lam
-            )
+            estimate = generalized_advantages(rewards, values, batch, config.gamma, config.lam)
             # The actor's advantages are normalized. The critic's targets must keep their scale.
             batch["advantages"] = whitened(estimate.advantages, mask)
             batch["returns"] = estimate.returns

@@ -50,7 +50,7 @@ from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversation_state import Environment
-from hybrid_engine.rl.critic import Critic
+from hybrid_engine.rl.critic import Critic, at_last_tokens
 from hybrid_engine.rl.group_queue import GroupQueue, randomness
 from hybrid_engine.rl.packed_calls import PackedCalls
 from hybrid_engine.rl.prompt_source import are_listed, source_of
@@ -417,6 +417,7 @@ class Loop:
             with self.reference.forward_context(), meter.phase("score"):
                 compute = self.reference.compute_log_probs
                 batch["ref_log_probs"] = self._calls.score(compute, batch)
+        penalties = self._kl_penalties(batch)
         learning_rate = self._learning_rate * config.learning_rate_factor(number)
         worker.set_learning_rate(learning_rate)
         report: dict[str, float] = {}
@@ -426,8 +427,10 @@ class Loop:
         if self.critic is not None:
             with meter.phase("critic"):
                 generator = self._generator(number, "critic's minibatches")
-                report |= self.critic.learn(batch, rewards.flatten(), number, generator)
+                of_tokens = at_last_tokens(rewards.flatten(), batch["mask"]) - penalties
+                report |= self.critic.learn(batch, of_tokens, number, generator)
         elif isinstance(config, GrpoConfig):
+            rewards = rewards - penalties.sum(dim=1).view_as(rewards)
             batch["advantages"] = self._advantages_of(config, rewards, groups).flatten()
         self.samples = samples_of(prompts, groups, scores, batch, version)
         with worker.train_context():
@@ -573,6 +576,15 @@ class Loop:
                 break
         assert scores is not None
         return groups, scores
+
+    def _kl_penalties(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return what the KL to the reference takes from the reward of each token, [B, S]."""
+        mask = batch["mask"]
+        if self.config.kl_place == "loss" or "ref_log_probs" not in batch:
+            return torch.zeros_like(mask)
+        estimator = self.config.kl_estimator
+        kl = losses.kl_estimate(batch["sampled_log_probs"], batch["ref_log_probs"], estimator)
+        return self.config.kl_coefficient * kl * mask
 
     def _advantages_of(
         self, config: GrpoConfig, rewards: torch.Tensor, groups: Groups

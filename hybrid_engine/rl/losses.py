@@ -11,7 +11,8 @@ Papers:
     DAPO          arXiv 2503.14476: `clip_ratio_high`, the mean over tokens
     Dr. GRPO      arXiv 2503.20783: advantages that are not scaled, a constant length
     RLOO          arXiv 2402.14740: the baseline is the mean of the group's other rewards
-    REINFORCE++   arXiv 2501.03262: the group's mean, scaled over all completions of a step
+    REINFORCE++   arXiv 2501.03262: the mean and scale of all completions of a step, KL in the
+                  reward; or the group's mean
     GSPO          arXiv 2507.18071 eq. 5: one ratio for a sequence
     CISPO         arXiv 2506.13585 eq. 4: a clipped ratio without gradient weights log-probabilities
     dual clip     arXiv 1912.09729 eq. 5: a bound for negative advantages
@@ -34,11 +35,12 @@ from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
 from hybrid_engine.trainer.batches.batch_building import mask_of
 
 Aggregation = Literal["token", "sequence", "constant"]
-Baseline = Literal["group", "others"]
+Baseline = Literal["group", "others", "step"]
 Scale = Literal["group", "batch", "none"]
 Ratio = Literal["token", "sequence"]
 Clipping = Literal["ppo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
+Cap = Literal["truncate", "mask"]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -51,13 +53,14 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return the rewards [P, n] minus a baseline, divided by a scale.
 
-    Groups with equal rewards get zeros.
+    Groups with equal rewards get zeros, but for the baseline "step".
 
     Args:
         rewards: [P, n], n at least 2. NaN where a completion is left out: its advantage is 0, and
             it counts in no baseline and no scale.
         epsilon: is added to the standard deviation.
         baseline: "group": the mean of the group. "others": the mean of the group's other rewards.
+            "step": the mean of all P * n rewards.
         scale: "group": the standard deviation of the group's rewards (by n, not n - 1). "batch":
             that of all P * n advantages. "none": 1.
     """
@@ -66,6 +69,8 @@ def group_advantages(
     differences = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
     # The mean of equal rewards may be rounded to another number.
     differences = differences.where(~are_agreeing(rewards)[:, None], 0.0)
+    if baseline == "step":
+        differences = (rewards - rewards.nanmean()).nan_to_num(0.0)
     advantages = differences
     if baseline == "others":
         advantages = differences * (counts / (counts - 1).clamp(min=1))
@@ -74,7 +79,7 @@ def group_advantages(
         return advantages / (variances.sqrt() + epsilon)
     if scale == "batch":
         count = counts.sum().clamp(min=1)
-        # The mean is 0, because that of each group is.
+        # The mean is 0, because that of each group is, or that of all.
         variance = advantages.square().sum() / count
         return advantages / (variance.sqrt() + epsilon)
     return advantages
@@ -200,6 +205,40 @@ def kl_estimate(
     return difference.exp() - difference - 1
 
 
+def importance_weights(
+    log_ratio: torch.Tensor,
+    mask: torch.Tensor,
+    cap: float | None = None,
+    *,
+    of: Ratio = "token",
+    above_cap: Cap = "truncate",
+    veto: float | None = None,
+) -> torch.Tensor:
+    """Return weights [b, S] of tokens that another policy drew, without gradient.
+
+    Args:
+        log_ratio: [b, S], log of the probability in the trainer over that in the sampler.
+        mask: [b, S], 1 for tokens that were drawn.
+        cap: largest ratio; None: all weights are 1, but for the veto.
+        of: "token": each token has its ratio. "sequence": the tokens of a row have the product of
+            their ratios.
+        above_cap: "truncate": a larger ratio counts as `cap`. "mask": it counts as 0.
+        veto: all weights of a row are 0 if one of its tokens has a smaller ratio.
+    """
+    log_ratio = log_ratio.detach() * mask
+    weights = torch.ones_like(log_ratio)
+    if cap is not None:
+        ratio = log_ratio if of == "token" else log_ratio.sum(dim=1, keepdim=True)
+        ratio = ratio.exp().expand_as(log_ratio)
+        weights = ratio.clamp(max=cap)
+        if above_cap == "mask":
+            weights = torch.where(ratio > cap, 0.0, ratio)
+    if veto is not None:
+        is_kept = log_ratio.exp().amin(dim=1, keepdim=True) >= veto
+        weights = weights * is_kept
+    return weights
+
+
 def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
     """Compute the mean negative log-probability of demonstrations, for a supervised warm-up.
 
@@ -215,6 +254,9 @@ def policy_loss(
     *,
     clip_ratio_high: float | None = None,
     importance_cap: float | None = None,
+    importance_of: Ratio = "token",
+    above_importance_cap: Cap = "truncate",
+    importance_veto: float | None = None,
     ratio_of: Ratio = "token",
     clipping: Clipping = "ppo",
     dual_clip: float | None = None,
@@ -231,7 +273,7 @@ def policy_loss(
 
         clip_fraction   share of tokens whose ratio was outside the bounds
         kl              KL to the reference, if there is one
-        importance      mean importance weight, with `importance_cap`
+        importance      mean importance weight, with `importance_cap` or `importance_veto`
 
     Args:
         clip_ratio: lower bound; the ratio of new to old probability is clipped to at least
@@ -239,10 +281,10 @@ def policy_loss(
         kl_coefficient: weight of the KL.
         clip_ratio_high: upper bound; the ratio is clipped to at most 1 + clip_ratio_high. Default:
             clip_ratio.
-        importance_cap: multiply each token's policy term by its importance weight, but at most by
-            this. The weight is the probability in the trainer before the step, divided by the
-            probability in the sampler (`sampled_log_probs` [b, S], of `align_log_probs`). It has
-            no gradient.
+        importance_cap, importance_of, above_importance_cap, importance_veto: multiply each token's
+            policy term by its weight of `importance_weights`, from the probability in the trainer
+            before the step, divided by the probability in the sampler (`sampled_log_probs` [b, S],
+            of `align_log_probs`).
         ratio_of: "token": each token has its ratio. "sequence": all tokens of a row have the
             geometric mean of their ratios, by `mask` [b, S].
         clipping: "ppo": the lesser of the clipped and the plain gain. "cispo": the clipped ratio,
@@ -280,10 +322,16 @@ def policy_loss(
                 bounded = torch.maximum(gains, dual_clip * advantages)
                 gains = torch.where(advantages < 0, bounded, gains)
         report = {"clip_fraction": weighted_mean((ratio != clipped).float(), token_weights)}
-        if importance_cap is not None:
-            importance = (old_log_probs - micro_batch["sampled_log_probs"]).exp()
-            importance = importance.clamp(max=importance_cap)
-            gains = gains * importance.detach()
+        if importance_cap is not None or importance_veto is not None:
+            importance = importance_weights(
+                old_log_probs - micro_batch["sampled_log_probs"],
+                micro_batch["mask"],
+                importance_cap,
+                of=importance_of,
+                above_cap=above_importance_cap,
+                veto=importance_veto,
+            )
+            gains = gains * importance
             report["importance"] = weighted_mean(importance, token_weights)
         policy = -weighted_mean(gains, weights)
         loss = policy

@@ -393,6 +393,21 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
         problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
         remedy = "Pass an environment, or set max_tokens"
         yield Violation(key, problem, remedy, code="needs-environment")
+    if (
+        config.importance_cap is None
+        and {"importance_of", "above_importance_cap"} & config.model_fields_set
+    ):
+        key = f"{config.name}.importance_cap"
+        problem = "is not set, and settings of its weights are"
+        yield Violation(key, problem, "Set it, such as to 2", code="has-no-effect")
+    if config.kl_place == "reward" and not config.kl_coefficient:
+        key = f"{config.name}.kl_place"
+        problem = "is reward, but kl_coefficient is 0"
+        yield Violation(key, problem, "Set both or neither", code="has-no-effect")
+    if config.pack and (config.importance_of == "sequence" or config.importance_veto is not None):
+        key = f"{config.name}.pack"
+        problem = "is true, but importance weights of a completion need one sequence a row"
+        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
     if config.pack and config.ratio == "sequence":
         key = f"{config.name}.pack"
         problem = "is true, but a ratio for a sequence needs one sequence a row"

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dual clip": ({"loss_type": "dapo", "delta": 1.3}, {"dual_clip": 1.3}),
     "importance sampling": ({"loss_type": "dapo", "cap": 2.0}, {"importance_cap": 2.0}),
+    "importance by sequence": (
+        {"loss_type": "dapo", "cap": 2.0, "mode": "sequence_mask"},
+        {"importance_cap": 2.0, "importance_of": "sequence", "above_importance_cap": "mask"},
+    ),
 }
 
 
@@ -63,7 +67,7 @@ def gradient_of_trl(batch: dict[str, torch.Tensor], settings: dict[str, Any]) ->
     values = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "importance_sampling_level": "token", **settings}
     log_probs = batch["log_probs"].clone().requires_grad_()
     trainer = mock.MagicMock(
-        **{name: value for name, value in values.items() if name not in ("delta", "cap")},
+        **{name: value for name, value in values.items() if name not in ("delta", "cap", "mode")},
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -79,7 +83,12 @@ def gradient_of_trl(batch: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
     trainer._get_per_token_logps_and_entropies.return_value = (log_probs, torch.zeros_like(log_probs), None)
-    ratio = (batch["old_log_probs"] - batch["sampled_log_probs"]).exp()
+    log_ratio = (batch["old_log_probs"] - batch["sampled_log_probs"]) * batch["mask"]
+    ratio = log_ratio.exp().clamp(max=values.get("cap", 1.0))
+    if values.get("mode") == "sequence_mask":
+        # as TRL computes it before its loss
+        ratio = log_ratio.sum(dim=-1, keepdim=True).exp()
+        ratio = ratio.masked_fill(ratio > values["cap"], 0.0)
     inputs = {
         "prompt_ids": batch["labels"][:, :1],
         "prompt_mask": batch["mask"][:, :1],
@@ -89,7 +98,7 @@ def gradient_of_trl(batch: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         "old_per_token_logps": batch["old_log_probs"],
         "ref_per_token_logps": batch["ref_log_probs"],
         "num_items_in_batch": batch["mask"].sum(),
-        "importance_sampling_ratio": ratio.clamp(max=values.get("cap", 1.0)),
+        "importance_sampling_ratio": ratio,
     }
     loss = GRPOTrainer._compute_loss(trainer, SimpleNamespace(training=True), inputs)
     loss.backward()

@@ -94,7 +94,9 @@ def test_advantages_and_losses_equal_a_loop_over_tokens(seed: int, gamma: float,
     mask = batch["mask"]
     model = Model(values)
     config = PpoConfig(gamma=gamma, lam=lam, value_clip=0.2, critic_epochs=2, minibatches=3)
-    report = build_critic(model, config).learn(batch, rewards, 1, torch.Generator().manual_seed(0))
+    report = build_critic(model, config).learn(
+        batch, at_last_tokens(rewards, mask), 1, torch.Generator().manual_seed(0)
+    )
 
     plain = list(by_token(mask, values, rewards, gamma, lam))
     mean = sum(advantage for _, _, advantage in plain) / len(plain)
@@ -132,7 +134,9 @@ def test_the_critic_learning_rate_follows_the_schedule_of_the_run() -> None:
     for rate, start in ((None, 0.5), (0.1, 0.1)):
         model = Model(values)
         config = PpoConfig(critic_learning_rate=rate, schedule="linear", steps=4, warmup_steps=1)
-        build_critic(model, config).learn({**batch, "weights": weights}, rewards, 3, torch.Generator())
+        build_critic(model, config).learn(
+            {**batch, "weights": weights}, at_last_tokens(rewards, batch["mask"]), 3, torch.Generator()
+        )
         assert model.rates == pytest.approx([start, start * config.learning_rate_factor(3)])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_engine import ActorHybridWorker, Completion
 from hybrid_engine.errors import HybridEngineError
@@ -82,9 +83,9 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with workers.build_worker(model, actor) as worker:
 
-        def run(name: str, reward: Any, **changed: Any) -> list[dict[str, Any]]:
+        def run(name: str, reward: Any, advantages: Any = None, **changed: Any) -> list[dict[str, Any]]:
             config = GrpoConfig(**{**CONFIG, **changed})
-            return train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate)
+            return train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate, advantages=advantages)
 
         results["several"] = run(
             "several",
@@ -104,6 +105,25 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
 
         results["redrawn"] = run("redrawn", constant_at_first, redraws=1, steps=1)
         results["drawn"] = redrawn
+        penalized: list[float] = []
+
+        def note_rewards(rewards: torch.Tensor, _groups: Any) -> torch.Tensor:
+            penalized.append(rewards.mean().item())
+            return rewards - rewards.mean()
+
+        results["penalized"] = penalized
+        results["kl in the reward"] = run(
+            "kl in the reward",
+            parity,
+            advantages=note_rewards,
+            kl_place="reward",
+            kl_coefficient=5.0,
+            kl_estimator="k1",
+            importance_cap=2.0,
+            importance_of="sequence",
+            above_importance_cap="mask",
+            importance_veto=1e-4,
+        )
         results["skipped"] = run("skipped", Worked(6), reward_failures="skip", steps=1)
         with pytest.raises(HybridEngineError, match="the judge is away"):
             run("failed", Worked(12))
@@ -118,7 +138,7 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
 def test_settings_of_a_loop(engines: Ranks, tmp_path: Path) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     first, second = engines.launch(runs, 2, model, tmp_path)
-    for name in ("several", "redrawn", "skipped", "resumed", "resumed batch"):
+    for name in ("several", "redrawn", "kl in the reward", "skipped", "resumed", "resumed batch"):
         assert first[name] == second[name]
     initial, *steps = first["several"]
     assert (initial["step"], initial["version"], "reward" in initial) == (0, 0.0, False)
@@ -145,6 +165,12 @@ def test_settings_of_a_loop(engines: Ranks, tmp_path: Path) -> None:
     assert len(drawn) == 16, "both groups agreed at first"
     assert drawn[:8] != drawn[8:], "with another seed"
     assert first["redrawn"][0]["reward"] > 0
+    # The policy is the reference in step 1.
+    penalties = [row["reward"] - mean for row, mean in zip(first["kl in the reward"], first["penalized"], strict=True)]
+    assert abs(penalties[0]) < 1e-4
+    assert abs(penalties[1]) > 1e-2
+    assert all(row["importance"] == pytest.approx(1, abs=1e-3) for row in first["kl in the reward"])
+    assert all("kl" in row and row["loss"] == row["policy_loss"] for row in first["kl in the reward"])
     assert first["skipped"][0]["left_out"] == pytest.approx(0.25)
     assert [row["step"] for row in first["resumed batch"]] == [2]
     assert [row["step"] for row in first["resumed"]] == [2], "step 1 was saved when the reward failed"

@@ -221,11 +221,40 @@ def test_importance_weights_have_no_gradient() -> None:
     old = torch.log(torch.tensor([[0.4, 0.8]]))
     sampled = torch.log(torch.tensor([[0.2, 0.1]]))
     new = old.clone().requires_grad_()
-    batch = {"weights": torch.ones(1, 2), "old_log_probs": old, "sampled_log_probs": sampled}
+    batch = {"weights": torch.ones(1, 2), "mask": torch.ones(1, 2), "old_log_probs": old, "sampled_log_probs": sampled}
     loss, report = losses.policy_loss(0.2, 0.0, importance_cap=3.0)({**batch, "advantages": torch.ones(1)}, new)
     loss.backward()
     assert new.grad.tolist() == [pytest.approx([-2.0, -3.0])]
     assert (report["importance"].item(), "kl" in report) == (pytest.approx(5.0), False)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    of=st.sampled_from(["token", "sequence"]),
+    above_cap=st.sampled_from(["truncate", "mask"]),
+    cap=st.sampled_from([None, 1.1, 2.0]),
+    veto=st.sampled_from([None, 0.7, 1e-4]),
+)
+def test_importance_weights_token_by_token(seed: int, of: Any, above_cap: Any, cap: Any, veto: Any) -> None:
+    batch, _ = random_batch(seed)
+    log_ratio = batch["old_log_probs"] - batch["sampled_log_probs"]
+    weights = losses.importance_weights(log_ratio, batch["mask"], cap, of=of, above_cap=above_cap, veto=veto)
+    for row, mask in enumerate(batch["mask"].bool()):
+        ratios = [math.exp(value) for value in log_ratio[row][mask].tolist()]
+        for index, weight in enumerate(weights[row][mask].tolist()):
+            ratio = math.prod(ratios) if of == "sequence" else ratios[index]
+            expected = 1.0
+            if cap is not None:
+                expected = (cap if above_cap == "truncate" else 0.0) if ratio > cap else ratio
+            if veto is not None and min(ratios) < veto:
+                expected = 0.0
+            assert weight == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_baseline_may_be_that_of_the_step() -> None:
+    rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]], dtype=torch.float64)
+    advantages = losses.group_advantages(rewards, baseline="step", scale="none")
+    assert advantages.flatten().tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3, 0.0])
 
 
 def test_weights_need_tokens_and_a_length() -> None:
