@@ -276,7 +276,7 @@ class RunFiles:
             if not os.path.lexists(self._settings_file):
                 names = []
                 if self.out.exists() and not self.out.is_dir():
-                    raise self._not_a_run("is no directory")
+                    raise self._not_a_run("is not a directory")
                 if os.path.lexists(self.out):
                     names = sorted(path.name for path in self.out.iterdir())
                 foreign = [name for name in names if not _FILES_BEFORE_RUN.fullmatch(name)]
