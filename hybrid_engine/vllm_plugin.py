@@ -53,10 +53,9 @@ def prepare_process() -> GatedFormat:
     gate.close_gate(NAME)
     queues.unname_queues()
     if current_platform.is_cpu():
-        from hybrid_engine.backends.vllm import internals
         from hybrid_engine.backends.vllm.cpu import seeded_draws
 
-        seeded_draws.correct_worker(internals.CPU_WORKER.load())
+        seeded_draws.correct_workers()
     return GatedFormat(NAME)
 
 

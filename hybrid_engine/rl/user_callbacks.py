@@ -155,7 +155,7 @@ async def run_callback(
     together, as in `run_callbacks`.
 
     Raises ArgumentError as `run_callbacks`; 90 % of the timeout bound the call and its result each.
-    After a call that takes longer, others are made in a new thread.
+    While a call that takes longer, or was cancelled, goes on, others are made in a new thread.
     """
     seconds = _SHARE_OF_TIMEOUT * timeout_seconds
 
@@ -165,12 +165,15 @@ async def run_callback(
             return function(*arguments)
 
     async with _event_loop().calls:
-        running = asyncio.wrap_future(_caller().submit(call))
+        future = _caller().submit(call)
         try:
-            result = await asyncio.wait_for(running, seconds)
+            result = await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError as error:
-            _caller.cache_clear()
             raise ArgumentError([_timeout_violation(argument, seconds, place)]) from error
+        finally:
+            # It takes too long, or nobody needs it any more; others must not wait for it.
+            if not future.done():
+                _caller.cache_clear()
     if inspect.isawaitable(result):
         result = (await _await_all(argument, [place], {0: result}, seconds))[0]
     return result

@@ -288,7 +288,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
             "model_runner",
         ),
         f"{_V1}.worker.gpu_worker:Worker": ("model_runner",),
-        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("model",),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": (
+            *("model", "input_batch", "discard_request_mask"),
+        ),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("model",),
     },
     "hold the requests of a call that failed half-way, if vLLM's own abort raises": {
@@ -421,13 +423,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     _OF_LORAS: {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager", "reset_lora_state"),
         "vllm.lora.worker_manager:WorkerLoRAManager": (
-            *(
-                "lora_config",
-                "vocab_size",
-                "_adapter_manager",
-                "remove_adapter",
-                "remove_all_adapters",
-            ),
+            *("lora_config", "vocab_size", "_adapter_manager"),
+            *("remove_adapter", "remove_all_adapters"),
         ),
         "vllm.lora.model_manager:LoRAModelManager": (
             "model",
@@ -494,6 +491,11 @@ COMPLETION_ANSWER = Replacement(
     ":OpenAIServingCompletion.request_output_to_completion_response",
     "makes the answer of /v1/completions, which gets a label of its weights",
     remove_when="the answer has weight_versions, as that of /inference/v1/generate",
+)
+SAMPLE_TOKENS = Replacement(
+    f"{_V1}.worker.cpu_worker:CPUWorker.sample_tokens",
+    "moves generators of tokens that it drops back, which torch cannot do on a CPU",
+    remove_when="torch can",
 )
 AWAIT_READERS = Replacement(
     "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.wait_until_ready",

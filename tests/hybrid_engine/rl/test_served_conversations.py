@@ -167,13 +167,13 @@ def fail(model: str, url: str) -> list[tuple[str, float]]:
         raise ValueError("no such table")
 
     async def blocking(_answer: Completion) -> None:
-        time.sleep(40)
+        time.sleep(60)
 
     def blocking_thread(_answer: Completion) -> None:
-        time.sleep(40)
+        time.sleep(60)
 
     outcomes = []
-    with worker_of(model, url, timeout=12) as worker, worker.rollout_context():
+    with worker_of(model, url, timeout=20) as worker, worker.rollout_context():
         for respond in (raising, lambda _: next(iter(())), blocking, blocking_thread):
             begin = time.monotonic()
             try:
@@ -252,12 +252,12 @@ def test_conversations_go_on_over_a_publish(outcomes: Outcomes) -> None:
 @pytest.mark.timeout(600)
 def test_a_failing_environment_is_named_on_all_ranks(outcomes: Outcomes) -> None:
     results, received = outcomes["fail"]
-    messages = ("no such table", "StopIteration", "has blocked the event loop", "not done after 10.8 s")
+    messages = ("no such table", "StopIteration", "has blocked the event loop", "not done after 18 s")
     assert len(results) == len(received) == 5
     for message, (error, seconds), (remote, _) in zip(messages, results, received, strict=False):
         assert message in error
         assert message in remote
-        assert seconds < 20
+        assert seconds < 35
     assert results[-1][0] == received[-1][0] == "3"
 
 

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+
+from hybrid_engine.backends.vllm import internals
+
+_patches = ExitStack()
+"""Keeps vLLM's method replaced for the life of the process."""
 
 
 class _SpareGenerator(torch.Generator):
@@ -42,7 +48,7 @@ def with_spare_generators(sample_tokens: Callable[..., Any]) -> Callable[..., An
     return sample
 
 
-@functools.cache
-def correct_worker(worker: Any) -> None:
-    """Replace `sample_tokens` of vLLM's class of CPU workers for the life of the process."""
-    worker.sample_tokens = with_spare_generators(worker.sample_tokens)
+def correct_workers() -> None:
+    """Make this process's CPU workers of vLLM's own class draw dropped tokens like that."""
+    _patches.close()
+    _patches.enter_context(internals.SAMPLE_TOKENS.replaced(with_spare_generators))
