@@ -56,9 +56,7 @@ def completion_figures(
     ]
     completions = [completion for group in groups for completion in group]
     reasons = [completion.finish_reason for completion in completions]
-    # vLLM's log-probabilities of the drawn tokens against the trainer's, with the same weights.
-    log_prob_error = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()
-    log_prob_error = log_prob_error[batch["mask"].bool()]
+    log_prob_error = _log_prob_error(batch)
     figures = {
         "reward": rewards.nanmean().item(),
         "reward_std": torch.stack(deviations).mean().item(),
@@ -82,13 +80,18 @@ def completion_figures(
     return figures
 
 
+def _log_prob_error(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the absolute differences of vLLM's and the trainer's log-probabilities, [drawn]."""
+    differences = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()
+    return differences[batch["mask"].bool()]
+
+
 def require_exact(batch: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Raise ComputationError if a log-probability of vLLM's differs from the trainer's.
 
     `batch`: has `mask`, `sampled_log_probs` and `old_log_probs`, all [B, S].
     """
-    is_drawn = batch["mask"].bool()
-    differences = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()[is_drawn]
+    differences = _log_prob_error(batch)
     num_unequal = int((differences != 0).sum())  # NaN is unequal
     if num_unequal:
         raise ComputationError(
