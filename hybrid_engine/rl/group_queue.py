@@ -187,10 +187,8 @@ class GroupQueue:
                 prompts,
                 self.sampling(number),
                 self._environment,
-                max_tokens_per_turn=self._arguments.config.max_tokens_per_turn,
-                names=names,
                 goes_on=True,
-                **self._chat,
+                **self._of_conversations(names),
             )
         servers = cast("ServedInference", self._worker.inference)
         plain_prompts = [prompt_of(prompt) for prompt in prompts]
@@ -222,10 +220,13 @@ class GroupQueue:
             prompts,
             sampling,
             self._environment,
-            max_tokens_per_turn=self._arguments.config.max_tokens_per_turn,
-            names=names,
-            **self._chat,
+            **self._of_conversations(names),
         )
+
+    def _of_conversations(self, names: Sequence[int]) -> dict[str, Any]:
+        """Return the keyword arguments of `converse` for prompts with these numbers."""
+        most = self._arguments.config.max_tokens_per_turn
+        return {"max_tokens_per_turn": most, "names": names, **self._chat}
 
     def staleness(self, groups: Any) -> list[int]:
         """Return the number of publishes since the weights of each token of `groups`.
