@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +42,11 @@ PLACEHOLDER_BIAS = -100.0
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(?:id|index)")
 
 
+def takes_images(config: Mapping[str, Any]) -> bool:
+    """Return whether the contents of a config.json have the section of a vision tower."""
+    return bool(config.get("vision_config"))
+
+
 def placeholder_tokens(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens in whose places a model puts images and the like, by kind.
 
@@ -63,6 +69,18 @@ def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
     """
     values = {key: value for key, value in config.items() if not key.startswith("_")}
     return _derived(json.dumps(values, sort_keys=True), architecture)
+
+
+def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as transformers reads it, with all keys and each where it belongs now.
+
+    `config`: contents of config.json. Early files of Qwen2.5-VL have no "text_config", and many
+    have no sizes that are the class's defaults.
+
+    Raises UnknownModelError as `derived_table` does.
+    """
+    values: dict[str, Any] = _read_config(json.dumps(config), config["architectures"][0]).to_dict()
+    return values
 
 
 def model_class(architecture: str) -> Any:
@@ -144,25 +162,26 @@ def config_of(model: Any) -> Any:
     return config
 
 
-@lru_cache(8)
-def _derived(config_text: str, architecture: str) -> ModelTable:
+def _read_config(config_text: str, architecture: str) -> Any:
+    """Return transformers' config of the contents of a config.json."""
     try:
-        import torch
         from transformers import AutoConfig
-        from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
         raise UnknownModelError(
             f"{architecture} has no name table, and transformers cannot be asked: {error}",
             code="unknown-architecture",
         ) from error
     _required_class(architecture)  # first: its message is clearer than those about the config
+    with _building(architecture), tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(config_text)
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _building(architecture: str) -> Iterator[None]:
+    """Raise errors of transformers as UnknownModelError."""
     try:
-        with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "config.json").write_text(config_text)
-            config = AutoConfig.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        model = meta_model(config, architecture, dtype=getattr(torch, _WEIGHTS))
+        yield
     except Exception as error:  # KeyError for a missing key, AssertionError for a size, ...
         raise UnknownModelError(
             f"transformers builds no {architecture} from config.json: "
@@ -170,6 +189,15 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
             code="unknown-architecture",
         ) from error
 
+
+@lru_cache(8)
+def _derived(config_text: str, architecture: str) -> ModelTable:
+    config = _read_config(config_text, architecture)
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with _building(architecture):
+        model = meta_model(config, architecture, dtype=getattr(torch, _WEIGHTS))
     tensors = model.state_dict(keep_vars=True)
     once = without_repetitions(tensors)
     with torch.no_grad():

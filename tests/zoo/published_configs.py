@@ -159,3 +159,53 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma-3": GEMMA_3_1B,
     "gpt-2": GPT2,
 }
+
+_QWEN_VL_TOKENS = {
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+PUBLISHED_VISION: dict[str, dict[str, Any]] = {
+    "qwen3-vl": {
+        **_QWEN_VL_TOKENS,
+        **{"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"},
+        "text_config": {
+            **{"model_type": "qwen3_vl_text", "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288},
+            **{"num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151936},
+            **{"max_position_embeddings": 262144, "rope_theta": 5000000},
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "vision_config": {
+            **{"model_type": "qwen3_vl", "deepstack_visual_indexes": [8, 16, 24], "depth": 27},
+            **{"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096},
+            **{"patch_size": 16, "num_position_embeddings": 2304},
+        },
+    },
+    # The text model's keys are those of the whole model.
+    "qwen2.5-vl": {
+        **_QWEN_VL_TOKENS,
+        **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"},
+        **{"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28},
+        **{"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000},
+        **{"rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        "vision_config": {
+            **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+            **{"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+        },
+    },
+    # Most sizes of the text model are the class's defaults.
+    "gemma-3": {
+        **{"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        **{"boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144},
+        "text_config": {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"},
+            **{"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        },
+        "vision_config": {
+            **{"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_attention_heads": 16},
+            **{"model_type": "siglip_vision_model", "num_hidden_layers": 27, "patch_size": 14},
+        },
+    },
+}
+"""Models of images and text."""

@@ -34,6 +34,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation, shortened
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.models.config_json import Rope, Schema
+from hybrid_engine.models.derived import takes_images
 from hybrid_engine.models.families import TABLES
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ class ConfigReads:
 
     @property
     def takes_images(self) -> bool:
-        """Whether config.json has the section of a vision tower."""
-        return bool(self._config.get("vision_config"))
+        """Whether the model takes images."""
+        return takes_images(self._config)
 
     def __call__(self, config: Any) -> Any:
         """Return vLLM's config object with the replaced values.

@@ -89,8 +89,8 @@ def register_model_class(model_dir: str) -> None:
 
     That subprocess would import all of vLLM again.
 
-    Raises ConfigError without a config.json, and UnknownModelError if vLLM does not have the
-    architecture.
+    Raises ConfigError without a config.json or a package that the class imports, as torchvision for
+    images, and UnknownModelError if vLLM does not have the architecture.
     """
     from vllm import ModelRegistry
 
@@ -114,8 +114,14 @@ def register_model_class(model_dir: str) -> None:
     for name in known:
         registered = ModelRegistry.models[name]
         if hasattr(registered, "module_name"):
-            model_class = _with_separate_decoder(registered.load_model_cls())
-            ModelRegistry.register_model(name, model_class)
+            try:
+                model_class = registered.load_model_cls()
+            except ModuleNotFoundError as error:
+                problem = f"vLLM's class of {name} needs {error.name}, which is not installed"
+                remedy = f"Install {error.name} for the installed torch: docs/models.md"
+                violation = Violation("model", problem, remedy, code="needs-package")
+                raise ConfigError([violation]) from error
+            ModelRegistry.register_model(name, _with_separate_decoder(model_class))
 
 
 def _with_separate_decoder(model_class: type) -> type:

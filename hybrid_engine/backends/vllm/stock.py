@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.requests import cache_storages, distributions_of_prompt
 from hybrid_engine.backends.vllm.weights import postload
 
 _DEFAULTS = (
-    *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--no-enable-prefix-caching"),
     *("--max-logprobs", "-1"),
 )
@@ -42,6 +43,8 @@ def arguments_of(model: str, words: Sequence[str]) -> Any:
     parser = internals.ARGUMENT_PARSER.load()(prog="hybrid-engine certify MODEL --")
     parser = EngineArgs.add_cli_args(parser)
     command_line = [*_DEFAULTS, *words, "--model", model]
+    if not ConfigReads(model).takes_images:  # whose processor needs the tokenizer
+        command_line.insert(0, "--skip-tokenizer-init")
     return EngineArgs.from_cli_args(parser.parse_args(command_line))
 
 

@@ -13,6 +13,7 @@ transformers' own code, so equal logits prove that the right weights are in it. 
 computation megatron-core lacks is not trained: its weights come from a new checkpoint each time.
 
     cases.py         a small model with the layouts of both sides, as a checked configuration
+    small_models.py  the small model: config.json with reduced sizes
     verify.py        launching of the ranks, and the program of each rank
     comparison.py    on one rank: change weights, switch, compare; verdict and faults
     reference.py     log-probabilities by transformers, in a separate process

@@ -30,8 +30,8 @@ from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, HybridEngineError, ReshardError, Violation
 from hybrid_engine.files.model_files import CONFIG, weight_files
 from hybrid_engine.models import table_for
+from hybrid_engine.models.families import read_model
 from hybrid_engine.tools.launching import run_ranks
-from hybrid_engine.tools.verify.cases import require_text_alone
 from hybrid_engine.tools.verify.certificate import EngineSnapshot, Finding, compare
 from hybrid_engine.tools.verify.comparison import write_random_checkpoint
 
@@ -93,11 +93,10 @@ def prepare(model: Path, name: str, words: Sequence[str], scratch: Path) -> Chec
         scratch: directory for checkpoints and snapshots.
 
     Raises:
-        ConfigError, FileError: if the checkpoint is broken, or the model is not of text alone.
+        ConfigError, FileError: if the checkpoint is broken, or a model of images has no processor.
         UnknownModelError: if `model` is only a config whose architecture has no name table.
     """
     config = json.loads((model / CONFIG).read_text())
-    require_text_alone(config, "MODEL", "Name a model of text")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     given = model
     former = scratch / "former"
@@ -260,13 +259,14 @@ def _switch(pair: CheckpointPair, directory: Path) -> None:
         remedy = "See `hybrid-engine verify` for other layouts"
         violation = Violation("VLLM ARGUMENTS", problem, remedy, code="not-for-switch")
         raise ConfigError([violation])
+    actor = {"params_dtype": arguments.dtype, "seq_length": arguments.max_model_len}
+    table, _ = read_model(Path(pair.given))
+    if table.is_derived:
+        actor["fsdp"] = {}  # no Megatron model is built of it
     values = {
         "model": pair.given,
         "random_weights": True,
-        "actor_config": {
-            "params_dtype": arguments.dtype,
-            "seq_length": arguments.max_model_len,
-        },
+        "actor_config": actor,
         "generate_config": {
             "max_model_len": arguments.max_model_len,
             "max_num_seqs": arguments.max_num_seqs,

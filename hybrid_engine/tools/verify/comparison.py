@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybrid_engine.errors import ReshardError, StateError
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH
 from hybrid_engine.tools.verify.reference import Reference
+from hybrid_engine.tools.verify.small_models import copy_companions
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
@@ -205,7 +205,7 @@ class Comparison:
         unit = self.worker.actor.engine.limits.dp_size * self._stages
         num_sequences = _next_multiple(NUM_SEQUENCES, unit)
         for _ in range(_MOST_SKIPPED_STEPS):
-            batch = tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
+            batch = self._batch(version, num_sequences)
             report = self.worker.update(batch, cross_entropy)
             if not report["skipped"]:
                 return
@@ -255,7 +255,15 @@ class Comparison:
 
     def _tokens(self) -> torch.Tensor:
         num_sequences = _next_multiple(_NUM_COMPARED, self._stages)
-        return tokens_and_labels(99, self.table.dims.vocab_size, num_sequences)["tokens"]
+        return self._batch(99, num_sequences)["tokens"]
+
+    def _batch(self, seed: int, num_sequences: int) -> dict[str, torch.Tensor]:
+        batch = tokens_and_labels(seed, self.table.dims.vocab_size, num_sequences)
+        for tokens in batch.values():
+            # There are no images for placeholders.
+            for placeholder in self.table.placeholders.values():
+                tokens[tokens == placeholder] = 0
+        return batch
 
     def _expected_logits(self, checkpoint: Path) -> torch.Tensor:
         """Return the log-probabilities that transformers computes on rank 0, in float32."""
@@ -283,7 +291,7 @@ class Comparison:
 def write_random_checkpoint(
     path: Path, model_dir: Path, table: ModelTable, dtype: str, seed: int
 ) -> None:
-    """Write a random checkpoint with a table's names and shapes, and `model_dir`'s config."""
+    """Write a random checkpoint with a table's names and shapes, and `model_dir`'s other files."""
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -297,7 +305,7 @@ def write_random_checkpoint(
     for copy, name in table.copies.items():
         tensors[copy] = tensors[name].clone()
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    shutil.copyfile(model_dir / "config.json", path / "config.json")
+    copy_companions(model_dir, path)
 
 
 def tokens_and_labels(

@@ -24,9 +24,10 @@ from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import default_backend, own_device
 from hybrid_engine.ranks.world import World
 from hybrid_engine.tools.launching import run_ranks
-from hybrid_engine.tools.verify.cases import HEAD_DIM, Case
+from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import Comparison, Verdict, join
 from hybrid_engine.tools.verify.reference import Reference
+from hybrid_engine.tools.verify.small_models import HEAD_DIM
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 Look = Callable[[ActorHybridWorker], object]

@@ -20,7 +20,7 @@ from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.tools.verify.cases import reduced_config
+from hybrid_engine.tools.verify.small_models import reduced_config
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 

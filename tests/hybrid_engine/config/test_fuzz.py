@@ -25,7 +25,7 @@ from hybrid_engine.config.loading import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.families import TABLES, read_model
 from hybrid_engine.tools.plan.cluster_plan import Cluster, plan_job
-from hybrid_engine.tools.verify.cases import Divisors, prepare_model
+from hybrid_engine.tools.verify.small_models import Divisors, prepare_model
 from tests.zoo.families import FAMILIES, SERVED_VARIANTS, served_config, tiny_config
 
 MOST_SECONDS = 1.0  # of a core, for a refusal or the plan of a tiny job

@@ -13,20 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from hybrid_engine.config import load_config
-from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.tools.cli import app
-from hybrid_engine.tools.verify import certify
-from hybrid_engine.tools.verify.cases import (
-    SEQ_LENGTH,
-    VOCABULARY,
-    Case,
-    Divisors,
-    case_of,
-    reduced_config,
-    values_to_verify,
-)
+from hybrid_engine.tools.verify.cases import SEQ_LENGTH, Case, case_of, values_to_verify
 from hybrid_engine.tools.verify.comparison import (
     LOGITS_ATOL,
     NUM_SWITCHES,
@@ -36,11 +26,11 @@ from hybrid_engine.tools.verify.comparison import (
     write_random_checkpoint,
 )
 from hybrid_engine.tools.verify.reference import Reference
+from hybrid_engine.tools.verify.small_models import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.tools.verify.verify import _heads_refused_here
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
-from tests.zoo.vision_models import SMALL_VISION
 
 GOOD = Verdict(
     "case",
@@ -121,20 +111,6 @@ def test_small_models_keep_the_architecture(family: str) -> None:
     kinds = [{_kind(name) for name in table.shapes} for table in (large, small)]
     assert kinds[0] == kinds[1]
     assert sum(map(_numel, small.shapes.values())) < 8e6
-
-
-def test_models_with_a_vision_tower_are_refused_by_name(tmp_path: Path) -> None:
-    config = {"architectures": ["LlavaForConditionalGeneration"], **SMALL_VISION["LlavaForConditionalGeneration"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    calls = {
-        "model": lambda: case_of("llava", tmp_path, tmp_path / "small", 1, {"fsdp": {}}, {}),
-        "MODEL": lambda: certify.prepare(tmp_path, "llava", (), tmp_path / "scratch"),
-    }
-    for key, call in calls.items():
-        with pytest.raises(ConfigError, match="has text_config and vision_config") as caught:
-            call()
-        (violation,) = caught.value.findings
-        assert (violation.key, violation.code) == (key, "text-models-only")
 
 
 def _kind(name: str) -> str:

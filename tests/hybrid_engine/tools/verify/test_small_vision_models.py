@@ -1,0 +1,120 @@
+"""`verify` and `certify` of models of images and text: small models with the published processor."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.models import table_for
+from hybrid_engine.tools.verify import certify, verify
+from hybrid_engine.tools.verify.cases import case_of
+from hybrid_engine.tools.verify.small_models import Divisors, reduced_config
+from tests.zoo.published_configs import PUBLISHED_VISION
+from tests.zoo.vision_models import SMALL_VISION, vision_environment, write_vision_model
+
+QWEN3_VL = "Qwen3VLForConditionalGeneration"
+
+
+def kinds(config: dict[str, Any]) -> set[str]:
+    """Return the names of a model's tensors, without their numbers."""
+    return {".".join("#" if part.isdigit() else part for part in name.split(".")) for name in table_for(config).shapes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED_VISION)
+def test_small_models_keep_tensors_and_vocabulary_of_published_ones(name: str) -> None:
+    published = PUBLISHED_VISION[name]
+    small = reduced_config(published, 4, Divisors((1, 2)))
+    table = table_for(small)
+    assert kinds(small) == kinds(published)
+    assert table.dims.num_layers == 4
+    # The tokenizer and the processor have their tokens at the end of the vocabulary.
+    assert table.dims.vocab_size == table_for(published).dims.vocab_size
+    assert table.placeholders == table_for(published).placeholders
+    # Mostly vocabulary and tower.
+    assert sum(map(math.prod, table.shapes.values())) < 0.05 * sum(map(math.prod, table_for(published).shapes.values()))
+
+
+def test_layers_of_a_special_kind_keep_their_places() -> None:
+    small = reduced_config(PUBLISHED_VISION["qwen3-vl"], 4)
+    assert small["vision_config"]["deepstack_visual_indexes"] == [1, 2, 3]  # of 8, 16, 24 in 27 layers
+    assert small["vision_config"]["out_hidden_size"] == small["text_config"]["hidden_size"]
+    assert small["text_config"]["rope_parameters"]["mrope_section"] == [6, 5, 5]  # pairs of 32 elements
+
+
+def test_models_without_a_processor_are_refused(tmp_path: Path) -> None:
+    config = {"architectures": [QWEN3_VL], **SMALL_VISION[QWEN3_VL]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for call in (
+        lambda: case_of("small", tmp_path, tmp_path / "small", 1, {"fsdp": {}}, {}),
+        lambda: certify.prepare(tmp_path, "small", (), tmp_path / "scratch"),
+    ):
+        with pytest.raises(ConfigError, match="takes images and has no processor's files") as caught:
+            call()
+        (violation,) = caught.value.findings
+        assert (violation.key, violation.code) == ("model", "needs-processor")
+
+
+@pytest.mark.slow
+def test_a_package_that_vllm_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import ModelRegistry
+
+    from hybrid_engine.backends.vllm.isolation import register_model_class
+
+    def load_model_cls() -> None:
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setitem(
+        ModelRegistry.models, QWEN3_VL, SimpleNamespace(module_name="qwen3_vl", load_model_cls=load_model_cls)
+    )
+    model = write_vision_model(tmp_path, QWEN3_VL)
+    with pytest.raises(ConfigError, match=f"vLLM's class of {QWEN3_VL} needs torchvision") as caught:
+        register_model_class(str(model))
+    assert [violation.code for violation in caught.value.findings] == ["needs-package"]
+
+
+@pytest.fixture
+def _torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = vision_environment()
+    if environment is None:
+        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("_torchvision")
+def test_certify_of_a_model_of_images(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model", QWEN3_VL)
+    command = [sys.executable, "-m", "hybrid_engine", "certify", str(model), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    assert result.returncode == 0, result.stderr
+    reload, *_, own = json.loads(result.stdout)["models"]["model"]
+    assert (reload["status"], own["status"]) == ("equal", "equal")
+    assert own["num_tensors"] == reload["num_tensors"] > 60
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("_torchvision")
+def test_verify_of_a_model_of_images(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "published", QWEN3_VL)
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": 12, "hidden_size": 256}
+    config["vision_config"] |= {"depth": 9, "out_hidden_size": 256, "deepstack_visual_indexes": [2, 5]}
+    (model / "config.json").write_text(json.dumps(config))
+    sizes = {"infer_tensor_parallel_size": 2}
+    case = case_of("small", model, tmp_path / "small", 2, {"fsdp": {}}, sizes)
+    (verdict,) = verify.run_cases([case], 2, 500)
+    assert verdict.faults == []
+    assert verdict.num_parameters > 3 * 2 * 60
+    assert verdict.vllm is not None
