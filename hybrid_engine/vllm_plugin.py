@@ -39,19 +39,21 @@ def register() -> None:
 def prepare_process() -> GatedFormat:
     """Register both names in this process, close its gate, and return the load format.
 
-    On a CPU it also corrects the worker.
+    It also corrects workers: those on a CPU, and those of vLLM 0.24.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from hybrid_engine.backends.vllm import server
-    from hybrid_engine.backends.vllm.server import capture, gate, queues
+    from hybrid_engine.backends.vllm import internals, server
+    from hybrid_engine.backends.vllm.server import capture, gate, older_workers, queues
 
     register_engine = WeightTransferEngineFactory.register_engine
     register_engine(NAME, f"{server.__name__}.receiver", "HybridEngineReceiver")
     capture.register_loader(NAME)
     gate.close_gate(NAME)
     queues.unname_queues()
+    if not hasattr(internals.TRANSFER_ENGINE.load(), "start_weight_update"):
+        older_workers.correct_workers()
     if current_platform.is_cpu():
         from hybrid_engine.backends.vllm.cpu import seeded_draws
 

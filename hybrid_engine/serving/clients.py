@@ -294,7 +294,8 @@ class HttpServer(Server):
         if name == "pause":
             query = {key: str(value).lower() for key, value in fields.items()}
             return self._request("POST", name, seconds, params=query)
-        return self._request("POST", name, seconds, json=fields or None)
+        # An object even if it is empty: vLLM 0.24 reads one in every call.
+        return self._request("POST", name, seconds, json=fields)
 
     def _request(self, method: str, route: str, seconds: float | None, **options: Any) -> Any:
         import requests

@@ -8,6 +8,8 @@ vLLM spawns its engine core and workers, and each process spends 15 s of CPU tim
 Without a GPU they are forked here instead, unless VLLM_WORKER_MULTIPROC_METHOD is "spawn"; nothing
 else of vLLM is changed. `vllm serve` looks up a distribution name that the CPU build does not have,
 so the server is started by its module.
+
+SERVER_PYTHON names the interpreter of an environment with another vLLM, for all servers.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def serving(
     port_file = directory / "port"
     port_file.unlink(missing_ok=True)
     address = host.address if host else "127.0.0.1"
-    command = [sys.executable, "-m", __name__, str(port_file), address, str(port or 0), str(model), *arguments]
+    python = os.environ.get("SERVER_PYTHON", sys.executable)
+    command = [python, "-m", __name__, str(port_file), address, str(port or 0), str(model), *arguments]
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # A server must not inherit variables set by an engine in this process or by a launcher.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}

@@ -350,29 +350,17 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
     },
     _OF_SERVERS: {
-        TRANSFER_ENGINE.target: ("start_weight_update", "finish_weight_update", "update_weights"),
+        TRANSFER_ENGINE.target: ("init_transfer_engine", "receive_weights"),
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "add_lora", "is_scheduler_paused"),
-            *(
-                "model_executor",
-                "_initialize_kv_caches",
-                "batch_queue",
-                "_reset_caches",
-                "add_request",
-            ),
-            *("abort_requests", "preprocess_add_request", "step_fn", "scheduler", "vllm_config"),
+            *("model_executor", "_initialize_kv_caches", "batch_queue", "_reset_caches"),
+            *("add_request", "abort_requests", "preprocess_add_request", "step_fn"),
+            *("scheduler", "vllm_config"),
         ),
         f"{_V1}.engine.core:EngineCoreProc": ("output_queue",),
         f"{_V1}.core.sched.scheduler:Scheduler": (
-            *(
-                "running",
-                "waiting",
-                "requests",
-                "set_pause_state",
-                "pause_state",
-                "add_request",
-                "has_requests",
-            ),
+            *("running", "waiting", "requests", "set_pause_state", "pause_state"),
+            *("add_request", "has_requests"),
         ),
         "vllm.config:SchedulerConfig": ("get_scheduler_cls",),
     },
@@ -491,6 +479,14 @@ COMPLETION_ANSWER = Replacement(
     ":OpenAIServingCompletion.request_output_to_completion_response",
     "makes the answer of /v1/completions, which gets a label of its weights",
     remove_when="the answer has weight_versions, as that of /inference/v1/generate",
+)
+UPDATES_OF_WORKERS = tuple(
+    Replacement(
+        f"{_V1}.worker.gpu_worker:Worker.{name}",
+        "reloads layers around an update in vLLM 0.24; later its transfer engine decides",
+        remove_when="no server has vLLM 0.24",
+    )
+    for name in ("start_weight_update", "update_weights", "finish_weight_update")
 )
 SAMPLE_TOKENS = Replacement(
     f"{_V1}.worker.cpu_worker:CPUWorker.sample_tokens",

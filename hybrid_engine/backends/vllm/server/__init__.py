@@ -5,6 +5,7 @@
 
     capture.py       load format, in workers: traces the model and reads no file
     receiver.py      weight transfer engine, in workers: vLLM's calls -> a `serving.WeightReceiver`
+    older_workers.py in workers of vLLM 0.24, which call their transfer engine otherwise
     gate.py          in the engine core: no token is drawn while a worker's weights are incomplete
     ownership.py     in the engine core: no request for a job is answered with another's weights
     probing.py       in the engine core: log-probabilities of a paused server, for its trainers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,16 +18,27 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.world import World
 
-_captured: WeakKeyDictionary[torch.nn.Module, ProcessedModel] = WeakKeyDictionary()
-"""Captured models, until their receivers take them."""
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_captured: WeakKeyDictionary[torch.nn.Module, tuple[ProcessedModel, VllmConfig]] = (
+    WeakKeyDictionary()
+)
+"""Captured models with the configurations of their engines, until their receivers take them."""
 
 _SECONDS_TO_PROCESS = 300.0
 """Timeout of workers that wait for each other before a collective processing of weights."""
 
 
-def take_captured(model: torch.nn.Module) -> ProcessedModel:
-    """Return and forget the captured form of a model."""
+def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig]:
+    """Return and forget the captured form of a model, and its engine's configuration."""
     return _captured.pop(model)
+
+
+def _keep(model: torch.nn.Module, captured: ProcessedModel) -> None:
+    from vllm.config import get_current_vllm_config
+
+    _captured[model] = captured, get_current_vllm_config()
 
 
 def register_loader(name: str) -> None:
@@ -35,7 +46,7 @@ def register_loader(name: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
     register = register_model_loader(name)
-    register(loader_class(_trace, _inspect, _captured.__setitem__))
+    register(loader_class(_trace, _inspect, _keep))
 
 
 def _trace(model: torch.nn.Module, config: Any) -> TracedModel:

@@ -39,11 +39,12 @@ class HybridEngineReceiver(_TransferEngine):
     update_info_cls = internals.UPDATE_INFO.load()
     supports_draft_weight_update = False
 
-    def __init__(
-        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
-        captured = take_captured(model)
+    def __init__(self, config: Any, *of_worker: Any) -> None:
+        super().__init__(config, *of_worker)
+        # The model is last in all versions; vLLM 0.24 passes no more than a part of the rest.
+        model: torch.nn.Module = of_worker[-1]
+        captured, vllm_config = take_captured(model)
+        device = next(model.parameters()).device
         if vllm_config.speculative_config is not None:
             raise StateError(
                 "a draft model's weights are not resharded: "

@@ -1,0 +1,73 @@
+"""Workers of vLLM 0.24, which start and finish updates of weights themselves.
+
+Since 0.25 the transfer engine does. In 0.24 the worker wraps each update in a reload of its layers,
+and calls the engine with a function that loads tensors; here it leaves the update to the engine, if
+that is this package's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.errors import StateError
+
+_patches = ExitStack()
+"""Keeps vLLM's methods replaced for the life of the process."""
+
+
+def start_weight_update(worker: Any, **_: Any) -> None:
+    if worker._weight_update_active:
+        raise StateError("an update of the weights is active", code="update-active")
+    worker._weight_update_active = True
+
+
+def update_weights(worker: Any, update_info: dict[str, Any]) -> None:
+    from vllm.config import set_current_vllm_config
+
+    if not worker._weight_update_active:
+        raise StateError("no update of the weights was started", code="update-inactive")
+    engine = worker.weight_transfer_engine
+    try:
+        with set_current_vllm_config(worker.vllm_config):
+            engine.receive_weights(engine.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the next step uses the weights
+    except BaseException:
+        worker._weight_update_active = False
+        raise
+
+
+def finish_weight_update(worker: Any) -> None:
+    if not worker._weight_update_active:
+        raise StateError("no update of the weights was started", code="update-inactive")
+    worker._weight_update_active = False
+    worker.weight_transfer_engine.finish_weight_update()
+
+
+def correct_workers() -> None:
+    """Make this process's workers leave updates to this package's transfer engine."""
+    _patches.close()
+    methods: tuple[Callable[..., None], ...] = (
+        start_weight_update,
+        update_weights,
+        finish_weight_update,
+    )
+    for record, method in zip(internals.UPDATES_OF_WORKERS, methods, strict=True):
+        _patches.enter_context(record.replaced(functools.partial(_chosen, method)))
+
+
+def _chosen(ours: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
+    from hybrid_engine.backends.vllm.server.receiver import HybridEngineReceiver
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_ours = isinstance(self.weight_transfer_engine, HybridEngineReceiver)
+        (ours if is_ours else original)(self, *args, **kwargs)
+
+    return call
