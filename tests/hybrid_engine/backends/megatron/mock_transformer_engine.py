@@ -6,7 +6,7 @@ Transformer Engine can be installed and imported only with a GPU. megatron-core'
 (`extensions/transformer_engine`) derive from its classes, which decide the names and sizes of the
 parameters. The mock repeats that part of `transformer_engine.pytorch` 2.x:
 
-    Linear            weight, bias
+    Linear            weight, bias; in_features and out_features, of this rank
     LayerNormLinear   also layer_norm_weight, layer_norm_bias
     GroupedLinear     weight0, weight1, ... and bias0, bias1, ...; after `group_weights` one
                       `GroupedTensor` for all weights (`single_grouped_weight` since 2.14)
@@ -55,6 +55,7 @@ class Linear(_Layer):
         super().__init__()
         self.parallel_mode = parallel_mode
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
+        self.out_features, self.in_features = rows, columns
         self._add("weight", rows, columns, dtype=params_dtype)
         if bias:
             self._add("bias", rows, dtype=params_dtype)
@@ -83,6 +84,7 @@ class GroupedLinear(_Layer):
     ) -> None:
         super().__init__()
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
+        self.num_gemms, self.out_features, self.in_features = num_gemms, rows, columns
         for gemm in range(num_gemms):
             self._add(f"weight{gemm}", rows, columns, dtype=params_dtype)
             if bias:
