@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +119,19 @@ def test_other_adapters_are_refused_by_name(comparisons: dict[str, Any], name: s
     for compared in comparisons[name]:
         assert [problem] * num_refusals == [refusal for _, refusal in compared["refusals"]]
         assert all(key.startswith("model_chunks[0]: decoder.layers.") for key, _ in compared["refusals"])
+
+
+@pytest.mark.timeout(600)
+def test_adapters_of_an_attached_model_reach_vllm(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ended = run_ranks(["-m", "tests.hybrid_engine.models.attached_bridge_lora", str(out)], 2, 500)
+    assert ended.status == 0, ended.output
+    for adapted in json.loads(out.read_text()):
+        assert adapted["losses"] == sorted(adapted["losses"], reverse=True)
+        assert adapted["changed"] == []
+        assert max(adapted["gaps"]) < 1e-4 < 0.1 < min(adapted["base_gaps"])
+        assert adapted["num_layers"] == 16
+        assert {name.split(".")[-2] for name in adapted["summed"]} == set(PROJECTIONS)
+        assert adapted["skipped"][0] == 0 < adapted["skipped"][1]  # the base, which is frozen
+        assert adapted["skipped"][1] + adapted["read"][1] == adapted["read"][0]
+        assert adapted["refused"] == "adapters-changed"
