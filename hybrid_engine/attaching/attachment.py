@@ -139,6 +139,7 @@ def live_config(
         violations.append(
             Violation(key, refusal.problem, refusal.remedy, code="refused-megatron-setting")
         )
+    violations += megatron.unsupported_adapters(chunks)
     violations += model_findings(table, chunks, f"{config.model}/config.json")
     if violations:
         raise ConfigError(violations)

@@ -9,6 +9,7 @@ LoRA reaches a switch merged into the weights, or separately under PEFT's names:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,33 +64,45 @@ def lora_sums(
 
     def compute(sums: Mapping[str, torch.Tensor]) -> None:
         for name, total in sums.items():
-            # Ranks without a part of the weight gather for the others.
-            total.copy_(_sum_of(tensors, name, loras_of[name]))
+            _write_sum(total, tensors, name, loras_of[name])
 
     weights = {name: local_of(tensors.tensors[name]) for name in loras_of}
     device = next(iter(weights.values())).device
     return ComputedSources("weights with LoRA", weights, device, compute)
 
 
-def _sum_of(tensors: ShardedTensors, name: str, loras: Sequence[Lora]) -> torch.Tensor:
-    """Return this rank's part of a weight with its adapters, in float32. Collective."""
+def _write_sum(
+    total: torch.Tensor, tensors: ShardedTensors, name: str, loras: Sequence[Lora]
+) -> None:
+    """Write this rank's part of a weight with its adapters, computed in float32. Collective."""
+    weight = tensors.tensors[name]
     box = tensors.parts[name]
-    row, column = box.offsets
-    num_rows, num_columns = box.lengths
-    rows = slice(row, row + num_rows)
-    columns = slice(column, column + num_columns)
-    total = local_of(tensors.tensors[name]).float()
+    ends = map(sum, zip(box.offsets, box.lengths, strict=True))
+    held = [slice(None), *map(slice, box.offsets, ends)]
+    experts, rows, columns = held[-3:]
+    num_experts = math.prod(weight.shape[:-2])
+    factors = []
     for lora in loras:
-        a = _gathered(tensors.tensors[lora.a]).float()
-        b = _gathered(tensors.tensors[lora.b]).float()
-        # (B A)[rows, columns] = B[rows] A[:, columns]; W is (B A)^T if transposed.
+        # Ranks without a part of the weight gather for the others.
+        a = _gathered(tensors.tensors[lora.a])
+        b = _gathered(tensors.tensors[lora.b])
+        left = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [expert, out, rank]
+        right = a.reshape(num_experts, -1, a.shape[-1])  # [expert, rank, in]
         if lora.transposed:
-            product = (b[columns] @ a[:, rows]).T
-        else:
-            product = b[rows] @ a[:, columns]
-        # Not in place: for float32 weights `float` has returned the weight itself.
-        total = total + lora.scaling * product
-    return total
+            left, right = right.mT, left.mT
+        factors.append((lora.scaling, left[experts, rows], right[experts, :, columns]))
+    # One expert at a time, because copies in float32 take memory.
+    parts = zip(_by_expert(local_of(weight)), _by_expert(total), strict=True)
+    for expert, (stored, part) in enumerate(parts):
+        value = stored.float()
+        for scaling, left, right in factors:
+            # Not in place: for float32 weights `float` has returned the weight itself.
+            value = value + scaling * (left[expert].float() @ right[expert].float())
+        part.copy_(value)
+
+
+def _by_expert(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.dim() == 3 else weight[None]
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +172,9 @@ def _violations(
     violations = []
     for lora in loras:
         rank = tensors[lora.a].shape[0]
-        if lora.transposed:
+        if tensors[lora.weight].dim() > 2:
+            problem = "it adapts experts"
+        elif lora.transposed:
             problem = "it adapts an embedding, or a weight that is stored transposed"
         elif lora.weight not in canonical:
             problem = "no tensor of a checkpoint equals its weight"

@@ -245,7 +245,11 @@ def require_configured(model: torch.nn.Module) -> None:
         live_modules = {plain_name(name): module for name, module in model.named_modules()}
         modules_by_difference: dict[_ConfigDifference, list[str]] = {}
         for name, module in configured.named_modules():
-            if (live := live_modules.get(name)) is None:
+            live = live_modules.get(name)
+            # A layer of PEFT has attributes of its own; the layer inside it computes.
+            while isinstance(base := getattr(live, "base_layer", None), torch.nn.Module):
+                live = base
+            if live is None:
                 continue
             differences = [
                 *_attribute_differences(live, module),

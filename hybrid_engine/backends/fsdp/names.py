@@ -52,12 +52,12 @@ class Lora:
     """One adapter on one weight, W + scaling * B A; names are those of the state dict.
 
     Attributes:
-        weight: W.
-        a: A [rank, in].
-        b: B [out, rank].
+        weight: W [out, in], or of E experts [E, out, in].
+        a: A [rank, in]; of experts [E * rank, in], expert by expert.
+        b: B [out, rank]; of experts [out, rank * E], in which the expert changes fastest.
         scaling: the factor that PEFT uses. It is read rather than derived, because alpha and rank,
             rank stabilization, patterns and the user can all change it.
-        transposed: W is [in, out], as for embeddings.
+        transposed: W is [in, out], as for embeddings, or [E, in, out].
     """
 
     weight: str
@@ -160,8 +160,12 @@ class _PeftLayers:
         self.problems: list[str] = []
         for name, layer in layers.items():
             if isinstance(layer, LoraLayer):
-                self._computing[name] = "base_layer"
-                self._add_loras(name, layer)
+                # PEFT nests the wrappers of several parameters of one module.
+                depth = 1
+                while isinstance(layer := layer.base_layer, LoraLayer):
+                    depth += 1
+                self._computing[name] = ".".join(["base_layer"] * depth)
+                self._add_loras(name, layers[name])
             elif isinstance(layer, ModulesToSaveWrapper):
                 active = _active_adapters(layer)
                 path = f"modules_to_save.{active[0]}" if active else "original_module"
@@ -209,8 +213,8 @@ class _PeftLayers:
                 supported.update((a, b))
                 problem = _lora_problem(layer, adapter)
                 if problem is None:
-                    scaling = layer.scaling[adapter]
-                    problem = self._add_lora(layer, f"{name}.base_layer.weight", a, b, scaling)
+                    weight = f"{name}.{self._computing[name]}.{_parameter_name(layer)}"
+                    problem = self._add_lora(layer, weight, a, b, layer.scaling[adapter])
                 if problem is not None:
                     self.problems.append(f"{name}, adapter {adapter}: {problem}")
         added = _added_tensors(layer, active)
@@ -240,13 +244,17 @@ class _PeftLayers:
         weight = self._state_names[plain_weight]
         a = self._state_names[plain_a]
         b = self._state_names[plain_b]
+        shape = tuple(self._tensors[weight].shape)
+        experts = shape[:-2] if _is_of_experts(layer) else ()
         # fan_in_fan_out: a Conv1D of transformers, which stores its weight transposed.
         transposed = "lora_embedding_A" in a or bool(layer.fan_in_fan_out)
+        if experts:
+            # transformers' mark of experts that are stored transposed; PEFT reads it too.
+            transposed = bool(getattr(layer.get_base_layer(), "is_transposed", False))
         self.loras.append(Lora(weight, a, b, float(scaling), transposed))
-        shape = tuple(self._tensors[weight].shape)
         product = (self._tensors[b].shape[0], self._tensors[a].shape[1])
         # Convolutions have other shapes.
-        if shape != (product[::-1] if transposed else product):
+        if shape != (*experts, *(product[::-1] if transposed else product)):
             return f"its weight has shape {shape}, B A {product}; use linear layers and embeddings"
         for name, tensor in self._tensors.items():
             if tensor is self._tensors[weight] and name != weight:
@@ -255,6 +263,16 @@ class _PeftLayers:
                     "other modules"
                 )
         return None
+
+
+def _parameter_name(layer: Any) -> str:
+    """Return the name of the parameter that a layer adapts (PEFT's target_parameters)."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+def _is_of_experts(layer: Any) -> bool:
+    """Return whether a layer adapts one parameter that holds several experts."""
+    return getattr(layer, "num_experts", 1) > 1
 
 
 def _active_adapters(layer: Any) -> Sequence[str]:
@@ -285,8 +303,6 @@ def _lora_problem(layer: Any, adapter: str) -> str | None:
         return f"{kind} is more than W + scaling * B A; train plain LoRA (use_dora=False)"
     if layer.lora_bias.get(adapter):
         return "its B has a bias; set lora_bias=False"
-    if hasattr(layer, "parameter_name"):
-        return "it changes a parameter, not a layer; use target_modules, not target_parameters"
     return None
 
 

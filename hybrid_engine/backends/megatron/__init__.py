@@ -1,7 +1,8 @@
 """Training side on Megatron: a live model, built and trained by any code.
 
     config   megatron_config.py   Megatron's configuration objects, and the fused kernels in use
-    weights  lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
+    weights  lora_layers.py       LoRA on parallel linear layers
+             adapted_weights.py   adapters on the weights, ours or Megatron-Bridge's, and their sums
     layout   model_tensors.py     global names of this rank's tensors, and their flat buffers
              adaptor.py           `MegatronAdaptor`: location of every canonical tensor
                                   (port `TrainingWeights`)

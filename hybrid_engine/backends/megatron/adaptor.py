@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 
 from hybrid_engine.backends.computed_sources import AdaptorWithSources, Home
-from hybrid_engine.backends.megatron.lora_layers import LORA, lora_sums, wrapped_layers
-from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+from hybrid_engine.backends.megatron.model_tensors import LORA, ModelTensors
 from hybrid_engine.backends.training_side import gaps, layout_in, runs_by_buffer
 from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
@@ -51,14 +50,10 @@ class MegatronAdaptor(AdaptorWithSources):
         self.model = model
         self.lora = lora
         self.rank = model.rank
-        layers = list(wrapped_layers(model.chunks))
-        self._lora_of: dict[torch.Tensor, list[torch.Tensor]] = {}
         if model.norm_factors is not None:
             self.computed.append(model.norm_factors)
-        if layers and lora == "merged":
-            self.computed.append(lora_sums(layers))
-            for layer in layers:
-                self._lora_of[layer.to_wrap.weight] = list(layer.adapter.parameters())
+        if model.adapters.weights and lora == "merged":
+            self.computed.append(model.adapters.sums())
         # By weight: the tensor that is shown in its place, and where each weight is shown.
         self._shown: dict[torch.Tensor, torch.Tensor] = {}
         self._homes = dict(model.homes)
@@ -104,7 +99,7 @@ class MegatronAdaptor(AdaptorWithSources):
         for name, tensor in self.model.named_weights():
             for canonical in self._tensors_of(name, tensor):
                 # A sum changes if its weight or one of the matrices does.
-                lora = self._lora_of.get(tensor, ())
+                lora = self.model.adapters.tensors_of(tensor) if self.lora == "merged" else ()
                 origins.setdefault(canonical, []).extend([tensor, *lora])
         for matrix in self._separate_matrices():
             for part in matrix.held:
@@ -144,7 +139,7 @@ class MegatronAdaptor(AdaptorWithSources):
 
         Raises:
             ReshardError: parameters moved since the layout was made, so that the switch would read
-                stale memory.
+                stale memory, or other adapters compute.
         """
         # Gathers write the buffers, so they must end before anything reads these.
         for chunk in self.model.ddp_chunks:
@@ -157,6 +152,12 @@ class MegatronAdaptor(AdaptorWithSources):
                 f"{', '.join(moved[:4])}. Offload through the engine, not by .data or .to(), or "
                 "build a new engine",
                 code="parameters-moved",
+            )
+        if self.model.adapters_changed():
+            raise ReshardError(
+                "adapters were added, removed, enabled, disabled or scaled since the layout was "
+                "made: restore them, or build a new engine",
+                code="adapters-changed",
             )
 
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

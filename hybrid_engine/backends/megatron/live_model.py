@@ -38,7 +38,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron import forward_probe, internals
+from hybrid_engine.backends.megatron import adapted_weights, forward_probe, internals
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.internals import (
     cached_embeddings,
@@ -316,6 +316,11 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
         except UnsupportedOptimizerError as error:
             remedy = "Create it with megatron.core.optimizer.get_megatron_optimizer()"
             yield Violation("optimizer", str(error), remedy, code="unsupported-optimizer")
+
+
+def unsupported_adapters(chunks: Sequence[torch.nn.Module]) -> list[Violation]:
+    """Return a violation for every adapter of a model that a switch cannot merge."""
+    return adapted_weights.unsupported_adapters(list(map(unwrap_model, chunks)))
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:

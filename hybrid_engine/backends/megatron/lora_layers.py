@@ -1,4 +1,4 @@
-"""LoRA on Megatron's parallel linear layers, and its sum with the frozen weights.
+"""LoRA on Megatron's parallel linear layers.
 
     y = W x + (alpha / rank) * B A x           W frozen, A [rank, in], B [out, rank]
 
@@ -14,7 +14,6 @@ Names are Megatron-Bridge's: `linear_qkv.to_wrap.weight`, `linear_qkv.adapter.li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +28,9 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
-from hybrid_engine.backends.computed_sources import ComputedSources
 from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
-
-WRAPPED = "to_wrap."
-"""Part of the name of a weight that LoRA wraps."""
-
-LORA = ".adapter."
-"""Part of the name of a LoRA matrix."""
-
-SUMS = "weights with LoRA"
-"""Part of the names of buffers that hold sums of weights and LoRA."""
 
 
 def add_lora(model: torch.nn.Module, lora: LoraConfig) -> None:
@@ -98,13 +87,6 @@ class LoraLinear(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias
-
-    @torch.no_grad()
-    def merged_weight(self) -> torch.Tensor:
-        """Return this rank's part of W + scale * B A, computed in float32, in the dtype of W."""
-        delta = self.adapter.linear_out.weight.float() @ self.adapter.linear_in.weight.float()
-        weight = self.to_wrap.weight
-        return (weight.float() + self.scale * delta).to(weight.dtype)
 
 
 class _LoraPair(torch.nn.Module):
@@ -173,26 +155,3 @@ class _Matrix(torch.nn.Module):
         self.weight = torch.nn.Parameter(part.to(device=like.device, dtype=like.dtype).contiguous())
         is_split = split_dim is not None
         set_tensor_model_parallel_attributes(self.weight, is_split, split_dim or 0, 1)
-
-
-def wrapped_layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraLinear]:
-    """Yield the layers with LoRA, in the order of the model."""
-    for chunk in model_chunks:
-        for module in chunk.modules():
-            if isinstance(module, LoraLinear):
-                yield module
-
-
-def lora_sums(layers: Sequence[LoraLinear]) -> ComputedSources[torch.Tensor]:
-    """Return the sums of frozen weights and LoRA, which are resharded in place of the weights.
-
-    Keys are the weights.
-    """
-    layer_of: dict[torch.Tensor, LoraLinear] = {layer.to_wrap.weight: layer for layer in layers}
-
-    def compute(sums: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        for weight, total in sums.items():
-            total.copy_(layer_of[weight].merged_weight())
-
-    shapes = {weight: weight.data for weight in layer_of}
-    return ComputedSources(SUMS, shapes, layers[0].to_wrap.weight.device, compute)

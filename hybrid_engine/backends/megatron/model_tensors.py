@@ -8,7 +8,7 @@ as views.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.computed_sources import ComputedSources, Home
+from hybrid_engine.backends.megatron.adapted_weights import Adapters, adapter_wrappers
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
-from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
@@ -33,6 +33,12 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import Attention
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
+
+_WRAPPED = ".to_wrap."
+"""Part of the name of a tensor of a layer that LoRA wraps."""
+
+LORA = ".adapter."
+"""Part of the name of a LoRA matrix."""
 
 _GROUPED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
 """All experts of a rank in one parameter: `moe_single_grouped_weight`."""
@@ -75,6 +81,7 @@ class ModelTensors:
 
     Attributes:
         table: the name table, packed as Megatron is configured to pack.
+        adapters: adapters on the weights.
         rank: this process in the job.
         parts: (index, number of parts) of this rank, per kind of ranks that tensors are split over.
             Read once, because Megatron's parallel state may belong to another model later.
@@ -92,6 +99,7 @@ class ModelTensors:
             not accepted it.
         ModelError: a HybridModel has neither the checkpoint's layers nor attention and MLP in
             turn.
+        ConfigError: listing all adapters that cannot be merged.
     """
 
     def __init__(
@@ -101,9 +109,7 @@ class ModelTensors:
         self.chunks = list(chunks)
         self.table = _as_laid_out(table, self.chunks)
         self.noop_layers = frozenset(noop_layers)
-        self._in_lora_layers = {
-            parameter for layer in wrapped_layers(self.chunks) for parameter in layer.parameters()
-        }
+        self.adapters = Adapters(list(map(unwrap_model, self.chunks)))
         self.rank = torch.distributed.get_rank()
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         expert_group = parallel_state.get_expert_tensor_parallel_group()
@@ -119,7 +125,7 @@ class ModelTensors:
         for model, names in self._models():
             for name, _ in model.named_parameters():
                 if _GROUPED.search(name) and (experts := names.experts_of(name)):
-                    self._grouped[names.of(name)] = experts
+                    self._grouped[names.of_weight(name)] = experts
         self._locate_storage()
         self.norm_factors = self._norm_factors()
 
@@ -143,11 +149,10 @@ class ModelTensors:
         Adapters of another library keep their names. These are in no name table, so the model is
         refused instead of resharded without its adapters.
         """
-        for name, parameter in self.named_parameters():
-            if parameter not in self._in_lora_layers:
-                yield name, parameter
-            elif LORA not in name:
-                yield name.replace(WRAPPED, ""), parameter
+        for model, names in self._models():
+            for name, parameter in model.named_parameters():
+                if not names.is_lora(name):
+                    yield names.of_weight(name), parameter
         yield from self.named_buffers()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,15 +162,21 @@ class ModelTensors:
         """
         for model, names in self._models():
             for local_name, tensor in model.named_buffers():
-                name = names.of(local_name)
+                name = names.of_weight(local_name)
                 if self.table.match(name) is not None:
                     yield name, tensor
 
     def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield (global name, parameter) of the engine's LoRA matrices."""
-        for name, parameter in self.named_parameters():
-            if LORA in name and parameter in self._in_lora_layers:
-                yield name, parameter
+        """Yield (global name, parameter) of LoRA matrices."""
+        for model, names in self._models():
+            for name, parameter in model.named_parameters():
+                if names.is_lora(name):
+                    yield names.of(name), parameter
+
+    def adapters_changed(self) -> bool:
+        """Return whether other adapters compute than those of `adapters`, or with other scales."""
+        present = Adapters(list(map(unwrap_model, self.chunks)))
+        return present.scales != self.adapters.scales
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
         """Return the weights in a tensor of `named_weights`."""
@@ -213,7 +224,7 @@ class ModelTensors:
     def _norm_factors(self) -> ComputedSources[torch.Tensor] | None:
         weights: dict[torch.Tensor, torch.Tensor] = {}
         if unwrap_model(self.chunks[0]).config.layernorm_zero_centered_gamma:
-            for name, weight in self.named_parameters():
+            for name, weight in self.named_weights():
                 match = self.table.match(name)
                 if match is not None and match.rule.around_one:
                     weights[weight] = weight.data
@@ -272,10 +283,20 @@ class GlobalNames:
             for name, module in model.named_modules()
             if hasattr(module, "local_expert_indices")
         }
+        self._wrappers = {name for name, _ in adapter_wrappers(model)}
 
     def experts_of(self, name: str) -> Sequence[int]:
         """Return the global numbers of the experts in the module of a parameter."""
         return self._experts.get(self._experts_prefix(name) or "", ())
+
+    def is_lora(self, name: str) -> bool:
+        """Return whether a local name is a LoRA matrix's."""
+        module, separator, _ = name.partition(LORA)
+        return bool(separator) and module in self._wrappers
+
+    def of_weight(self, name: str) -> str:
+        """Return the global name of a local one, as if no LoRA wrapped its layer."""
+        return self.of(plain_name(name, self._wrappers))
 
     def of(self, name: str) -> str:
         """Return the global name of a local one."""
@@ -290,6 +311,12 @@ class GlobalNames:
 
     def _experts_prefix(self, name: str) -> str | None:
         return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
+
+
+def plain_name(name: str, wrappers: Collection[str]) -> str:
+    """Return a local name as if none of the modules `wrappers` wrapped its layer."""
+    module, _, rest = name.partition(_WRAPPED)
+    return f"{module}.{rest}" if module in wrappers else name
 
 
 def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelTable:
@@ -366,8 +393,13 @@ def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
     """Move the modules' persistent buffers that are resharded into elastic memory."""
     for chunk in chunks:
-        buffers = unwrap_model(chunk).named_buffers()
-        _move_together([tensor for name, tensor in buffers if table.match(name) is not None])
+        model = unwrap_model(chunk)
+        wrappers = {name for name, _ in adapter_wrappers(model)}
+        buffers = []
+        for name, tensor in model.named_buffers():
+            if table.match(plain_name(name, wrappers)) is not None:
+                buffers.append(tensor)
+        _move_together(buffers)
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:

@@ -109,7 +109,8 @@ def built(bridge: Any, sizes: dict[str, Any]) -> list[torch.nn.Module]:
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
 
 
-def main(job: str, out: str) -> None:
+def start() -> None:
+    """Mock Transformer Engine and join the process group."""
     mock_transformer_engine.install()
     # The first that computes attention sinks.
     sys.modules["transformer_engine"].__version__ = "2.8.0"  # type: ignore[attr-defined]
@@ -118,6 +119,10 @@ def main(job: str, out: str) -> None:
 
     join_process_group(120)
     megatron_patches.apply()
+
+
+def main(job: str, out: str) -> None:
+    start()
     from hybrid_engine.models import TABLES
     from hybrid_engine.trainer.megatron.build import destroy_parallel_state
 

@@ -18,6 +18,7 @@ from hybrid_engine.errors import ReshardError
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, token_batch
@@ -31,6 +32,21 @@ SEPARATE = {
     **{"r": 6, "lora_alpha": 12, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     **{"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"layers.1.self_attn.v_proj": 7}},
 }
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# Several experts in one parameter, by nested wrappers, and a router, which is no linear layer.
+OF_EXPERTS = {
+    **{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
+    **{"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 7}},
+}
+TP2 = {"tp_size": 2}
+WITH_EXPERTS = {
+    "qwen3_moe": (served_config("qwen3_moe"), TP2),
+    "mixtral": (served_config("mixtral"), {}),
+    # Experts that are stored transposed, with biases.
+    "gpt-oss": ({**small_config("GptOssForCausalLM"), "vocab_size": 130}, TP2),
+}
+# vLLM's parameters of them.
+ADAPTED_WITH_EXPERTS = ("w13_weight", "w2_weight", "gate.weight", "router.weight", "qkv_proj.weight")
 MERGED = {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head", "norm"]}
 
 
@@ -81,13 +97,13 @@ def peft_model(path: Path, settings: dict[str, Any]) -> Any:
     return model
 
 
-def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Adapted:
+def run(directory: str, config: dict[str, Any], settings: dict[str, Any], rollout: dict[str, Any]) -> Adapted:
     """Train, switch and compare `NUM_STEPS` times."""
     path = Path(directory)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        write_config(path, served_config("llama", torch_dtype="float32"))
+        write_config(path, {**config, "torch_dtype": "float32"})
     dist.barrier()
     model = peft_model(path, settings)
     rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, **rollout}
@@ -208,8 +224,12 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     directory = tmp_path_factory.mktemp("peft")
     rollout = {"tp_size": 2, "lora_delivery": "adapter", "incremental": "auto"}
     calls = {
-        "separate": (run, (str(directory / "separate"), SEPARATE, rollout)),
-        "merged": (run, (str(directory / "merged"), MERGED, {"incremental": "auto"})),
+        "separate": (run, (str(directory / "separate"), served_config("llama"), SEPARATE, rollout)),
+        "merged": (run, (str(directory / "merged"), served_config("llama"), MERGED, {"incremental": "auto"})),
+        **{
+            family: (run, (str(directory / family), config, OF_EXPERTS, {"incremental": "auto", **rollout}))
+            for family, (config, rollout) in WITH_EXPERTS.items()
+        },
     }
     return engines.launch_in_turn(2, calls)
 
@@ -228,6 +248,13 @@ def test_vllm_weights_equal_those_merged_by_peft(outcomes: Outcomes) -> None:
         assert all(name.endswith(("embed_tokens.weight", "o_proj.weight")) for name in adapted.different)
 
 
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_adapters_on_experts_are_merged_as_by_peft(outcomes: Outcomes, family: str) -> None:
+    for adapted in outcomes[family]:
+        assert max(adapted.different.values(), default=0.0) < 1e-6
+        assert all(name.endswith(ADAPTED_WITH_EXPERTS) for name in adapted.different), adapted.different
+
+
 def test_merged_weights_originate_from_the_weight_and_its_adapter(outcomes: Outcomes) -> None:
     for adapted in outcomes["merged"]:
         summed = {name for name, count in adapted.origins.items() if count == 3}
@@ -244,7 +271,7 @@ def test_the_base_is_sent_once_and_adapted_weights_in_every_switch(outcomes: Out
             assert adapted.read[1] > 0
 
 
-@pytest.mark.parametrize("delivery", ["separate", "merged"])
+@pytest.mark.parametrize("delivery", ["separate", "merged", *WITH_EXPERTS])
 def test_completions_equal_those_of_the_adapted_model(outcomes: Outcomes, delivery: str) -> None:
     for adapted in outcomes[delivery]:
         assert adapted.gap < 1e-4 < 0.1 < adapted.base_gap  # the adapter matters
@@ -257,6 +284,6 @@ def test_a_switch_refuses_adapters_that_changed(outcomes: Outcomes) -> None:
         assert adapted.refusals == ["adapters-changed"]
 
 
-@pytest.mark.parametrize("delivery", ["separate", "merged"])
+@pytest.mark.parametrize("delivery", ["separate", "merged", *WITH_EXPERTS])
 def test_switches_do_not_change_the_training_of_adapters(outcomes: Outcomes, delivery: str) -> None:
     assert [adapted.trained for adapted in outcomes[delivery]] == [[], []]

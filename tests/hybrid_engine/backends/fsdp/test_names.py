@@ -148,11 +148,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.nn.Module], Any], LoraDelivery, tup
     ),
     "one more tensor": (one_more_tensor, "adapter", ("model.layers.1.self_attn.q_proj: Linear", "lora_gate")),
     "tokens": (lora_on(trainable_token_indices=[1, 2]), "merge", ("TrainableTokensWrapper",)),
-    "a parameter": (
-        lora_on(target_modules=[], target_parameters=["q_proj.weight"]),
-        "merge",
-        ("target_modules", "target_parameters"),
-    ),
 }
 NOT_SEPARATE: dict[str, tuple[Callable[[torch.nn.Module], Any], str, tuple[str, ...]]] = {
     "an embedding": (lora_on(target_modules=["embed_tokens", "q_proj"]), "cannot-deliver-adapter", ("embed_tokens",)),
@@ -184,6 +179,29 @@ def test_adapters_that_cannot_be_delivered_separately_are_refused(path: Path, na
         read(path, model, "adapter")
     assert set(violations_of(caught.value)) == {("generate_config.lora_delivery", code)}
     assert all(value in str(caught.value) for value in values)
+
+
+def test_an_adapter_on_a_parameter_is_read_as_one_on_its_layer(path: Path) -> None:
+    on_layers = with_lora(sharded_models.from_config(path), target_modules=["q_proj"])
+    settings = {"target_modules": [], "target_parameters": ["q_proj.weight"]}
+    on_parameters = with_lora(sharded_models.from_config(path), **settings)
+    for delivery in ("merge", "adapter"):
+        reading, expected = read(path, on_parameters, delivery), read(path, on_layers, delivery)
+        assert (reading.packed, reading.lora) == (expected.packed, expected.lora)
+        assert reading.names.loras == expected.names.loras != ()
+
+
+EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+
+def test_adapters_on_experts_are_not_delivered_separately(tmp_path: Path) -> None:
+    write_config(tmp_path, served_config("qwen3_moe", torch_dtype="float32"))
+    model = with_lora(sharded_models.from_config(tmp_path), target_modules=["q_proj"], target_parameters=EXPERTS)
+    assert len(read(tmp_path, model).names.loras) == 6  # three in each of two layers
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, model, "adapter")
+    assert violations_of(caught.value) == [("generate_config.lora_delivery", "cannot-deliver-adapter")] * 4
+    assert str(caught.value).count("it adapts experts. Use merge") == 4
 
 
 def test_a_trained_copy_of_a_tied_head_is_refused(tmp_path: Path) -> None:

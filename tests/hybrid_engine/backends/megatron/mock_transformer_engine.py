@@ -1,12 +1,13 @@
 """Mock of Transformer Engine: parameters with the right names and shapes, no computation.
 
-    install()      before the first import of megatron, in a separate process
+    install()                 before the first import of megatron, in a separate process
+    with importable(): ...    after it; megatron-core then computes with its own layers
 
 Transformer Engine can be installed and imported only with a GPU. megatron-core's wrappers
 (`extensions/transformer_engine`) derive from its classes, which decide the names and sizes of the
 parameters. The mock repeats that part of `transformer_engine.pytorch` 2.x:
 
-    Linear            weight, bias
+    Linear            weight, bias; in_features and out_features, of this rank
     LayerNormLinear   also layer_norm_weight, layer_norm_bias
     GroupedLinear     weight0, weight1, ... and bias0, bias1, ...; after `group_weights` one
                       `GroupedTensor` for all weights (`single_grouped_weight` since 2.14)
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -55,6 +56,7 @@ class Linear(_Layer):
         super().__init__()
         self.parallel_mode = parallel_mode
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
+        self.out_features, self.in_features = rows, columns
         self._add("weight", rows, columns, dtype=params_dtype)
         if bias:
             self._add("bias", rows, dtype=params_dtype)
@@ -83,6 +85,7 @@ class GroupedLinear(_Layer):
     ) -> None:
         super().__init__()
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
+        self.num_gemms, self.out_features, self.in_features = num_gemms, rows, columns
         for gemm in range(num_gemms):
             self._add(f"weight{gemm}", rows, columns, dtype=params_dtype)
             if bias:
@@ -189,10 +192,26 @@ def install() -> None:
     present = [name for name in ("transformer_engine", "megatron.core") if name in sys.modules]
     if present:
         raise RuntimeError(f"the mock must be installed first, but {', '.join(present)} is imported")
-    sys.meta_path.insert(0, _Finder())
+    _insert()
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Make the mock importable in the block, for modules that are imported after megatron's."""
+    finder = _insert()
+    yield
+    sys.meta_path.remove(finder)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+def _insert() -> _Finder:
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
     importlib.import_module("transformer_engine").__version__ = "2.6.0"
     for name in ("pytorch", "pytorch.distributed", "pytorch.ops", "common", "common.recipe"):
         importlib.import_module(f"transformer_engine.{name}")
+    return finder
 
 
 def _local_shape(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:

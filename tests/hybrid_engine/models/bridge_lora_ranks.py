@@ -1,0 +1,173 @@
+"""A rank that compares the sums of weights and Megatron-Bridge's adapters with its own export.
+
+    python -m tests.hybrid_engine.models.bridge_lora_ranks CASES OUT
+
+Real: Megatron-Bridge's providers, adapters, and export, which merges them; megatron-core's models;
+gloo. Mocked: Transformer Engine, which has parameters alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hybrid_engine.models.bridge_ranks import built, start
+
+
+@dataclass
+class Comparison:
+    """Comparison on one rank.
+
+    Attributes:
+        num_equal: canonical tensors of which this rank holds parts that are bitwise the exported ones.
+        different: the others, with the largest difference.
+        num_sums: weights of this rank that Megatron-Bridge's LoRAMerge merges to the same bits.
+        different_sums: names of those that it merges otherwise.
+        changed: modules of the canonical tensors that adapters change.
+        origins: number of the model's tensors behind the canonical tensors that adapters change.
+        refusals: violations of adapters that cannot be merged, as (key, problem).
+        is_changed: whether disabled adapters were noticed.
+    """
+
+    num_equal: int = 0
+    different: dict[str, float] = field(default_factory=dict)
+    num_sums: int = 0
+    different_sums: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+    is_changed: bool = False
+
+
+def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> Comparison:
+    """Compare one model in one layout.
+
+    Args:
+        directory: the model's config.
+        sizes: parallel sizes, by their names in TransformerConfig.
+        method: class of `megatron.bridge.peft`.
+        settings: its arguments.
+    """
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.peft import canonical_lora, dora, lora, utils
+
+    from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+    from hybrid_engine.backends.megatron.live_model import unsupported_adapters
+    from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+    from hybrid_engine.errors import ConfigError
+    from hybrid_engine.models import table_for
+    from tests.zoo.families import read_config
+    from tests.zoo.megatron_models import region_slices, view_of
+
+    table = table_for(read_config(directory))
+    bridge = AutoBridge.from_hf_pretrained(str(directory), torch_dtype=torch.float32)
+    chunks = built(bridge, sizes)
+    # The mock is no installed distribution.
+    utils.version = lambda _: "2.8.0"  # type: ignore[attr-defined]
+    classes = {"LoRA": lora.LoRA, "CanonicalLoRA": canonical_lora.CanonicalLoRA, "DoRA": dora.DoRA}
+    classes[method](dim=4, alpha=10, **settings)(chunks, training=True)
+    result = Comparison()
+    if violations := unsupported_adapters(chunks):
+        result.refusals = [(violation.key, violation.problem) for violation in violations]
+        with pytest.raises(ConfigError) as caught:
+            ModelTensors(chunks, table)
+        assert list(caught.value.findings) == violations
+        return result
+    fill(chunks, 0.3)
+    adaptor = MegatronAdaptor(ModelTensors(chunks, table))
+    adaptor.prepare()
+    exported = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+    layout = adaptor.layout()
+    held: dict[str, float] = {}
+    for shard in layout.shards:
+        name = shard.region.tensor
+        # Megatron-Bridge exports the rows that pad the vocabulary.
+        whole = exported[name][: table.shapes[name][0]].reshape(layout.tensors[name])
+        difference = (view_of(adaptor.buffers(), shard) - whole[region_slices(shard)]).abs().max()
+        held[name] = max(held.get(name, 0.0), float(difference))
+    result.num_equal = sum(not difference for difference in held.values())
+    result.different = {name: difference for name, difference in held.items() if difference}
+    stored, shown = dict(adaptor.model.named_weights()), dict(adaptor.shown_weights())
+    for name, merged in merged_weights(chunks, stored):
+        if torch.equal(shown[name], merged):
+            result.num_sums += 1
+        else:
+            result.different_sums.append(name)
+    unmerged = bridge.export_hf_weights(chunks, cpu=True, show_progress=False, merge_adapter_weights=False)
+    base = {name.replace(".base_layer", ""): values for name, values in unmerged}
+    changed = [name for name in held if not torch.equal(base[name], exported[name])]
+    result.changed = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in changed})
+    result.origins = sorted({len(adaptor.origins()[name]) for name in changed})
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "disable_adapter_layers"):
+                module.disable_adapter_layers()
+    result.is_changed = adaptor.model.adapters_changed()
+    return result
+
+
+def merged_weights(
+    chunks: list[torch.nn.Module], stored: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in `stored`, sum by LoRAMerge) of the weights with one adapter each. Collective."""
+    from megatron.bridge.peft.lora_layers import LoRALinear
+    from megatron.bridge.peft.lora_merge import LoRAMerge
+
+    names = {tensor: name for name, tensor in stored.items()}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if not isinstance(module, LoRALinear):
+                continue
+            adapter = module.adapter
+            matrices = [adapter.linear_out.weight, adapter.linear_in.weight]
+            group = adapter.expert_tp_group if matrices[0].dim() == 3 else adapter.tp_group
+            weights = [tensor for tensor in module.to_wrap.parameters(recurse=False) if tensor.dim() == 2]
+            for number, weight in enumerate(weights):
+                b, a = (matrix[number] if matrix.dim() == 3 else matrix for matrix in matrices)
+                yield names[weight], LoRAMerge().merge(weight, b, a, adapter.alpha, adapter.dim, tp_group=group)
+
+
+def fill(chunks: list[torch.nn.Module], std: float) -> None:
+    """Give every parameter random values: those of replicas are equal, those of parts are not."""
+    from megatron.core import parallel_state
+
+    seeds = {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "experts": 10 * parallel_state.get_expert_model_parallel_rank()
+        + parallel_state.get_expert_tensor_parallel_rank(),
+    }
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                is_split = getattr(parameter, "tensor_model_parallel", False) or ".linear_" in name
+                part = seeds["experts" if ".experts." in name else "tensor"] if is_split else 0
+                generator = torch.Generator().manual_seed(sum(name.encode()) + 1000 * part)
+                parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+
+
+def main(job: str, out: str) -> None:
+    start()
+    from hybrid_engine.trainer.megatron.build import destroy_parallel_state
+
+    results = {}
+    for name, (directory, *case) in json.loads(Path(job).read_text()).items():
+        comparison = compare(Path(directory), *case)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, asdict(comparison))
+        results[name] = by_rank
+        destroy_parallel_state()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

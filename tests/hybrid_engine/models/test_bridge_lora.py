@@ -1,0 +1,137 @@
+"""Sums of weights and Megatron-Bridge's adapters, compared with its own merge, bit by bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.tools.launching import run_ranks
+from tests.hybrid_engine.models.test_megatron_bridge import INSTALL, MODELS, sizes_of, write_numbers
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason=INSTALL),
+]
+
+LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+CANONICAL = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate", "linear_fc2"]
+PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with adapters, on two ranks.
+
+    Attributes:
+        model: key of MODELS.
+        layout: of the ranks.
+        changes: further values of Megatron's configuration.
+        method: of Megatron-Bridge.
+        settings: its arguments.
+        changed: modules of a checkpoint that adapters change.
+        num_sums: weights of a rank with one adapter each.
+    """
+
+    model: str
+    layout: str
+    num_sums: int
+    method: str = "LoRA"
+    settings: dict[str, Any] = field(default_factory=lambda: {"target_modules": LAYERS})
+    changes: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = tuple(PROJECTIONS)
+
+
+EACH = {"target_modules": LAYERS, "share_expert_adapters": False}
+SEQUENTIAL = {"moe_grouped_gemm": False}
+WITH_ROUTER = {
+    "settings": {"target_modules": [*LAYERS, "router"]},
+    "changed": (PROJECTIONS[0], "gate", *PROJECTIONS[1:]),
+}
+CASES = {
+    "column and row parallel": Adapted("Qwen3", "tp2", 16),
+    "canonical": Adapted("Qwen3", "tp2", 8, "CanonicalLoRA", {"target_modules": CANONICAL}),
+    "one adapter for all experts": Adapted("Qwen3-MoE", "ep2", 24, **WITH_ROUTER),
+    "one adapter for each expert": Adapted("Qwen3-MoE", "ep2", 24, settings=EACH),
+}
+# Megatron-Bridge's export of the parts of experts does not undo their split over ranks as their
+# modules compute, so that only its LoRAMerge is compared there.
+ONLY_MERGED = {
+    "experts over tensor parallel ranks": Adapted("Qwen3-MoE", "tp2 etp2", 40, **WITH_ROUTER),
+    "each expert over tensor parallel ranks": Adapted("Qwen3-MoE", "tp2 etp2", 40, settings=EACH),
+    "modules of experts, tensor parallel": Adapted("Qwen3-MoE", "tp2 etp2", 40, changes=SEQUENTIAL),
+    "modules of experts": Adapted("Qwen3-MoE", "ep2", 24, changes=SEQUENTIAL),
+}
+REFUSED = {
+    "DoRA": (Adapted("Qwen3", "tp2", 0, "DoRA"), 16, "its DoRALinear is no sum of W and B A"),
+    "shared outer": (
+        Adapted("Qwen3-MoE", "ep2", 0, settings={"target_modules": LAYERS, "experts_shared_outer_loras": True}),
+        8,
+        "its adapter is a SharedOuterGroupedExpertAdapter",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Comparisons of every case, by rank; see `bridge_lora_ranks.Comparison`."""
+    path = tmp_path_factory.mktemp("bridge")
+    for name in ("Qwen3", "Qwen3-MoE"):
+        write_numbers(path / name, MODELS[name])
+    cases = {**CASES, **ONLY_MERGED, **{name: case for name, (case, _, _) in REFUSED.items()}}
+    jobs = {
+        name: (str(path / case.model), {**sizes_of(case.layout), **case.changes}, case.method, case.settings)
+        for name, case in cases.items()
+    }
+    job, out = path / "cases.json", path / "out.json"
+    job.write_text(json.dumps(jobs))
+    ended = run_ranks(["-m", "tests.hybrid_engine.models.bridge_lora_ranks", str(job), str(out)], 2, 500)
+    assert ended.status == 0, ended.output
+    return json.loads(out.read_text())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*CASES, *ONLY_MERGED])
+def test_sums_are_those_of_megatron_bridge(comparisons: dict[str, Any], name: str) -> None:
+    case = {**CASES, **ONLY_MERGED}[name]
+    for compared in comparisons[name]:
+        assert compared["refusals"] == []
+        assert (compared["num_sums"], compared["different_sums"]) == (case.num_sums, [])
+        if name in CASES:
+            assert compared["different"] == {}
+            assert compared["changed"] == sorted(case.changed)
+        else:
+            assert all(".mlp.experts." in tensor for tensor in compared["different"])
+        # The weight and two matrices for each adapter.
+        assert all(count >= 3 for count in compared["origins"])
+        assert compared["num_equal"] > 30
+        assert compared["is_changed"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_adapters_are_refused_by_name(comparisons: dict[str, Any], name: str) -> None:
+    _, num_refusals, problem = REFUSED[name]
+    for compared in comparisons[name]:
+        assert [problem] * num_refusals == [refusal for _, refusal in compared["refusals"]]
+        assert all(key.startswith("model_chunks[0]: decoder.layers.") for key, _ in compared["refusals"])
+
+
+@pytest.mark.timeout(600)
+def test_adapters_of_an_attached_model_reach_vllm(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ended = run_ranks(["-m", "tests.hybrid_engine.models.attached_bridge_lora", str(out)], 2, 500)
+    assert ended.status == 0, ended.output
+    for adapted in json.loads(out.read_text()):
+        assert adapted["losses"] == sorted(adapted["losses"], reverse=True)
+        assert adapted["changed"] == []
+        assert max(adapted["gaps"]) < 1e-4 < 0.1 < min(adapted["base_gaps"])
+        assert adapted["num_layers"] == 16
+        assert {name.split(".")[-2] for name in adapted["summed"]} == set(PROJECTIONS)
+        assert adapted["skipped"][0] == 0 < adapted["skipped"][1]  # the base, which is frozen
+        assert adapted["skipped"][1] + adapted["read"][1] == adapted["read"][0]
+        assert adapted["refused"] == "adapters-changed"
