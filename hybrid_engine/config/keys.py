@@ -22,6 +22,9 @@ from hybrid_engine.layouts.parallelism import (
     TrainParallelism,
     sizes_of,
 )
+from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.models.derived import derived_table
+from hybrid_engine.models.families import architecture_of
 
 # -- types of values -------------------------------------------------------------------------------
 
@@ -566,3 +569,16 @@ class HybridConfig(Section):
         """Return the contents of config.json."""
         path = self.model / "config.json"
         return read_json(path, "model", "Name a Hugging Face model directory")
+
+    def table(self) -> ModelTable:
+        """Return the table of the model in the trainer.
+
+        FSDP2 trains transformers' own class, from which its table is derived. A written one knows
+        Megatron's parameters as well.
+
+        Raises UnknownModelError and ConfigError as `table_for` does.
+        """
+        hf_config = self.hf_config()
+        if self.actor_config.fsdp is None:
+            return table_for(hf_config)
+        return derived_table(hf_config, architecture_of(hf_config.get("architectures")))

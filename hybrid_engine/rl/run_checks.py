@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
-from hybrid_engine.models import table_for
 from hybrid_engine.models.config_json import positions_of
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
@@ -139,7 +138,7 @@ class RunLimits:
         from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
 
         longest = _longest_sequence(engines)
-        vocab_size = table_for(engines.hf_config()).dims.vocab_size
+        vocab_size = engines.table().dims.vocab_size
 
         def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
             check_token_ids(prompts, max_tokens, longest, vocab_size)
@@ -486,7 +485,7 @@ def _schedule_violations(
 def _disk_violations(engines: HybridConfig, out: Path) -> Iterator[Violation]:
     """Yield a violation if one checkpoint of the run does not fit onto the disk."""
     actor = engines.actor_config
-    num_elements = sum(map(prod, table_for(engines.hf_config()).shapes.values()))
+    num_elements = sum(map(prod, engines.table().shapes.values()))
     nbytes = num_elements * DTYPE_NBYTES[actor.params_dtype]
     # Some or all weights have no optimizer state otherwise.
     if actor.lora is None and not actor.frozen_parameters and actor.fsdp is None:

@@ -11,7 +11,6 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.model_files import companions_digest
-from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
 from hybrid_engine.rl.config import (
@@ -82,7 +81,7 @@ class RunRecord:
             free = free_engine_settings(engines)
             # Runs of older versions did not record the engines' settings.
             files.check(self._settings, defaults=defaults, unrecorded=engine_settings, free=free)
-            require_target(files.out / "model", table_for(engines.hf_config()))
+            require_target(files.out / "model", engines.table())
             ends.enter_context(files.lock())
             if files.progress() is None:
                 forget_run(files.out)

@@ -84,7 +84,7 @@ def quantise_whole_tensors(directory: str) -> None:
         for quantization in ("none", "fp8"):
             generate = GenerateConfig(quantization=quantization)
             config = HybridConfig(model=model, actor_config=ActorConfig(), generate_config=generate)
-            table = table_for(config.hf_config())
+            table = config.table()
             with pytest.raises(ConfigError, check=refused) if quantization == "fp8" else nullcontext():
                 assert quantised_table(config, weights, table, job) is table
 

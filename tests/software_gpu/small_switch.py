@@ -17,7 +17,6 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import device_pages
-from hybrid_engine.models import table_for
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
@@ -44,7 +43,7 @@ def engine_of(
 
     settings = {"bucket_mb": 1, "timeout_seconds": 30, "verify": "full", "check_compute": "off", **generate}
     config = workers.configuration(model, {"tensor_model_parallel_size": 2, **actor}, settings)
-    table = table_for(config.hf_config())
+    table = config.table()
     shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
     with ExitStack() as ends:
         ends.enter_context(mock.patch.object(device_pages, "CHUNK_NBYTES", CHUNK_NBYTES))

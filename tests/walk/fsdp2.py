@@ -21,7 +21,6 @@ from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
@@ -38,7 +37,7 @@ class Fsdp2(Subject):
     exact = True
 
     def __init__(self, path: Path, config: HybridConfig, job: Job, ends: ExitStack, *, lora: bool, serve: bool) -> None:
-        table = table_for(config.hf_config())
+        table = config.table()
         trainer = None
         if lora:
             self.model: Any = sharded_models.shard(peft_model(path, LORA))

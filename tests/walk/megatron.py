@@ -15,7 +15,6 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.walk.inference import inference_for
 from tests.walk.oracle import Subject, Write
@@ -28,7 +27,7 @@ class Megatron(Subject):
         apply_patches()
         from hybrid_engine.trainer.megatron.actor import build_actor
 
-        table = table_for(config.hf_config())
+        table = config.table()
         trainer = build_actor(config, table, job, ends)
         train = trainer.engine.model
         self.chunks = train.chunks

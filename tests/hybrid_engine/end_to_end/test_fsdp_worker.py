@@ -16,7 +16,6 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
 from hybrid_engine.errors import ArgumentError, StateError
-from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
@@ -176,7 +175,7 @@ def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
 
     config = workers.configuration(model, actor)
     with closing(Job.join(60)) as job, ExitStack() as owner:
-        engine = build_actor(config, table_for(config.hf_config()), job, owner).engine
+        engine = build_actor(config, config.table(), job, owner).engine
         losses = [
             engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)

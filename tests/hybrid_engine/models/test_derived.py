@@ -50,6 +50,14 @@ def test_a_derived_table_equals_a_saved_checkpoint(architecture: str, tmp_path: 
     assert not table.left_out & table.shapes.keys()
 
 
+@pytest.mark.parametrize(("actor", "is_derived"), [({"fsdp": {}}, True), ({}, False)])
+def test_fsdp2_asks_no_written_table(actor: dict[str, Any], is_derived: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
+    actor = {"params_dtype": "float32", "seq_length": 32, **actor}
+    config = load_config({"model": str(tmp_path), "random_weights": True, "actor_config": actor}, 1)
+    assert config.table().is_derived == is_derived
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_derived_table_equals_the_written_table(family: str) -> None:
     config = tiny_config(family)
