@@ -47,6 +47,13 @@ _ADAPTERS = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 _REMEDY = "Use LoRA or CanonicalLoRA of Megatron-Bridge without shared outer adapters, or merge it"
 
+_PARTIAL = "its adapter applies B to a part of A x: ranks sum the layer's outputs outside of it"
+
+_PARTIAL_REMEDY = (
+    "Set expert_tensor_parallel_size to 1 and moe_shared_expert_overlap to false, or leave "
+    "linear_fc2 out"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Factors:
@@ -176,7 +183,8 @@ def unsupported_adapters(models: Sequence[torch.nn.Module]) -> list[Violation]:
         for name, module in model.named_modules():
             if problem := _problem(module):
                 key = f"model_chunks[{index}]: {name}"
-                violations.append(Violation(key, problem, _REMEDY, code="unsupported-adapters"))
+                remedy = _PARTIAL_REMEDY if problem == _PARTIAL else _REMEDY
+                violations.append(Violation(key, problem, remedy, code="unsupported-adapters"))
     return violations
 
 
@@ -211,7 +219,20 @@ def _problem(module: Any) -> str:
         return f"its adapters have {num_rows} rows, the weight {len(weights[0])}"
     if not _num_groups(module, factors):
         return "its ranks have parts of query groups"
-    return ""
+    return _PARTIAL if _is_partial(module, factors) else ""
+
+
+def _is_partial(wrapper: Any, factors: Sequence[Factors]) -> bool:
+    """Return whether ranks with parts of the inputs sum the outputs outside of a wrapped layer.
+
+    Then each rank has a part of A x, to which Megatron-Bridge 0.6.2 applies only a part of B.
+    """
+    (group,) = {part.group for part in factors}
+    is_split = group is not None and group.size() > 1 and _adapters(wrapper)[0].input_is_parallel
+    layer = wrapper.to_wrap
+    # Transformer Engine's layers have a mode, megatron-core's a flag.
+    is_outside = getattr(layer, "explicit_expert_comm", False)
+    return is_split and (is_outside or getattr(layer, "parallel_mode", "") is None)
 
 
 def _adapters(wrapper: Any) -> list[Any]:
