@@ -13,7 +13,7 @@ from hybrid_engine.config.keys import FromProgram, GenerateConfig
 from hybrid_engine.config.rules import Constraint, JobContext, constraint, size_constraints
 from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.layouts.parameters import parameters_of
+from hybrid_engine.layouts.parameters import linear_modules, parameters_of
 from hybrid_engine.layouts.size_rules import INFER_RULES
 from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS
@@ -224,7 +224,7 @@ def _quantization(context: JobContext) -> Iterator[Violation]:
     INFERENCE,
     "generate_config.lora_delivery",
     "adapter needs actor_config.lora (with fsdp, LoRA in the model) of a rank that vLLM supports, "
-    "on weights that are not stored transposed.",
+    "on weights that are neither stored transposed nor in experts.",
 )
 def _lora_delivery(context: JobContext) -> Iterator[Violation]:
     if context.generate.lora_delivery != "adapter":
@@ -246,6 +246,15 @@ def _lora_delivery(context: JobContext) -> Iterator[Violation]:
             f"adapter, but rank {lora.rank} is above vLLM's {VLLM_LORA_RANKS[-1]}",
             "Use a smaller rank or merge",
             code="rank-too-large",
+        )
+    modules = linear_modules(context.table)
+    in_experts = [target for target in lora.target_modules if modules.get(target)]
+    if in_experts:
+        yield Violation(
+            "generate_config.lora_delivery",
+            f"adapter, but target_modules {', '.join(in_experts)} are parts of experts",
+            "Use merge",
+            code="adapters-in-experts",
         )
     if any(parameter.packing.transposed for parameter in parameters_of(context.table)):
         yield Violation(

@@ -19,10 +19,9 @@ from hybrid_engine.config.override_rules import OVERRIDES
 from hybrid_engine.config.rules import Constraint, TrainingContext, constraint, size_constraints
 from hybrid_engine.errors import Violation, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import parameters_of
+from hybrid_engine.layouts.parameters import linear_modules, parameters_of
 from hybrid_engine.layouts.size_rules import TRAIN_RULES
 from hybrid_engine.layouts.stages import chunks_of, split_violations
-from hybrid_engine.models.table import ModelTable
 
 if TYPE_CHECKING:
     pass
@@ -310,12 +309,12 @@ def _overlapped_gather(context: TrainingContext) -> Iterator[Violation]:
 @constraint(
     MEGATRON,
     "actor_config.lora",
-    "target_modules are linear layers of the model outside its experts.",
+    "target_modules are linear layers of the model.",
 )
 def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
     if context.actor.lora is None:
         return
-    modules = _linear_modules(context.table)
+    modules = linear_modules(context.table)
     targets = context.actor.lora.target_modules
     unknown = [target for target in targets if target not in modules]
     if unknown:
@@ -326,15 +325,6 @@ def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
             f"Use some of {', '.join(sorted(modules))}",
             code="unknown-target-modules",
         )
-    in_experts = [target for target in targets if modules.get(target)]
-    if in_experts:
-        yield Violation(
-            "actor_config.lora",
-            f"target_modules {', '.join(in_experts)} are parts of experts, "
-            "where adapters are not supported",
-            "Leave them out",
-            code="adapters-in-experts",
-        )
     if not targets:
         yield Violation(
             "actor_config.lora",
@@ -342,17 +332,6 @@ def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
             "Name some",
             code="nothing-is-trained",
         )
-
-
-def _linear_modules(table: ModelTable) -> dict[str, bool]:
-    """Return Megatron's names of linear modules -> whether experts contain modules of this name."""
-    in_experts: dict[str, bool] = {}
-    for parameter in parameters_of(table):
-        module, _, kind = parameter.name.rpartition(".")
-        if "linear_" in module and kind.startswith("weight"):
-            name = module.rpartition(".")[2]
-            in_experts[name] = in_experts.get(name, False) or "{expert}" in parameter.name
-    return in_experts
 
 
 @constraint(

@@ -286,7 +286,7 @@ def _engine_violations(engine: Any) -> Iterator[Violation]:
         )
         settings["model.lora.rank"] = (
             engine.model_config.lora.get("rank"),
-            "Use 0: Megatron-Bridge's adapters are not read",
+            "Use 0: verl with Megatron-Bridge's adapters was not tried",
         )
     else:
         settings[f"{section}.offload_policy"] = (config.offload_policy, offload_remedy)

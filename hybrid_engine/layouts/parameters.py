@@ -167,3 +167,14 @@ def _locations_of(rule: Rule) -> dict[Location, str]:
             raise ValueError(f"{name}: begins with none of {known}, so its stage is unknown")
         names.setdefault(location, name)
     return names
+
+
+def linear_modules(table: ModelTable) -> dict[str, bool]:
+    """Return Megatron's names of linear modules -> whether experts contain modules of this name."""
+    in_experts: dict[str, bool] = {}
+    for parameter in parameters_of(table):
+        module, _, kind = parameter.name.rpartition(".")
+        if "linear_" in module and kind.startswith("weight"):
+            name = module.rpartition(".")[2]
+            in_experts[name] = in_experts.get(name, False) or "{expert}" in parameter.name
+    return in_experts

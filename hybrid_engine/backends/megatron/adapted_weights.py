@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ _PARTS: Mapping[str, Sequence[str]] = {
 _ADAPTERS = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 _REMEDY = "Use LoRA or CanonicalLoRA of Megatron-Bridge without shared outer adapters, or merge it"
+
+_PARTIAL = "its adapter applies B to a part of A x: ranks sum the layer's outputs outside of it"
+
+_PARTIAL_REMEDY = (
+    "Set expert_tensor_parallel_size to 1 and moe_shared_expert_overlap to false, or leave "
+    "linear_fc2 out"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +127,8 @@ class Adapters:
 
     Attributes:
         weights: weight -> the weight with its adapters.
-        scales: module, with the index of its chunk -> scales of its adapters.
+        settings: by weight, the identities of its A and B, and the scales. They differ if other
+            adapters compute.
 
     Raises:
         ConfigError: listing all adapters of Megatron-Bridge that cannot be merged.
@@ -127,17 +136,18 @@ class Adapters:
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self.weights: dict[torch.Tensor, AdaptedWeight] = {}
-        self.scales: dict[str, list[float]] = {}
+        self.settings: dict[int, list[tuple[int, int, float]]] = {}
         if violations := unsupported_adapters(models):
             raise ConfigError(violations)
-        for index, model in enumerate(models):
-            for name, wrapper in adapter_wrappers(model):
-                if getattr(wrapper, "_adapter_enabled", True):
-                    factors = _factors(wrapper)
-                    self.scales[f"{index}.{name}"] = [part.scale for part in factors]
-                    for expert, weight in enumerate(_weights(wrapper)):
-                        groups = _num_groups(wrapper, factors)
-                        self.weights[weight] = AdaptedWeight(weight, expert, factors, groups)
+        for _, wrapper in chain.from_iterable(map(adapter_wrappers, models)):
+            # Megatron-Bridge has no public name for it.
+            if getattr(wrapper, "_adapter_enabled", True):
+                factors = _factors(wrapper)
+                settings = [(id(part.a), id(part.b), part.scale) for part in factors]
+                for expert, weight in enumerate(_weights(wrapper)):
+                    groups = _num_groups(wrapper, factors)
+                    self.weights[weight] = AdaptedWeight(weight, expert, factors, groups)
+                    self.settings[id(weight)] = settings
 
     def tensors_of(self, weight: torch.Tensor) -> list[torch.Tensor]:
         """Return all A and B on a weight."""
@@ -173,7 +183,8 @@ def unsupported_adapters(models: Sequence[torch.nn.Module]) -> list[Violation]:
         for name, module in model.named_modules():
             if problem := _problem(module):
                 key = f"model_chunks[{index}]: {name}"
-                violations.append(Violation(key, problem, _REMEDY, code="unsupported-adapters"))
+                remedy = _PARTIAL_REMEDY if problem == _PARTIAL else _REMEDY
+                violations.append(Violation(key, problem, remedy, code="unsupported-adapters"))
     return violations
 
 
@@ -190,22 +201,38 @@ def _problem(module: Any) -> str:
     if kind not in _PARTS:
         # Other modules of Megatron-Bridge are parts of adapters.
         is_wrapper = kind == "LinearAdapter" or hasattr(module, "to_wrap")
-        return f"its {kind} is no sum of W and B A" if kind and is_wrapper else ""
+        return f"a switch does not merge its {kind}" if kind and is_wrapper else ""
     for adapter in _adapters(module):
         if _kind(adapter) not in _ADAPTERS:
             return f"its adapter is a {type(adapter).__name__}"
         if not isinstance(adapter.activation, torch.nn.Identity):
             return f"its adapter computes {type(adapter.activation).__name__} between A and B"
+        names = {name for name, _ in adapter.named_parameters()}
+        if others := names - {"linear_in.weight", "linear_out.weight"}:
+            return f"its adapter also computes with {', '.join(sorted(others))}"
     weights = _weights(module)
     if not weights or any(weight.dim() != 2 for weight in weights):
         return f"its {type(module.to_wrap).__name__} has no weights of two dims of its own"
     factors = _factors(module)
     num_rows = sum(part.b.shape[-2] for part in factors)
-    if len(factors) > 1 and num_rows % len(weights[0]):
+    if len(factors) > 1 and num_rows != len(weights[0]):
         return f"its adapters have {num_rows} rows, the weight {len(weights[0])}"
     if not _num_groups(module, factors):
         return "its ranks have parts of query groups"
-    return ""
+    return _PARTIAL if _is_partial(module, factors) else ""
+
+
+def _is_partial(wrapper: Any, factors: Sequence[Factors]) -> bool:
+    """Return whether ranks with parts of the inputs sum the outputs outside of a wrapped layer.
+
+    Then each rank has a part of A x, to which Megatron-Bridge 0.6.2 applies only a part of B.
+    """
+    (group,) = {part.group for part in factors}
+    is_split = group is not None and group.size() > 1 and _adapters(wrapper)[0].input_is_parallel
+    layer = wrapper.to_wrap
+    # Transformer Engine's layers have a mode, megatron-core's a flag.
+    is_outside = getattr(layer, "explicit_expert_comm", False)
+    return is_split and (is_outside or getattr(layer, "parallel_mode", "") is None)
 
 
 def _adapters(wrapper: Any) -> list[Any]:
@@ -220,7 +247,8 @@ def _factors(wrapper: Any) -> list[Factors]:
         if isinstance(wrapper, LoraLinear):
             factors.append(Factors(a, b, wrapper.scale))
         else:
-            group = getattr(adapter, "expert_tp_group", None) or adapter.tp_group
+            is_for_each = _kind(adapter) == "GroupedExpertLinearAdapter"
+            group = adapter.expert_tp_group if is_for_each else adapter.tp_group
             factors.append(Factors(a, b, adapter.alpha / adapter.dim, group))
     return factors
 

@@ -165,6 +165,16 @@ def mark_sequence_parallel(weight: Any) -> None:
     weight.sequence_parallel = True
 
 
+def mark_of_expert(weight: Any, like: Any, *, counted: bool) -> None:
+    """Make Megatron reduce a weight's gradient over the ranks of an expert's weight `like`.
+
+    `counted`: its gradient counts in the norm on this rank. A rank's place in the tensor parallel
+    group, by which Megatron decides that for other layers, means nothing for experts.
+    """
+    weight.allreduce = like.allreduce
+    weight.shared = not counted
+
+
 def restore_float32_bias(router: TopKRouter) -> None:
     """Undo Float16Module's rounding of a router's expert bias."""
     router._maintain_float32_expert_bias()

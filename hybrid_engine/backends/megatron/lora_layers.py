@@ -6,6 +6,7 @@
     row-parallel W (linear_proj, linear_fc2):    A split along its columns, B replicated
 
 Each rank's part of B A therefore covers exactly its part of W, and merging needs no communication.
+Every expert of megatron-core's own layers has an adapter; expert tensor parallelism splits it.
 
 Names are Megatron-Bridge's: `linear_qkv.to_wrap.weight`, `linear_qkv.adapter.linear_in.weight` (A),
 `linear_qkv.adapter.linear_out.weight` (B). Source: Hu et al., "LoRA", arXiv 2106.09685.
@@ -17,7 +18,6 @@ import math
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
-from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
+from hybrid_engine.backends.megatron.internals import mark_of_expert, mark_sequence_parallel
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
 
@@ -39,8 +39,7 @@ def add_lora(model: torch.nn.Module, lora: LoraConfig) -> None:
     Called before precision and DDP wrappers are added.
 
     Raises:
-        ModelError: a target is not a parallel linear layer of megatron-core, or belongs to an
-            expert.
+        ModelError: a target is not a parallel linear layer of megatron-core.
     """
     model.requires_grad_(False)
     targets = [
@@ -55,8 +54,6 @@ def add_lora(model: torch.nn.Module, lora: LoraConfig) -> None:
                 f"{name} (a {type(module).__name__}, not a ColumnParallelLinear or "
                 "RowParallelLinear of megatron-core)"
             )
-        elif getattr(module, "is_expert", False):
-            problems.append(f"{name} (part of an expert)")
     if problems:
         raise ModelError(
             f"LoRA is not supported on {'; '.join(problems)}. Remove it from lora.target_modules",
@@ -98,12 +95,14 @@ class _LoraPair(torch.nn.Module):
     def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, rank: int) -> None:
         super().__init__()
         self.is_column = isinstance(layer, ColumnParallelLinear)
-        self.sequence_parallel = bool(layer.sequence_parallel)
-        weight = layer.weight
-        rows, columns = weight.shape
-        self.linear_in = _Matrix(rank, columns, weight, None if self.is_column else 1)
+        self.group = layer.tp_group
+        # Others gather the inputs of experts and sum their outputs: the token dispatcher.
+        self.is_local = bool(layer.explicit_expert_comm)
+        self.sequence_parallel = bool(layer.sequence_parallel) and not self.is_local
+        rows, columns = layer.weight.shape
+        self.linear_in = _Matrix(rank, columns, layer, None if self.is_column else 1)
         # B starts at zero, so that training starts from the frozen model.
-        self.linear_out = _Matrix(rows, rank, weight, 0 if self.is_column else None, zero=True)
+        self.linear_out = _Matrix(rows, rank, layer, 0 if self.is_column else None, zero=True)
         for matrix in (self.linear_in, self.linear_out):
             # Each rank has seen only its part of the sequence when it computes this gradient.
             if matrix.split_dim is None and self.sequence_parallel:
@@ -111,47 +110,66 @@ class _LoraPair(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return B A x without the scale: [s, b, in] -> [s, b, out] of this rank."""
-        inner = torch.nn.functional.linear(x, self.linear_in.weight)
+        a, b = self.linear_in.weight, self.linear_out.weight
+        if self.is_local:
+            # Ranks of a replicated matrix have parts of its gradient, like those of the input.
+            if self.is_column:
+                a = copy_to_tensor_model_parallel_region(a, group=self.group)
+            else:
+                b = copy_to_tensor_model_parallel_region(b, group=self.group)
+        inner = torch.nn.functional.linear(x, a)
+        if not self.is_local:
+            inner = self._communicated(inner)
+        return torch.nn.functional.linear(inner, b)
+
+    def _communicated(self, inner: torch.Tensor) -> torch.Tensor:
         if self.is_column:
             if self.sequence_parallel:
-                inner = gather_from_sequence_parallel_region(inner)
-            else:
-                inner = copy_to_tensor_model_parallel_region(inner)
-        elif self.sequence_parallel:
-            inner = reduce_scatter_to_sequence_parallel_region(inner)
-        else:
-            inner = reduce_from_tensor_model_parallel_region(inner)
-        return torch.nn.functional.linear(inner, self.linear_out.weight)
+                return gather_from_sequence_parallel_region(inner, group=self.group)
+            return copy_to_tensor_model_parallel_region(inner, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
 
 class _Matrix(torch.nn.Module):
     """Weight [rows, columns] on this rank.
 
-    Tensor parallelism splits it along `split_dim`, or replicates it if that is None.
+    The ranks of a layer split it along `split_dim`, or replicate it if that is None.
     """
 
     def __init__(
         self,
         rows: int,
         columns: int,
-        like: torch.Tensor,
+        layer: ColumnParallelLinear | RowParallelLinear,
         split_dim: int | None,
         zero: bool = False,
     ) -> None:
         super().__init__()
         self.split_dim = split_dim
         shape = [rows, columns]
-        tp_size = 1
+        part, num_parts = (0, 1) if split_dim is None else _place_in(layer.tp_group)
         if split_dim is not None:
-            tp_size = parallel_state.get_tensor_model_parallel_world_size()
-            shape[split_dim] *= tp_size
+            shape[split_dim] *= num_parts
         whole = torch.zeros(shape)
         # Every rank draws the whole matrix from an equal generator, so that values do not depend on
         # the layout.
         if not zero:
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        part = whole if split_dim is None else whole.chunk(tp_size, split_dim)[tp_rank]
-        self.weight = torch.nn.Parameter(part.to(device=like.device, dtype=like.dtype).contiguous())
+        values = whole.chunk(num_parts, split_dim or 0)[part]
+        like = layer.weight
+        self.weight = torch.nn.Parameter(
+            values.to(device=like.device, dtype=like.dtype).contiguous()
+        )
         is_split = split_dim is not None
-        set_tensor_model_parallel_attributes(self.weight, is_split, split_dim or 0, 1)
+        if layer.is_expert:
+            mark_of_expert(self.weight, like, counted=is_split or _place_in(layer.tp_group)[0] == 0)
+        set_tensor_model_parallel_attributes(
+            self.weight, is_split or layer.is_expert, split_dim or 0, 1
+        )
+
+
+def _place_in(group: torch.distributed.ProcessGroup) -> tuple[int, int]:
+    """Return (index, number of parts) of this rank in a group."""
+    return group.rank(), group.size()

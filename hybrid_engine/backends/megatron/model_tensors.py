@@ -174,9 +174,9 @@ class ModelTensors:
                     yield names.of(name), parameter
 
     def adapters_changed(self) -> bool:
-        """Return whether other adapters compute than those of `adapters`, or with other scales."""
+        """Return whether other adapters compute than those in `adapters`, or with other scales."""
         present = Adapters(list(map(unwrap_model, self.chunks)))
-        return present.scales != self.adapters.scales
+        return present.settings != self.adapters.settings
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
         """Return the weights in a tensor of `named_weights`."""

@@ -136,7 +136,6 @@ SIZE_BREAKS = (
 )
 TRAINER_BREAKS = (
     *(Break(TARGETS, actor={"lora": {"target_modules": names}}) for names in (["q_proj"], [])),
-    Break(TARGETS, actor={"lora": {}}, model=EXPERTS),
     Break(
         "overlap_param_gather needs",
         actor={"use_distributed_optimizer": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
@@ -244,6 +243,7 @@ GENERATE_BREAKS = (
     ),
     Break("adapter needs actor_config.lora", generate=ADAPTER),
     Break("adapter needs actor_config.lora", actor={"lora": {"rank": 1000}}, generate=ADAPTER),
+    Break("adapter needs actor_config.lora", actor={"lora": {}}, generate=ADAPTER, model=EXPERTS),
     Break(
         "adapter needs actor_config.lora",
         actor={"lora": {}, "seq_length": 64},

@@ -1,6 +1,10 @@
-"""A rank that trains Megatron-Bridge's adapters on a user's own model, and generates by vLLM.
+"""A rank that computes with Megatron-Bridge's adapters on megatron-core's layers, and without them.
 
-    python -m tests.hybrid_engine.models.attached_bridge_lora OUT
+    python -m tests.hybrid_engine.models.attached_bridge_lora trained OUT
+    python -m tests.hybrid_engine.models.attached_bridge_lora merged OUT MODEL
+
+trained: on a user's own model, with rollouts by vLLM
+merged: not trained; the model computes with the sums in place of its weights
 
 Real: Megatron-Bridge's adapters and their training, megatron-core's layers, vLLM. Mocked:
 Transformer Engine, which Megatron-Bridge imports.
@@ -8,8 +12,11 @@ Transformer Engine, which Megatron-Bridge imports.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,19 +37,39 @@ GENERATE = {
 }
 
 
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2 etp2": SPLIT,
+    "tp2 ep2 etp1": {**SPLIT, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+}
+
+
+@contextmanager
+def methods(left_out: str = "") -> Iterator[tuple[Any, Any]]:
+    """Yield Megatron-Bridge's LoRA and CanonicalLoRA, which can be applied in the block, of all layers but one."""
+    from megatron.core import tensor_parallel  # before the mock: megatron-core must compute  # noqa: F401
+
+    with mock_transformer_engine.importable():
+        from megatron.bridge.peft import utils
+        from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+        from megatron.bridge.peft.lora import LoRA
+    with mock.patch.object(utils, "HAVE_TE", False):
+        lora, canonical = LoRA(target_modules=LAYERS, dim=4, alpha=12), CanonicalLoRA(dim=4, alpha=12)
+        for method in (lora, canonical):
+            method.target_modules = [layer for layer in method.target_modules if layer != left_out]
+        yield lora, canonical
+
+
 def adapted_model() -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """Return the example's model, TP=2, with adapters, its optimizer, and the frozen weights' values."""
     from examples import bring_your_own_megatron as example
 
-    with mock_transformer_engine.importable():
-        from megatron.bridge.peft import utils
-        from megatron.bridge.peft.lora import LoRA
     wrap = example.DistributedDataParallel
-    lora = LoRA(target_modules=LAYERS, dim=4, alpha=12)
     torch.manual_seed(0)
     with (
+        methods() as (lora, _),
         mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(utils, "HAVE_TE", False),
         mock.patch.object(
             example, "DistributedDataParallel", lambda config, ddp, model: wrap(config, ddp, lora(model, training=True))
         ),
@@ -116,6 +143,46 @@ def trained() -> Adapted:
     return result
 
 
+def merged(directory: Path) -> dict[str, tuple[float, float]]:
+    """Map layouts and methods to the largest differences of log-probabilities.
+
+    The differences of a model with adapters: from the model with sums, and from the model without adapters.
+    """
+    from hybrid_engine.config import ActorConfig
+    from hybrid_engine.models import table_for
+    from tests.hybrid_engine.models.bridge_lora_ranks import fill
+    from tests.zoo.families import read_config
+    from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+
+    config = read_config(directory)
+    table = table_for(config)
+    gaps = {}
+    for (layout, sizes), number in itertools.product(LAYOUTS.items(), range(2)):
+        actor = ActorConfig(**{**DENSE_FLOAT32, **sizes})
+        # Expert tensor parallelism splits the columns of `linear_fc2`.
+        with parallel_state_of(actor), methods("linear_fc2" if layout == "tp2 etp2" else "") as applied:
+            from hybrid_engine.backends.megatron.live_model import LiveModel
+            from hybrid_engine.trainer.megatron.build import build_model
+
+            chunks, _ = build_model(actor, table, config, dist.get_world_size())
+            method = applied[number]
+            method(chunks, training=True)
+            fill(chunks, 0.2)
+            weights = LiveModel(chunks, None, table).weights
+            with_adapters = log_probs_of(chunks[0])
+            layers = [module for module in chunks[0].modules() if hasattr(module, "disable_adapter_layers")]
+            weights.prepare()
+            set_enabled(layers, False)
+            base = log_probs_of(chunks[0])
+            with torch.no_grad():
+                for (_, stored), (_, shown) in zip(weights.model.named_weights(), weights.shown_weights(), strict=True):
+                    stored.copy_(shown)
+            with_sums = log_probs_of(chunks[0])
+            differences = [float((with_adapters - other).abs().max()) for other in (with_sums, base)]
+            gaps[f"{layout}, {type(method).__name__}"] = (differences[0], differences[1])
+    return gaps
+
+
 def log_probs_of(model: torch.nn.Module) -> torch.Tensor:
     from hybrid_engine.backends.megatron import forward_probe
 
@@ -127,12 +194,13 @@ def set_enabled(layers: list[Any], is_enabled: bool) -> None:
         (layer.enable_adapter_layers if is_enabled else layer.disable_adapter_layers)()
 
 
-def main(out: str) -> None:
+def main(name: str, out: str, *directory: str) -> None:
     from hybrid_engine.ranks.job import join_process_group
 
     join_process_group(120)
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, asdict(trained()))
+    result: Any = asdict(trained()) if name == "trained" else merged(Path(*directory))
+    dist.all_gather_object(by_rank, result)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(by_rank))
     dist.destroy_process_group()

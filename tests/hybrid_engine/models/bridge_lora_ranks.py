@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Comparison:
         changed: modules of the canonical tensors that adapters change.
         origins: number of the model's tensors behind the canonical tensors that adapters change.
         refusals: violations of adapters that cannot be merged, as (key, problem).
-        is_changed: whether disabled adapters were noticed.
+        is_changed: whether a disabled adapter, and another matrix with the same values, are noticed.
     """
 
     num_equal: int = 0
@@ -44,7 +45,7 @@ class Comparison:
     changed: list[str] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     refusals: list[tuple[str, str]] = field(default_factory=list)
-    is_changed: bool = False
+    is_changed: list[bool] = field(default_factory=list)
 
 
 def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> Comparison:
@@ -106,12 +107,24 @@ def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[
     changed = [name for name in held if not torch.equal(base[name], exported[name])]
     result.changed = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in changed})
     result.origins = sorted({len(adaptor.origins()[name]) for name in changed})
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "disable_adapter_layers"):
-                module.disable_adapter_layers()
-    result.is_changed = adaptor.model.adapters_changed()
+    assert not adaptor.model.adapters_changed()
+    changed_layer = next(module for module in chunks[0].modules() if hasattr(module, "disable_adapter_layers"))
+    changed_layer.disable_adapter_layers()
+    result.is_changed.append(adaptor.model.adapters_changed())
+    changed_layer.enable_adapter_layers()
+    with replaced_matrix(changed_layer):
+        result.is_changed.append(adaptor.model.adapters_changed())
     return result
+
+
+@contextmanager
+def replaced_matrix(layer: Any) -> Iterator[None]:
+    """Give the first adapter of a layer another A with the same values, for the block."""
+    linear = next(module for name, module in layer.adapter.named_modules() if name.endswith("linear_in"))
+    before = linear.weight
+    linear.weight = torch.nn.Parameter(before.detach().clone())
+    yield
+    linear.weight = before
 
 
 def merged_weights(

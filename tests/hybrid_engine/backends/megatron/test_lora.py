@@ -25,12 +25,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 replicated": {**TP2, "use_distributed_optimizer": False},
     "pp2": {"pipeline_model_parallel_size": 2},
 }
+# megatron-core's own experts train with tensor parallelism only if the sequence is split.
+SPLIT = {**TP2, "sequence_parallel": True}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2 etp2": SPLIT,
+    "tp2 ep2 etp1": {**SPLIT, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "tp2 etp2 replicated": {**SPLIT, "use_distributed_optimizer": False},
+}
 
 
-def train_adapters(path: Path) -> dict[str, Any]:
+def train_adapters(path: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train three steps in every layout; see `_train` for the results."""
     results = {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
             load_canonical(run, path)
             _start_alike(run)
@@ -42,15 +51,18 @@ def _start_alike(run: Any) -> None:
     """Set the same matrices A in every layout; random ones depend on the layout."""
     from megatron.core import parallel_state
 
-    for name, parameter in run.engine.model.weights.model.named_parameters():
-        if not name.endswith(".adapter.linear_in.weight"):
+    for name, parameter in run.engine.model.weights.model.named_lora():
+        module, _, matrix = name.partition(".adapter.")
+        if matrix != "linear_in.weight":
             continue
+        group = parallel_state.get_tensor_model_parallel_group()
+        if ".experts." in name:
+            group = parallel_state.get_expert_tensor_parallel_group()
+        num_parts = group.size() if module.endswith(("linear_proj", "linear_fc2")) else 1
         rows, columns = parameter.shape
-        is_cut = parameter.tensor_model_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        whole = 0.3 * torch.randn(rows, columns * (2 if is_cut else 1), generator=generator)
-        part = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-        parameter.data.copy_(whole[:, part * columns : (part + 1) * columns])
+        whole = 0.3 * torch.randn(rows, columns * num_parts, generator=generator)
+        parameter.data.copy_(whole.chunk(num_parts, 1)[group.rank() % num_parts])
     run.engine.model.reload_main_params()
 
 
@@ -59,7 +71,7 @@ def _train(run: Any) -> dict[str, Any]:
     weights = run.engine.model.weights
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
-    losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
+    steps = [run.engine.train_step(batch, negative_log_likelihood) for _ in range(3)]
     with other_torch_modes():  # merging must not depend on the caller's modes
         weights.prepare()
     changed = {
@@ -85,7 +97,8 @@ def _train(run: Any) -> dict[str, Any]:
         weights.check_values()
     return {
         "nan": poisoned in str(caught.value),
-        "losses": losses,
+        "losses": [step["loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
         "changed": changed,
         "adapters": {name for name in before if ".adapter." in name},
         "frozen": {name: name not in changed for name in before},
@@ -98,21 +111,25 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     """Results of the three calls, by rank."""
     directory = tmp_path_factory.mktemp("adapters")
     path = save_model(directory / "model", "qwen3")
+    experts = save_model(directory / "experts", "qwen3_moe")
     calls = {
-        "trained": (train_adapters, (path,)),
+        "trained": (train_adapters, (path, LAYOUTS)),
+        "experts": (train_adapters, (experts, EXPERT_LAYOUTS)),
         "read": (save_and_load, (path, directory / "out")),
         "frozen": (freeze_and_fail, (path,)),
     }
     return engines.launch_in_turn(2, calls)
 
 
-def test_adapters_train_and_are_merged(outcomes: Outcomes) -> None:
-    results = outcomes["trained"]
-    expected = results[0]["dp2"]["losses"]  # every layout trains the same
+@pytest.mark.parametrize("model", ["trained", "experts"])
+def test_adapters_train_and_are_merged(outcomes: Outcomes, model: str) -> None:
+    results = outcomes[model]
+    expected = results[0]["dp2"]  # every layout trains the same
     for result in results:
         for name, outcome in result.items():
             assert outcome["losses"][0] > outcome["losses"][-1]
-            assert outcome["losses"] == pytest.approx(expected, abs=1e-5), name
+            assert outcome["losses"] == pytest.approx(expected["losses"], abs=1e-5), name
+            assert outcome["norms"] == pytest.approx(expected["norms"], rel=1e-4), name
             assert outcome["adapters"], name
             assert outcome["changed"] == outcome["adapters"], name
             assert outcome["from merged"] < 1e-4, name

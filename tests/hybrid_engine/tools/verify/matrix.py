@@ -270,6 +270,9 @@ MATRIX: tuple[Combination, ...] = (
     ),
     Combination("qwen3", 2, "tp2 sp", "", actor=LORA, generate=APART, label="adapters apart", in_suite=True),
     Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
+    Combination("qwen3-moe", 2, "ep2", "tp2", actor=LORA, label="adapters", in_suite=True),
+    Combination("qwen3-moe", 2, "tp2 sp etp2", "ep2", actor=LORA, label="adapters"),
+    Combination("mixtral", 2, "tp2 sp ep2 etp1", "tp2", actor=LORA, label="adapters"),
     Combination("qwen3", 2, "", "tp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     Combination("qwen2.5", 2, "tp2 replicated", "pp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     # float32 in training, cast to bfloat16 at the source
