@@ -26,7 +26,6 @@ from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.files.model_files import TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.models import table_for
 from hybrid_engine.models.block_quantization import BlockQuantization, require_matrices
 from hybrid_engine.models.lora_tensors import (
     VLLM_LORA_RANKS,
@@ -333,14 +332,15 @@ def build_inference_engine(
     with ExitStack() as undo:
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
             from hybrid_engine.backends.vllm import InferenceEngine
+            from hybrid_engine.backends.vllm.weights.drafter import without_drafter
 
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
             undo.callback(engine.shutdown)  # also if only another rank fails
             if positions is not None:
                 position = settings.sizes.place_of(job.rank).position
-                require_traced_before(
-                    positions.kind(position), engine.adaptor.layout(), job.rank, position
-                )
+                # The order was chosen without a drafter, a few hundredths of the bytes.
+                loaded = without_drafter(engine.adaptor.layout())
+                require_traced_before(positions.kind(position), loaded, job.rank, position)
         undo.pop_all()
     return engine
 
@@ -536,7 +536,7 @@ def shard_and_build(
             else:
                 fsdp = FsdpConfig()
             config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
-            table = table_for(config.hf_config())
+            table = config.table()
             inference_side(config).check(job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if shard and (train_config is not None or not is_sharded(model)):
@@ -581,7 +581,7 @@ def _checked_config(
     actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
     settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
     config = load_config(settings, job.world_size, own_loop=True, own_weights=True)
-    table = table_for(config.hf_config())
+    table = config.table()
     # Its result is not needed here: it raises ModelError for weights that cannot be mapped.
     read_model_weights(model, tensors, table, config.generate_config.lora_delivery)
     require_configured(names.model)

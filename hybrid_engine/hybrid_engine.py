@@ -16,7 +16,6 @@ import torch
 from hybrid_engine.assembly import EngineParts, build_parts, inference_side, shard_and_build
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offload_items import held_nbytes
-from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import ColocatedModel, Data, NearEnd, Trainer
 from hybrid_engine.ranks.job import Job
@@ -134,7 +133,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                     owner.callback(getattr(train, "close", lambda: None))
                     return train
 
-                table = table_for(config.hf_config())
+                table = config.table()
                 engine = cls.beside(create_trainer, config, table, job, owner)
             engine.take_over(owner)
         return engine
@@ -324,7 +323,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     @cached_property
     def table(self) -> ModelTable:
         """Name table of the model."""
-        return table_for(self.config.hf_config())
+        return self.config.table()
 
     def take_over(self, owner: ExitStack) -> None:
         """Transfer the callbacks of `owner` to `shutdown`."""

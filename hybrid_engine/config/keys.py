@@ -7,6 +7,8 @@ defaults, which a test compares.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -22,6 +24,11 @@ from hybrid_engine.layouts.parallelism import (
     TrainParallelism,
     sizes_of,
 )
+from hybrid_engine.models.families import table_for
+from hybrid_engine.models.table import ModelTable
+
+TRAINED_DRAFT: Final = "mtp"
+"""vLLM's method of speculative decoding that drafts with the model's MTP layers."""
 
 # -- types of values -------------------------------------------------------------------------------
 
@@ -503,6 +510,18 @@ class GenerateConfig(Section):
                 arguments[name] = value
         return arguments
 
+    @property
+    def drafts_with_mtp(self) -> bool:
+        """True if vLLM drafts tokens with the model's layers for multi-token prediction (MTP)."""
+        config = self.vllm.get("speculative_config")
+        method = config.get("method") if isinstance(config, Mapping) else None
+        return TRAINED_DRAFT in (method, self.vllm.get("spec_method"))
+
+    def served(self, table: ModelTable) -> ModelTable:
+        """Return the table of a model with the tensors that this vLLM reads."""
+        has_drafter = self.drafts_with_mtp and table.dims.num_mtp_layers
+        return replace(table, unserved=()) if has_drafter else table
+
     def served_dtype(self, params_dtype: Dtype) -> Dtype:
         """Return the dtype of the weights that vLLM receives from training in `params_dtype`."""
         return self.compression_dtype if self.compress_reshard else params_dtype
@@ -566,3 +585,7 @@ class HybridConfig(Section):
         """Return the contents of config.json."""
         path = self.model / "config.json"
         return read_json(path, "model", "Name a Hugging Face model directory")
+
+    def table(self) -> ModelTable:
+        """Return the name table of the model, with the tensors that vLLM reads."""
+        return self.generate_config.served(table_for(self.hf_config()))

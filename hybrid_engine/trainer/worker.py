@@ -14,7 +14,6 @@ from hybrid_engine.assembly import build_parts, inference_side, megatron_lora
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.models import table_for
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -87,7 +86,7 @@ class ActorHybridWorker(HybridEngine[Trainer]):
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
             build_actor = _builder(self.config)
-            table = table_for(self.config.hf_config())
+            table = self.config.table()
             inference_side(self.config).check(job)
         if load_weights:
             fetch_weights(self.config.model, job)
