@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling, internals
-from hybrid_engine.backends.vllm.weights.drafter import without_drafter
+from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling, VllmAdaptor, internals
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
+from hybrid_engine.backends.vllm.native_load import _constructed, second_model
+from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter, without_drafter
+from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
+from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.layouts.inference import inference_side
@@ -30,6 +35,7 @@ MTP_LAYER = f"model.layers.{MODEL['num_hidden_layers']}."
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 NUM_SWITCHES = 3
+TRACES = trace_model, trace_drafter
 
 
 def _engine(path: str, vllm: dict[str, Any], left_out: str = "nothing") -> InferenceEngine:
@@ -143,3 +149,93 @@ def test_a_plan_counts_the_drafter(outcomes: list[dict[str, Any]]) -> None:
 def test_a_release_frees_the_drafter(outcomes: list[dict[str, Any]]) -> None:
     for outcome in outcomes:
         assert outcome["resident"] == [outcome["nbytes"], 0] * NUM_SWITCHES
+
+
+@dataclass
+class Pair:
+    """A main model and its drafter, outside of an engine, as vLLM builds them."""
+
+    main: torch.nn.Module
+    drafter: torch.nn.Module
+    config: Any
+
+    @staticmethod
+    def built(engine: InferenceEngine, path: str) -> Pair:
+        main, config = second_model(engine.settings, engine.rank, path)
+        return Pair(main, _constructed(config, config.speculative_config.draft_model_config), config)
+
+    def load(self) -> None:
+        """Load the checkpoint by vLLM's own loader."""
+        from vllm.model_executor.model_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(self.config.load_config)
+        with torch.no_grad(), self.context():
+            for model, config in self.configs.items():
+                for parameter in model.parameters():
+                    parameter.zero_()
+                loader.load_weights(model, config)
+
+    def process(self) -> None:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        with self.context():
+            for model, config in self.configs.items():
+                process_weights_after_loading(model, config, torch.device("cpu"))
+
+    def share(self) -> None:
+        self.drafter.model.embed_tokens = self.main.model.embed_tokens
+        self.drafter.model.layers[str(MODEL["num_hidden_layers"])].shared_head.head = self.main.lm_head
+
+    @property
+    def configs(self) -> dict[torch.nn.Module, Any]:
+        return {
+            self.main: self.config.model_config,
+            self.drafter: self.config.speculative_config.draft_model_config,
+        }
+
+    def context(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.config)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return support.tensors_of(torch.nn.ModuleDict({"main": self.main, "drafter": self.drafter}))
+
+
+def fill_in_place(directory: str) -> list[str]:
+    """Fill both models like on a GPU, where tensors stay at their addresses; return what is wrong."""
+    from vllm.model_executor.layers import utils
+
+    dist.init_process_group("gloo")
+    seeds = (1, 0)
+    paths = [support.write_checkpoint(Path(directory) / f"v{seed}", MODEL, _weights(seed)) for seed in seeds]
+    engine = _engine(paths[0], MTP)
+    faults = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+        patch.setattr(utils.ops, "_supports_onednn", False)
+        pair = Pair.built(engine, paths[0])
+        dtypes = dict.fromkeys(TABLE.shapes, torch.float32)
+        traced = [trace(model, TABLE.shapes, dtypes, 0) for trace, model in zip(TRACES, pair.configs, strict=True)]
+        pair.process()
+        models = [inspect_model(model, pair.context, torch.float32, keeps_addresses=True) for model in traced]
+        pair.share()
+        joined = join(*models)
+        assert any(name.startswith("drafter.") for name in joined.derivations), "experts of the drafter are packed"
+        adaptor = VllmAdaptor(joined, CpuWeightMemory())
+        places = {path: tensor.data_ptr() for path, tensor in pair.tensors().items()}
+        for seed, path in zip(seeds, paths, strict=True):
+            support.write_by_records(adaptor, _weights(seed))
+            native = Pair.built(engine, path)
+            native.load()
+            native.process()
+            native.share()
+            tensors = pair.tensors()
+            faults += support.differences(tensors, native.tensors())
+            faults += [f"{name} moved" for name, place in places.items() if tensors[name].data_ptr() != place]
+    engine.shutdown()
+    return faults
+
+
+def test_tensors_of_both_models_are_filled_in_place(engines: Ranks, tmp_path: Path) -> None:
+    assert engines.launch(fill_in_place, 1, str(tmp_path)) == [[]]
