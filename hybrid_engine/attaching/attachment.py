@@ -28,7 +28,6 @@ from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.memory import gib
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of, is_elastic
-from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
@@ -133,7 +132,7 @@ def live_config(
         )
     except ConfigError as error:
         raise ConfigError([*violations, *error.findings]) from None
-    table, _ = read_model(config.model)
+    table = config.table()
     for refusal in live_refusals(chunks, optimizer):
         key = f"{refusal.section}.{refusal.field}"
         violations.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hybrid_engine.config.keys import FromProgram, GenerateConfig
+from hybrid_engine.config.keys import TRAINED_DRAFT, FromProgram, GenerateConfig
 from hybrid_engine.config.rules import Constraint, JobContext, constraint, size_constraints
 from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -450,7 +450,8 @@ def _dotted(arguments: Mapping[str, Any]) -> Iterator[str]:
 @constraint(
     INFERENCE,
     "generate_config.vllm",
-    "Speculative decoding has no draft model, because a switch would bring it no weights.",
+    "Speculative decoding has no draft model but the MTP layers that Megatron trains, which a "
+    "switch fills in vLLM in the training ranks.",
 )
 def _speculation(context: JobContext) -> Iterator[Violation]:
     arguments = context.generate.vllm
@@ -463,10 +464,42 @@ def _speculation(context: JobContext) -> Iterator[Violation]:
     for name, method in methods.items():
         # A speculative_config without a method names a draft model.
         names_model = name == "speculative_config" and method is None
-        if names_model or method not in (None, *WEIGHTLESS_DRAFTS):
+        path = f"generate_config.vllm.{name}"
+        if method == TRAINED_DRAFT:
+            yield from _trained_draft(context, path)
+        elif names_model or method not in (None, *WEIGHTLESS_DRAFTS):
             yield Violation(
-                f"generate_config.vllm.{name}",
+                path,
                 f"{shortened(method)}: a switch brings no weights to a draft model",
-                f"Use method {', '.join(WEIGHTLESS_DRAFTS)}, or leave it out",
+                f"Use method {', '.join((*WEIGHTLESS_DRAFTS, TRAINED_DRAFT))}, or leave it out",
                 code="draft-model",
             )
+
+
+def _trained_draft(context: JobContext, path: str) -> Iterator[Violation]:
+    generate = context.generate
+    config = generate.vllm.get("speculative_config")
+    num_stages = generate.infer_pipeline_parallel_size
+    reasons = {
+        "a draft model is named as well": "spec_model" in generate.vllm
+        or (isinstance(config, dict) and "model" in config),
+        "transformers' models have no MTP layers (actor_config.fsdp)": (
+            context.actor.fsdp is not None
+        ),
+        "the trained model has no MTP layers": not context.table.dims.num_mtp_layers,
+        "a server's drafter gets no weights (servers)": bool(generate.servers),
+        f"vLLM drafts with one pipeline stage, not with {num_stages}": num_stages > 1,
+        "the drafter would not use the adapter (lora_delivery: adapter)": (
+            generate.lora_delivery == "adapter"
+        ),
+        "its experts would be returned as those of the model (router_replay)": (
+            generate.router_replay
+        ),
+        f"its weights are not quantised (quantization: {generate.quantization})": (
+            generate.quantization not in (None, UNQUANTISED)
+        ),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            problem = f"{TRAINED_DRAFT}, but {reason}"
+            yield Violation(path, problem, "Leave it out, or change that", code="mtp-unsupported")

@@ -7,6 +7,8 @@ defaults, which a test compares.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -25,6 +27,9 @@ from hybrid_engine.layouts.parallelism import (
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.models.derived import derived_table
 from hybrid_engine.models.families import architecture_of
+
+TRAINED_DRAFT: Final = "mtp"
+"""vLLM's method of speculative decoding that drafts with the model's MTP layers."""
 
 # -- types of values -------------------------------------------------------------------------------
 
@@ -506,6 +511,18 @@ class GenerateConfig(Section):
                 arguments[name] = value
         return arguments
 
+    @property
+    def drafts_with_mtp(self) -> bool:
+        """True if vLLM drafts tokens with the model's layers for multi-token prediction (MTP)."""
+        config = self.vllm.get("speculative_config")
+        method = config.get("method") if isinstance(config, Mapping) else None
+        return TRAINED_DRAFT in (method, self.vllm.get("spec_method"))
+
+    def served(self, table: ModelTable) -> ModelTable:
+        """Return the table of a model with the tensors that this vLLM reads."""
+        has_drafter = self.drafts_with_mtp and table.dims.num_mtp_layers
+        return replace(table, unserved=()) if has_drafter else table
+
     def served_dtype(self, params_dtype: Dtype) -> Dtype:
         """Return the dtype of the weights that vLLM receives from training in `params_dtype`."""
         return self.compression_dtype if self.compress_reshard else params_dtype
@@ -571,7 +588,7 @@ class HybridConfig(Section):
         return read_json(path, "model", "Name a Hugging Face model directory")
 
     def table(self) -> ModelTable:
-        """Return the table of the model in the trainer.
+        """Return the table of the model in the trainer, with the tensors that vLLM reads.
 
         FSDP2 trains transformers' own class, from which its table is derived. A written one knows
         Megatron's parameters as well.
@@ -580,5 +597,5 @@ class HybridConfig(Section):
         """
         hf_config = self.hf_config()
         if self.actor_config.fsdp is None:
-            return table_for(hf_config)
+            return self.generate_config.served(table_for(hf_config))
         return derived_table(hf_config, architecture_of(hf_config.get("architectures")))

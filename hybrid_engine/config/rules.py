@@ -49,12 +49,13 @@ class JobContext(TrainingContext):
             config: a configuration whose keys and types were checked.
             world_size: number of ranks.
             num_mtp_layers: MTP layers of the trainer's model if their number differs from
-                config.json. vLLM has none.
+                config.json.
 
         Raises:
             ConfigError: if the model has no parameter table, or Megatron trains one without rules.
         """
         table, _ = read_model(config.model)
+        table = config.generate_config.served(table)
         if config.actor_config.fsdp is None:
             require_rules(table)
         if num_mtp_layers is not None:

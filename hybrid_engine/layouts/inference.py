@@ -239,6 +239,8 @@ class _VllmSide:
         packing = parameter.packing
         if packing.over is Over.NONE or packing.may_be_whole or self._sizes.tensor == 1:
             return True
+        if parameter.name.endswith(".eh_proj.weight"):  # a plain layer in vLLM's MTP models
+            return True
         is_shared_expert = ".shared_experts." in parameter.name
         replicates = self._table.serving.whole_shared_experts
         return is_shared_expert and replicates and self._sizes.replicas_per_instance > 1

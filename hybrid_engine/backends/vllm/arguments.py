@@ -232,7 +232,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     from vllm.model_executor.models import supports_lora
 
     config, model_class = _accepted_config(settings, rank, device_type)
-    violations = list(_cannot_generate(config, device_type))
+    violations = list(_cannot_generate(config, device_type, settings.generate.drafts_with_mtp))
     if violations:
         raise ConfigError(violations)
     is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
@@ -408,24 +408,33 @@ def scoring_problem(sizes: InferenceParallelism, device_type: str) -> str | None
     )
 
 
-def _cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
-    """Yield reasons why this engine could not complete a single request of maximum length."""
+def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Iterator[Violation]:
+    """Yield reasons why this engine could not complete a single request of maximum length.
+
+    `drafts`: see `heads_without_kernel`.
+    """
     if device_type == "cpu":
         head_size = config.model_config.get_head_size()
-        yield from heads_without_kernel(head_size, latent=config.model_config.use_mla)
+        latent = config.model_config.use_mla
+        yield from heads_without_kernel(head_size, latent=latent, drafts=drafts)
     yield from _windows_of_some_layers(config.model_config.hf_text_config)
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
 
-def heads_without_kernel(size: int, *, latent: bool = False) -> Iterator[Violation]:
+def heads_without_kernel(
+    size: int, *, latent: bool = False, drafts: bool = False
+) -> Iterator[Violation]:
     """Yield a violation if vLLM cannot compute heads of `size` elements on CPU.
 
     On GPUs FlexAttention takes any size.
 
     `latent`: heads of latent attention (MLA), of kv_lora_rank + qk_rope_head_dim elements.
+    `drafts`: the engine has a drafter, which is of no use if only weights are compared.
     """
     sizes = internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES
+    if latent and drafts:
+        sizes = internals.MLA_DECODE_SIZES
     known = sizes.load()()
     if size not in known:
         problem = (

@@ -22,6 +22,7 @@ of a replica fails, the others wait for it in vLLM; such a replica cannot go on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,6 +58,7 @@ from hybrid_engine.backends.vllm.replica_exchange import (
 )
 from hybrid_engine.backends.vllm.requests import asked_for, one_thread, sampling_of, sampling_params
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
@@ -155,12 +157,14 @@ class InferenceEngine:
             undo.callback(isolation.destroy_groups)
             self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():
-                self._llm, model = self._build(tensors, dtypes, undo)
+                self._llm, models = self._build(tensors, dtypes, undo)
                 # At collection or exit this finalizer would end the default process group, which
                 # belongs to the caller; see `shutdown`.
                 finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
                 if finalizer is not None:
                     finalizer.detach()
+                with self._agreement.phase("joining the drafter to the main model"):
+                    model = functools.reduce(join, models)
                 config = self._llm.llm_engine.vllm_config
                 hf_config = config.model_config.hf_config
                 self._placeholders = placeholder_tokens(hf_config.to_dict()).values()
@@ -447,8 +451,11 @@ class InferenceEngine:
         tensors: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, str] | None,
         owner: contextlib.ExitStack,
-    ) -> tuple[LLM, ProcessedModel]:
-        """Build vLLM and inspect its model's weights; `owner` ends groups that are made here."""
+    ) -> tuple[LLM, list[ProcessedModel]]:
+        """Build vLLM and inspect the weights of its model, and of its drafter if it has one.
+
+        `owner` ends groups that are made here.
+        """
         sleeps = arguments.is_sleepy(self.settings, self._device_type)
         names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
         torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
@@ -458,8 +465,10 @@ class InferenceEngine:
 
         def trace(model: torch.nn.Module, model_config: Any) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
-                reads.require_known(model)
                 require_positions(model, model_config.max_model_len)
+                if model_config.runner_type == "draft":
+                    return trace_drafter(model, tensors, torch_dtypes, self.rank)
+                reads.require_known(model)
                 reads.stop()
                 traced = trace_model(model, tensors, torch_dtypes, self.rank)
                 if self.settings.max_loras and traced.staged:
@@ -514,8 +523,7 @@ class InferenceEngine:
                     from hybrid_engine.backends.vllm.cpu import route_capture
 
                     route_capture.attach(llm)
-        (model,) = models
-        return llm, model
+        return llm, models
 
     def _quantization(self) -> str | None:
         """Return the method that quantises layers of this engine, here or in training."""

@@ -34,9 +34,7 @@ _TRANSFER = "vllm.distributed.weight_transfer.base"
 # -- names to import -------------------------------------------------------------------------------
 
 ASYNC_LLM = Internal(f"{_V1}.engine.async_llm:AsyncLLM", "is the engine of a server in an actor")
-OUTPUT_KIND = Internal(
-    "vllm.sampling_params:RequestOutputKind", "requests whole completions from such a server"
-)
+OUTPUT_KIND = Internal("vllm.sampling_params:RequestOutputKind", "requests whole completions")
 ENGINE_CORE = Internal(
     f"{_V1}.engine.core:EngineCore", "holds a server's requests until it has weights"
 )
@@ -66,6 +64,10 @@ CPU_HEAD_SIZES = Internal(
 MLA_HEAD_SIZES = Internal(
     f"{_LAYERS}.attention.mla_attention:MLACommonBackend.get_supported_head_sizes",
     "lists the head sizes of latent attention",
+)
+MLA_DECODE_SIZES = Internal(
+    "vllm.v1.attention.backends.mla.cpu_mla:CPUMLABackend.get_supported_head_sizes",
+    "lists the head sizes of latent attention that a CPU can decode",
 )
 LENGTH_LIMITS = Internal(
     "vllm.transformers_utils.model_arch_config_convertor"
@@ -326,14 +328,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     _IN_SLEEP: {
         f"{_V1}.worker.gpu_worker:Worker": (
-            *(
-                "sleep",
-                "wake_up",
-                "discard",
-                "sleep_mode_backend",
-                "_sleep_saved_parameters",
-                "get_draft_model",
-            ),
+            *("sleep", "wake_up", "discard", "sleep_mode_backend"),
+            *("_sleep_saved_parameters", "get_draft_model"),
         ),
         f"{_V1}.executor.abstract:Executor": ("discard",),
         "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
@@ -540,6 +536,11 @@ ROTATE = Replacement(
     f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     "gets rows: its CPU kernel rotates the wrong elements of MLA's [tokens, heads, elements]",
     remove_when="the kernel follows strides",
+)
+EXPAND = Replacement(
+    f"{_V1}.sample.rejection_sampler:expand_batch_to_tokens",
+    "is computed by torch: its CPU kernel leaves temperatures of drafts uninitialised",
+    remove_when="the kernel writes its output",
 )
 ROUTES_GROUP = Replacement(
     f"{_ROUTES}.worker:get_tp_group",

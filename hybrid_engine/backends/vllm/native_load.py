@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ def native_parameters(
     """Return the parameters that vLLM's own loader fills in a new model of this rank, by name.
 
     Post-load processing has not run, so weights that the engine quantises after loading are not
-    quantised. Buffers that the loader writes are included. Elements that no checkpoint tensor fills
+    quantised. Buffers that the loader writes are included, and so are those of a drafter, under
+    "drafter.", that it does not share with the main model. Elements that no checkpoint tensor fills
     (vocabulary padding) are zero.
 
     Args:
@@ -41,26 +42,46 @@ def native_parameters(
 
     Memory: a second copy of this rank's weights, until the result is dropped. Not collective.
     """
+    model, config = second_model(engine.settings, engine.rank, checkpoint_dir, **changes)
+    written = engine.adaptor.written_buffers
+    loaded = _loaded(model, config, config.model_config, written)
+    del model
+    if engine.settings.generate.drafts_with_mtp:
+        draft_config = config.speculative_config.draft_model_config
+        drafter = _constructed(config, draft_config)
+        of_main = set(engine.adaptor.model.modules())
+        live_drafter = internals.worker_of(engine.llm).get_draft_model()
+        live = live_drafter.named_modules(remove_duplicate=False)
+        shared = {name for name, module in live if module in of_main}
+        loaded |= {
+            f"drafter.{name}": tensor
+            for name, tensor in _loaded(drafter, config, draft_config, written).items()
+            if name.rpartition(".")[0] not in shared
+        }
+        del drafter
+    gc.collect()  # a model's parameters and their loaders refer to each other
+    return loaded
+
+
+def _loaded(
+    model: torch.nn.Module, config: Any, model_config: Any, written: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the parameters, buffers `written` and other buffers that vLLM's loader fills."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
-    model, config = second_model(engine.settings, engine.rank, checkpoint_dir, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    loader = DefaultModelLoader(config.load_config)
     with _building(config):
-        loader.load_weights(model, config.model_config)
+        DefaultModelLoader(config.load_config).load_weights(model, model_config)
     loaded = {name: parameter.data for name, parameter in model.named_parameters()}
     of_parameters = {storage_key(parameter) for parameter in model.parameters()}
     for name, buffer in model.named_buffers():
         if storage_key(buffer) in of_parameters:
             continue  # a view, as Mamba's mixers have of their convolution's weight
-        is_written = name in engine.adaptor.written_buffers
-        if is_written or not torch.equal(buffer, buffers_before[name]):
+        if name in written or not torch.equal(buffer, buffers_before[name]):
             loaded[name] = buffer.data
-    del model
-    gc.collect()  # a model's parameters and their loaders refer to each other
     return loaded
 
 
@@ -80,11 +101,16 @@ def second_model(
     changes = {"load_format": "safetensors", "quantization": None, **changes}
     settings = replace(settings, model_dir=model_dir)
     config = engine_config(settings, rank, current_platform.device_type, **changes)
+    return _constructed(config, config.model_config), config
+
+
+def _constructed(config: Any, model_config: Any) -> torch.nn.Module:
+    """Return a model of this rank: the main one, or the drafter."""
     initialize_model = internals.INITIALIZE_MODEL.load()
     with _building(config), torch.device(config.device_config.device):
-        model = initialize_model(vllm_config=config, model_config=config.model_config)
+        model = initialize_model(vllm_config=config, model_config=model_config)
     forget_models()
-    return model, config
+    return model
 
 
 @contextlib.contextmanager

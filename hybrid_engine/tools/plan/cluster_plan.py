@@ -462,6 +462,7 @@ def plan_job(
     generate = config.generate_config
     dtype = config.served_dtype
     table, hf_config = read_model(config.model)
+    table = generate.served(table)
     if config.actor_config.fsdp is None:
         require_rules(table)
     progress("laying out both sides")

@@ -198,7 +198,8 @@ class Search:
         self.world_size = world_size
         self.cluster = cluster
         self._device = cluster.device_gib * GIB
-        self._table, hf_config = read_model(config.model)
+        table, hf_config = read_model(config.model)
+        self._table = config.generate_config.served(table)
         # Sizes are compared by rules, without a trace for each.
         require_written(self._table)
         self._trains = list(self._train_choices())

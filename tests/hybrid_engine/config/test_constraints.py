@@ -69,6 +69,8 @@ WSD = {**LINEAR, "lr_decay_style": "WSD"}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 SMALL_GPT2 = {**published_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4}
 TIED_MTP = {**reduced_config(published_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True}
+MTP = reduced_config(published_configs.DEEPSEEK_V3, 4)
+DRAFTS = {"vllm": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}}
 ADAPTER = {"lora_delivery": "adapter"}
 
 ACTOR = "actor_config."
@@ -331,6 +333,43 @@ def test_keys_of_rules_exist() -> None:
             assert key in section.model_fields, constraint.key
             annotation = section.model_fields[key].annotation
             section = next(kind for kind in (*get_args(annotation), annotation) if kind is not type(None))
+
+
+@pytest.mark.parametrize(
+    ("actor", "generate", "model", "num_mtp_layers", "reason"),
+    [
+        ({}, {}, DENSE, None, "has no MTP layers"),
+        ({}, {}, MTP, 0, "has no MTP layers"),
+        (FSDP, {}, MTP, None, "transformers' models"),
+        ({}, {"servers": ["http://127.0.0.1:1"]}, MTP, None, "a server's drafter"),
+        ({}, {INFER_PP: 2}, MTP, None, "with one pipeline stage, not with 2"),
+        ({"lora": {"rank": 4}}, ADAPTER, MTP, None, "would not use the adapter"),
+        ({}, {"router_replay": True}, MTP, None, "would be returned"),
+        ({}, {"quantization": "fp8"}, MTP, None, "not quantised"),
+        ({}, {"vllm": {"spec_method": "mtp", "spec_model": "draft"}}, MTP, None, "is named as well"),
+    ],
+)
+def test_a_drafter_of_mtp_layers_is_refused_by_name(
+    actor: dict[str, Any],
+    generate: dict[str, Any],
+    model: dict[str, Any],
+    num_mtp_layers: int | None,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    values = values_of(Break("", actor=actor, generate={**DRAFTS, **generate}, model=model), tmp_path)
+    write_config(tmp_path, model)
+    with pytest.raises(ConfigError) as caught:
+        load_config(values, 4, num_mtp_layers=num_mtp_layers)
+    (violation,) = [finding for finding in caught.value.findings if finding.code == "mtp-unsupported"]
+    assert violation.key.startswith("generate_config.vllm.spec")
+    assert reason in violation.problem
+
+
+def test_a_drafter_reads_the_mtp_layers(tmp_path: Path) -> None:
+    values = values_of(Break("", model=write_config(tmp_path, MTP) and MTP), tmp_path)
+    unserved = [load_config({**values, "generate_config": generate}, 4).table().unserved for generate in ({}, DRAFTS)]
+    assert unserved == [("model.layers.4.",), ()]
 
 
 def test_loading_weights_only_skips_rules_of_computing(tmp_path: Path) -> None:

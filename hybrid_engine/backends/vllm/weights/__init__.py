@@ -10,6 +10,7 @@
                         and everything that modules hold
     derivation.py       a snapshot before the processing; re-derives the tensors vLLM derived
     processed_model.py  ProcessedModel: the result of the processing; commits and drops a group
+    drafter.py          a drafter of speculative decoding, filled with the main model
     forward_state.py    tensors that layers cache in a forward, reset before new weights arrive
     processing_barrier.py  synchronises ranks before each run of a collective processing
 

@@ -214,6 +214,12 @@ class ForwardState:
             untouched[name] = _Untouched(module, containers, constants)
         return ForwardState(frozenset(known), has_graphs, untouched)
 
+    def joined(self, other: ForwardState, names: Collection[str]) -> ForwardState:
+        """Return the contents of this model's modules, and of modules `names` of another one."""
+        modules = {name: other._modules[name] for name in names}
+        known = self.known | other.known
+        return ForwardState(known, self.has_graphs, {**self._modules, **modules})
+
     def disregard_commits(self) -> None:
         """Take the writes so far as those of commits: vLLM's processing may write a constant again.
 

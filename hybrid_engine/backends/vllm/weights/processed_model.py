@@ -61,6 +61,7 @@ class ProcessedModel:
         act_dtype: dtype of the model's activations.
         barrier: synchronises ranks before each run of a collective processing.
         forward_state: contents of the modules before any forward.
+        contexts: first module of a derivation -> context of its processing, if it differs.
     """
 
     traced: TracedModel
@@ -74,6 +75,7 @@ class ProcessedModel:
     act_dtype: torch.dtype
     barrier: ProcessingBarrier
     forward_state: ForwardState = field(default_factory=ForwardState)
+    contexts: Mapping[str, Context] = field(default_factory=dict)
 
     @cached_property
     def resident(self) -> Mapping[str, torch.Tensor]:
@@ -150,10 +152,11 @@ class ProcessedModel:
         Collective if the processing is. Raises as `ProcessingBarrier.wait` does.
         """
         self.barrier.wait(f"processing {derivation.first}")
-        for name in derivation.methods:
-            postload.process(self.modules[name])
-        for name in derivation.attention:
-            postload.process_attention(self.modules[name], self.act_dtype)
+        with self.contexts.get(derivation.first, contextlib.nullcontext)():
+            for name in derivation.methods:
+                postload.process(self.modules[name])
+            for name in derivation.attention:
+                postload.process_attention(self.modules[name], self.act_dtype)
 
     @contextlib.contextmanager
     def as_loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:

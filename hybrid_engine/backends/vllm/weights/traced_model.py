@@ -95,6 +95,7 @@ def trace_model(
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     rank: int,
+    may_lack: bool = False,
 ) -> TracedModel:
     """Trace the loader of a new model, and set its weights to zero.
 
@@ -105,6 +106,7 @@ def trace_model(
         tensors: canonical names and shapes, as in a checkpoint on disk.
         dtypes: dtypes of all these tensors.
         rank: global rank.
+        may_lack: whether whole parameters may have no source, because vLLM will replace them.
 
     Raises ModelError or ParameterMismatchError; the model is unusable then.
     """
@@ -120,7 +122,7 @@ def trace_model(
         for key, parameter in activations.items():
             if key not in absent:
                 parameter.fill_(1)
-    records = _records_of(model, tensors, dtypes, rank)
+    records = _records_of(model, tensors, dtypes, rank, may_lack)
     staged = records.trace.staged
     if staged:
         logger.warning(
@@ -204,6 +206,7 @@ def _records_of(
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     rank: int,
+    may_lack: bool = False,
 ) -> _Records:
     on_meta = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     load_weights = cast(LoadWeights, model.load_weights)
@@ -224,6 +227,7 @@ def _records_of(
         trace,
         padding=_vocabulary_padding(model),
         group_of={buffer: name for name, group in groups.items() for buffer in group.buffers},
+        may_lack=may_lack,
     )
     return _Records(trace, storages, groups, layout)
 
@@ -377,6 +381,7 @@ def build_layout(
     trace: Trace,
     padding: Mapping[str, tuple[Extent, ...]],
     group_of: Mapping[str, str],
+    may_lack: bool = False,
 ) -> Layout:
     """Return the records of one rank.
 
@@ -388,6 +393,7 @@ def build_layout(
         trace: trace of the model's loader.
         padding: storage name -> intervals that have no canonical tensor on purpose.
         group_of: storage name, or `STAGED` + tensor name -> commit group.
+        may_lack: see `trace_model`.
 
     Raises ParameterMismatchError with a line for every parameter without a source (in whole or in
     part), every element written twice by different copies, and every copy to an unknown storage.
@@ -408,10 +414,12 @@ def build_layout(
     for storage in storages:
         writes, faults = _last_writes(storage, copies.get(storage.key, ()))
         pads = padding.get(storage.name, ())
-        findings += faults or _uncovered(storage, writes, trace, pads)
+        lacks = may_lack and not writes and storage.key not in by_loader
+        if not lacks:
+            findings += faults or _uncovered(storage, writes, trace, pads)
         buffer_id = BufferId(rank, storage.name)
-        if storage.key in by_loader:
-            # The model's loader writes it, no transfer does: to the plan all of it is padding.
+        if lacks or storage.key in by_loader:
+            # No transfer writes it: to the plan all of it is padding.
             unwritten: tuple[Extent, ...] = (Extent(0, storage.numel),)
         else:
             unwritten = _all_padding(storage, pads)

@@ -264,6 +264,17 @@ def test_limits_that_vllm_only_asserts_are_refused_at_once(
     assert value in finding.problem
 
 
+def test_a_drafter_needs_latent_heads_that_a_cpu_decodes(tmp_path: Path) -> None:
+    vllm = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    for ranks, is_refused in ((512, False), (256, True)):
+        latent = {"kv_lora_rank": ranks, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 1}
+        directory = str(write_config(tmp_path / str(ranks), served_config("deepseek_v3", **latent)))
+        check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
+        refusal = pytest.raises(ConfigError, match="320", check=has_violations(("model", "no-kernel")))
+        with refusal if is_refused else nullcontext():
+            check_arguments(settings_of(directory, kv_cache_mb=256, vllm=vllm), 0, "cpu")
+
+
 def test_a_context_longer_than_the_model_is_refused_by_vllm(model: str) -> None:
     with pytest.raises(ConfigError, check=has_violations(("vLLM", "refused-by-vllm"))) as caught:
         check_arguments(settings_of(model, max_model_len=10**6), 0, "cpu")

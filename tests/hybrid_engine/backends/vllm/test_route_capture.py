@@ -27,7 +27,6 @@ SQUEEZED: dict[str, Any] = {
     "num_gpu_blocks_override": 6,  # of which one is never used
     "long_prefill_token_threshold": 16,
 }
-# With drafts vLLM's log-probabilities of drawn tokens are NaN on a CPU.
 LIKELIEST = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=False)
 DRAFTS: dict[str, Any] = {
     "speculative_config": {

@@ -35,10 +35,11 @@ from hybrid_engine.records.regions import StridedView, contiguous_strides
 from hybrid_engine.tools.plan import cluster_plan
 from hybrid_engine.tools.plan.answer import device_memory
 from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
+from hybrid_engine.tools.verify.small_models import reduced_config
 from tests.harness.errors import has_violations
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.families import write_config
-from tests.zoo.published_configs import QWEN3_30B_A3B
+from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_30B_A3B
 
 JobPlanner = Callable[..., JobPlan]
 
@@ -130,6 +131,18 @@ def test_shards_are_padded_and_uneven_ones_leave_late() -> None:
     largest = largest_shard(model, sizes, "float32")
     for name in ("params", "grads", "optimizer", "copied", "inelastic"):
         assert getattr(largest, name).tolist() == [getattr(state, name).max()], name
+
+
+def test_a_drafter_counts_as_weights_of_vllm(job: JobPlanner) -> None:
+    model = reduced_config(DEEPSEEK_V3, 4)
+    sizes = TrainParallelism(2), InferenceParallelism(2, tensor=2)
+    mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    without, drafting = (job(*sizes, model=model, vllm=vllm) for vllm in ({}, mtp))
+    shapes = table_for(model).shapes
+    numel = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.4."))
+    more = drafting.memory.inference - without.memory.inference
+    assert (more > numel).all()  # half of the layer in 2 bytes, and what both ranks have whole
+    assert (more < 1.5 * numel).all()
 
 
 def test_relaying_needs_elastic_buffers(job: JobPlanner) -> None:
