@@ -2,6 +2,7 @@
 
     config   megatron_config.py   Megatron's configuration objects, and the fused kernels in use
     weights  lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
+             quantised_parameters.py   parameters that Transformer Engine keeps in 8 bits
     layout   model_tensors.py     global names of this rank's tensors, and their flat buffers
              adaptor.py           `MegatronAdaptor`: location of every canonical tensor
                                   (port `TrainingWeights`)
