@@ -29,6 +29,9 @@ from hybrid_engine.backends.computed_sources import ComputedSources
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.errors import ConfigError, Violation
 
+WRAPPED = ".to_wrap."
+"""Part of the name of a tensor of a layer that LoRA wraps."""
+
 SUMS = "weights with LoRA"
 """Part of the names of buffers that hold sums of weights and LoRA."""
 
