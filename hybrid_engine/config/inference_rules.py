@@ -235,8 +235,8 @@ def _lora_delivery(context: JobContext) -> Iterator[Violation]:
         if context.actor.fsdp is None:
             yield Violation(
                 "generate_config.lora_delivery",
-                "adapter, but no adapters are trained",
-                "Set actor_config.lora or leave it out",
+                "adapter, but actor_config.lora is not set",
+                "Set it, or use merge, which also takes adapters of an attached model",
                 code="no-adapters",
             )
         return

@@ -257,7 +257,7 @@ class LoraConfig(Section):
         "linear_fc1",
         "linear_fc2",
     )
-    """Megatron's names of the linear layers."""
+    """Megatron's names of the linear layers, also of experts."""
 
 
 class FsdpConfig(Section):

@@ -81,7 +81,7 @@ def adapted_model() -> tuple[Any, Any, dict[str, torch.Tensor]]:
 
 
 @dataclass
-class Adapted:
+class TrainedAdapters:
     """Results of one rank.
 
     Attributes:
@@ -106,7 +106,7 @@ class Adapted:
     refused: str = ""
 
 
-def trained() -> Adapted:
+def trained() -> TrainedAdapters:
     """Train and switch `NUM_ROUNDS` times."""
     import hybrid_engine
     from examples import bring_your_own_megatron as example
@@ -116,7 +116,7 @@ def trained() -> Adapted:
     model, optimizer, frozen = adapted_model()
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": GENERATE})
     layers = [module for module in model.modules() if hasattr(module, "disable_adapter_layers")]
-    result = Adapted(num_layers=len(layers))
+    result = TrainedAdapters(num_layers=len(layers))
     result.summed = [name for name, tensors in engine.train.weights.origins().items() if len(tensors) == 3]
     for _ in range(NUM_ROUNDS):
         with engine.train_context():

@@ -24,7 +24,7 @@ from tests.hybrid_engine.models.bridge_ranks import built, start
 
 
 @dataclass
-class Comparison:
+class SumComparison:
     """Comparison on one rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Comparison:
     is_changed: list[bool] = field(default_factory=list)
 
 
-def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> Comparison:
+def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> SumComparison:
     """Compare one model in one layout.
 
     Args:
@@ -75,7 +75,7 @@ def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[
     utils.version = lambda _: "2.8.0"  # type: ignore[attr-defined]
     classes = {"LoRA": lora.LoRA, "CanonicalLoRA": canonical_lora.CanonicalLoRA, "DoRA": dora.DoRA}
     classes[method](dim=4, alpha=10, **settings)(chunks, training=True)
-    result = Comparison()
+    result = SumComparison()
     if violations := unsupported_adapters(chunks):
         result.refusals = [(violation.key, violation.problem) for violation in violations]
         with pytest.raises(ConfigError) as caught:

@@ -25,7 +25,7 @@ PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj"
 
 
 @dataclass(frozen=True)
-class Adapted:
+class BridgeCase:
     """A model with adapters, on two ranks.
 
     Attributes:
@@ -54,42 +54,42 @@ WITH_ROUTER = {
     "changed": (PROJECTIONS[0], "gate", *PROJECTIONS[1:]),
 }
 CASES = {
-    "column and row parallel": Adapted("Qwen3", "tp2", 16),
-    "canonical": Adapted("Qwen3", "tp2", 8, "CanonicalLoRA", {"target_modules": CANONICAL}),
-    "one adapter for all experts": Adapted("Qwen3-MoE", "ep2", 24, **WITH_ROUTER),
-    "one adapter for each expert": Adapted("Qwen3-MoE", "ep2", 24, settings=EACH),
+    "column and row parallel": BridgeCase("Qwen3", "tp2", 16),
+    "canonical": BridgeCase("Qwen3", "tp2", 8, "CanonicalLoRA", {"target_modules": CANONICAL}),
+    "one adapter for all experts": BridgeCase("Qwen3-MoE", "ep2", 24, **WITH_ROUTER),
+    "one adapter for each expert": BridgeCase("Qwen3-MoE", "ep2", 24, settings=EACH),
 }
 # Megatron-Bridge's export of the parts of experts does not undo their split over ranks as their
 # modules compute, so that only its LoRAMerge is compared there.
 ONLY_MERGED = {
-    "experts over tensor parallel ranks": Adapted(
+    "experts over tensor parallel ranks": BridgeCase(
         "Qwen3-MoE", "tp2 etp2", 24, settings={"target_modules": [*LAYERS[:3], "router"]}
     ),
-    "each expert over tensor parallel ranks": Adapted(
+    "each expert over tensor parallel ranks": BridgeCase(
         "Qwen3-MoE", "tp2 etp2", 24, settings={**EACH, "target_modules": LAYERS[:3]}
     ),
-    "modules of experts, tensor parallel": Adapted(
+    "modules of experts, tensor parallel": BridgeCase(
         "Qwen3-MoE", "tp2 etp2", 24, settings={"target_modules": LAYERS[:3]}, changes=SEQUENTIAL
     ),
-    "modules of experts": Adapted("Qwen3-MoE", "ep2", 24, changes=SEQUENTIAL),
+    "modules of experts": BridgeCase("Qwen3-MoE", "ep2", 24, changes=SEQUENTIAL),
 }
 PARTIAL = "its adapter applies B to a part of A x: ranks sum the layer's outputs outside of it"
 REFUSED = {
-    "DoRA": (Adapted("Qwen3", "tp2", 0, "DoRA"), 16, "a switch does not merge its DoRALinear"),
+    "DoRA": (BridgeCase("Qwen3", "tp2", 0, "DoRA"), 16, "a switch does not merge its DoRALinear"),
     "shared outer": (
-        Adapted("Qwen3-MoE", "ep2", 0, settings={"target_modules": LAYERS, "experts_shared_outer_loras": True}),
+        BridgeCase("Qwen3-MoE", "ep2", 0, settings={"target_modules": LAYERS, "experts_shared_outer_loras": True}),
         8,
         "its adapter is a SharedOuterGroupedExpertAdapter",
     ),
-    "columns of experts": (Adapted("Qwen3-MoE", "tp2 etp2", 0), 4, PARTIAL),
-    "columns of each expert": (Adapted("Qwen3-MoE", "tp2 etp2", 0, settings=EACH), 4, PARTIAL),
-    "columns of modules of experts": (Adapted("Qwen3-MoE", "tp2 etp2", 0, changes=SEQUENTIAL), 16, PARTIAL),
+    "columns of experts": (BridgeCase("Qwen3-MoE", "tp2 etp2", 0), 4, PARTIAL),
+    "columns of each expert": (BridgeCase("Qwen3-MoE", "tp2 etp2", 0, settings=EACH), 4, PARTIAL),
+    "columns of modules of experts": (BridgeCase("Qwen3-MoE", "tp2 etp2", 0, changes=SEQUENTIAL), 16, PARTIAL),
 }
 
 
 @pytest.fixture(scope="module")
 def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Comparisons of every case, by rank; see `bridge_lora_ranks.Comparison`."""
+    """Comparisons of every case, by rank; see `bridge_lora_ranks.SumComparison`."""
     path = tmp_path_factory.mktemp("bridge")
     for name in ("Qwen3", "Qwen3-MoE"):
         write_numbers(path / name, MODELS[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from hybrid_engine import HybridEngine, Sampling
+from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.backends.huggingface import save_hf_checkpoint
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
-from tests.harness.launch import Outcomes, Ranks
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
-from tests.zoo.tiny_models import label_log_probs, token_batch
+from tests.zoo.tiny_models import label_log_probs, read_canonical, token_batch
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPTS = torch.arange(2, 18).reshape(2, 8)
@@ -45,6 +51,7 @@ WITH_EXPERTS = {
     # Experts that are stored transposed, with biases.
     "gpt-oss": ({**small_config("GptOssForCausalLM"), "vocab_size": 130}, TP2),
 }
+ALONG = (("qwen3_moe", 1), ("qwen3_moe", 2), ("gpt-oss", 1), ("gpt-oss", 2))
 # vLLM's parameters of them.
 ADAPTED_WITH_EXPERTS = ("w13_weight", "w2_weight", "gate.weight", "router.weight", "qkv_proj.weight")
 MERGED = {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head", "norm"]}
@@ -215,6 +222,40 @@ def _compare_loras(engine: Any, whole: Any, path: Path, results: Adapted) -> Non
             results.loras.append(name)
 
 
+def sharded_along(directory: str, family: str, dim: int) -> dict[str, float]:
+    """Map tensors of a saved checkpoint that are not PEFT's merged ones to the largest difference.
+
+    `dim`: the parts of a parameter of experts are along it.
+    """
+    path = Path(directory)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    config = {**WITH_EXPERTS[family][0], "torch_dtype": "float32"}
+    if dist.get_rank() == 0:
+        write_config(path, config)
+    dist.barrier()
+    job = Job.join(60)
+    table = table_for(config)
+    whole = peft_model(path, OF_EXPERTS)
+    model = sharded_models.shard(
+        peft_model(path, OF_EXPERTS), shard_placement_fn=lambda tensor: Shard(dim if tensor.dim() == 3 else 0)
+    )
+    with closing(ShardedModel(model, table, job.rank)) as sharded:
+        save_hf_checkpoint(path / "saved", sharded.weights, table, job, path)
+    saved = read_canonical(path / "saved")
+    base = whole.merge_and_unload()
+    if job.rank == 0:
+        base.save_pretrained(path)
+    dist.barrier()
+    merged = read_canonical(path)
+    assert saved.keys() == merged.keys()
+    return {
+        name: float((values - merged[name]).abs().max())
+        for name, values in saved.items()
+        if not same_bits(values, merged[name])
+    }
+
+
 pytest.importorskip("peft", reason="pip install peft")
 
 
@@ -223,7 +264,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     """Results of both deliveries, by rank."""
     directory = tmp_path_factory.mktemp("peft")
     rollout = {"tp_size": 2, "lora_delivery": "adapter", "incremental": "auto"}
-    calls = {
+    calls: dict[str, Call] = {
         "separate": (run, (str(directory / "separate"), served_config("llama"), SEPARATE, rollout)),
         "merged": (run, (str(directory / "merged"), served_config("llama"), MERGED, {"incremental": "auto"})),
         **{
@@ -231,6 +272,8 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
             for family, (config, rollout) in WITH_EXPERTS.items()
         },
     }
+    for family, dim in ALONG:
+        calls[f"{family} along {dim}"] = (sharded_along, (str(directory / f"{family} {dim}"), family, dim))
     return engines.launch_in_turn(2, calls)
 
 
@@ -253,6 +296,12 @@ def test_adapters_on_experts_are_merged_as_by_peft(outcomes: Outcomes, family: s
     for adapted in outcomes[family]:
         assert max(adapted.different.values(), default=0.0) < 1e-6
         assert all(name.endswith(ADAPTED_WITH_EXPERTS) for name in adapted.different), adapted.different
+
+
+@pytest.mark.parametrize(("family", "dim"), ALONG)
+def test_experts_may_be_sharded_along_any_dim(outcomes: Outcomes, family: str, dim: int) -> None:
+    for different in outcomes[f"{family} along {dim}"]:
+        assert max(different.values(), default=0.0) < 1e-6
 
 
 def test_merged_weights_originate_from_the_weight_and_its_adapter(outcomes: Outcomes) -> None:

@@ -108,14 +108,15 @@ def _train(run: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results of the three calls, by rank."""
+    """Results of the calls, by rank."""
     directory = tmp_path_factory.mktemp("adapters")
     path = save_model(directory / "model", "qwen3")
     experts = save_model(directory / "experts", "qwen3_moe")
     calls = {
         "trained": (train_adapters, (path, LAYOUTS)),
         "experts": (train_adapters, (experts, EXPERT_LAYOUTS)),
-        "read": (save_and_load, (path, directory / "out")),
+        "read": (save_and_load, (path, directory / "out", {})),
+        "experts read": (save_and_load, (experts, directory / "out of experts", EXPERT_LAYOUTS["ep2"])),
         "frozen": (freeze_and_fail, (path,)),
     }
     return engines.launch_in_turn(2, calls)
@@ -136,13 +137,13 @@ def test_adapters_train_and_are_merged(outcomes: Outcomes, model: str) -> None:
             assert outcome["nan"], name
 
 
-def save_and_load(path: Path, out: Path) -> dict[str, Any]:
+def save_and_load(path: Path, out: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Train, save a Hugging Face checkpoint, load it; return logit differences."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
         weights = run.engine.model.weights
         job = Job.join(60)
         batch = token_batch(0, 4, 12)
@@ -169,8 +170,9 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def test_checkpoints_and_references_hold_merged_weights(outcomes: Outcomes) -> None:
-    for result in outcomes["read"]:
+@pytest.mark.parametrize("model", ["read", "experts read"])
+def test_checkpoints_and_references_hold_merged_weights(outcomes: Outcomes, model: str) -> None:
+    for result in outcomes[model]:
         assert result["difference"] < 1e-5 < result["spread"]
         assert result["of reference"] < 1e-5 < result["moved"]
         assert result["reference stays"]
