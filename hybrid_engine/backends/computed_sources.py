@@ -5,7 +5,7 @@ buffers, which the layout shows like any other, so that they are planned, sent, 
 released as stored weights are. The stored weights are never written.
 
     set-up    ComputedSources(...)           + scratch memory, in one buffer per dtype
-    layout    the first makes `late_sources` + theirs
+    layout    before the first: `late_sources`, with scratch memory
     switch    `prepare` calls `fill`         all values are computed again
     off       `scratch` names the buffers    their memory is dropped without a copy
 
@@ -175,16 +175,17 @@ class AdaptorWithSources(ABC):
         return {}
 
     def late_sources(self) -> list[ComputedSources[Any]]:
-        """Return further computed sources, which are filled first; called once, before the first
-        layout, when `sent_as_stored` is known.
+        """Return further computed sources, which are filled first.
+
+        Called once, before the first layout, when `sent_as_stored` is known.
         """
         return []
 
     def complete(self) -> None:
         """Make the sources of `late_sources`; idempotent."""
         if not self._is_complete:
-            self._is_complete = True
             self.computed[:0] = self.late_sources()
+            self._is_complete = True
 
     def without_view(self) -> Self:
         """Return this adaptor without its view, with the same computed sources."""

@@ -52,10 +52,20 @@ _REMEDY = "Use LoRA or CanonicalLoRA of Megatron-Bridge without shared outer ada
 
 _PARTIAL = "its adapter applies B to a part of A x: ranks sum the layer's outputs outside of it"
 
-_PARTIAL_REMEDY = (
-    "Set expert_tensor_parallel_size to 1 and moe_shared_expert_overlap to false, or leave "
-    "linear_fc2 out"
+_MIXED = (
+    "its adapter mixes tokens: the ranks that share A x have different ones (sequence_parallel)"
 )
+
+_TIED = "its weight is tied to the embedding, which has no such adapter"
+
+_REMEDIES = {
+    _PARTIAL: (
+        "Set expert_tensor_parallel_size to 1 and moe_shared_expert_overlap to false, or leave "
+        "linear_fc2 out"
+    ),
+    _MIXED: "Leave out layers that tensor parallelism does not split, as the router",
+    _TIED: "Leave output_layer out",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +84,13 @@ class Factors:
     scale: float
     group: torch.distributed.ProcessGroup | None = None
 
+    @property
+    def is_for_each(self) -> bool:
+        """Whether each expert of a layer has an A and a B of its own."""
+        return self.a.dim() == 3
+
     def product(self, expert: int, num_rows: int | None) -> torch.Tensor:
-        """Return scale * B A in float32.
+        """Return scale * B A in float32, a new tensor.
 
         Collective over `group` if A or B is split.
 
@@ -83,10 +98,10 @@ class Factors:
             expert: position of the weight among those of its layer.
             num_rows: rows of the product; None: those of B.
         """
-        a, b = (matrix[expert] if matrix.dim() == 3 else matrix for matrix in (self.a, self.b))
+        a, b = (matrix[expert] if self.is_for_each else matrix for matrix in (self.a, self.b))
         a = self._gathered(a, b.shape[1])
         b = self._gathered(b, num_rows or len(b))
-        return self.scale * (b.float() @ a.float())
+        return (b.float() @ a.float()).mul_(self.scale)
 
     def _gathered(self, matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
         if len(matrix) == num_rows:
@@ -112,14 +127,14 @@ class AdaptedWeight:
     factors: Sequence[Factors]
     num_groups: int = 1
 
-    def sum(self) -> torch.Tensor:
-        """Return this rank's part of W with LoRA, in float32. Collective; see `product`."""
+    def product(self) -> torch.Tensor:
+        """Return what LoRA adds to W, in float32. Collective; see `Factors.product`."""
         num_rows = len(self.weight) if len(self.factors) == 1 else None
         products = [factors.product(self.expert, num_rows) for factors in self.factors]
-        if len(products) > 1:
-            groups = [product.unflatten(0, (self.num_groups, -1)) for product in products]
-            products = [torch.cat(groups, dim=1).flatten(0, 1)]
-        return self.weight.float() + products[0]
+        if len(products) == 1:
+            return products[0]
+        groups = [product.unflatten(0, (self.num_groups, -1)) for product in products]
+        return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 class Adapters:
@@ -165,8 +180,17 @@ class Adapters:
         """
 
         def compute(sums: Mapping[torch.Tensor, torch.Tensor]) -> None:
+            shared: Sequence[Factors] = ()
+            product = torch.empty(0)
             for weight, total in sums.items():
-                total.copy_(self.weights[weight].sum())
+                adapted = self.weights[weight]
+                # Experts of a layer follow one another, and may have one adapter together.
+                if adapted.factors is not shared:
+                    product = adapted.product()
+                is_shared = not any(factors.is_for_each for factors in adapted.factors)
+                shared = adapted.factors if is_shared else ()
+                # The sum is computed in float32, without a copy of the weight in it.
+                total.copy_(weight + product)
 
         shapes = {weight: weight.data for weight in self.weights}
         return ComputedSources(SUMS, shapes, next(iter(shapes)).device, compute)
@@ -184,9 +208,13 @@ def unsupported_adapters(models: Sequence[torch.nn.Module]) -> list[Violation]:
     violations = []
     for index, model in enumerate(models):
         for name, module in model.named_modules():
-            if problem := _problem(module):
+            problem = _problem(module)
+            is_tied = getattr(model, "share_embeddings_and_output_weights", False)
+            if is_tied and name == "output_layer" and _kind(module) in _PARTS:
+                problem = _TIED
+            if problem:
                 key = f"model_chunks[{index}]: {name}"
-                remedy = _PARTIAL_REMEDY if problem == _PARTIAL else _REMEDY
+                remedy = _REMEDIES.get(problem, _REMEDY)
                 violations.append(Violation(key, problem, remedy, code="unsupported-adapters"))
     return violations
 
@@ -222,7 +250,20 @@ def _problem(module: Any) -> str:
         return f"its adapters have {num_rows} rows, the weight {len(weights[0])}"
     if not _num_groups(module, factors):
         return "its ranks have parts of query groups"
-    return _PARTIAL if _is_partial(module, factors) else ""
+    if _is_partial(module, factors):
+        return _PARTIAL
+    return _MIXED if _mixes_tokens(module, factors) else ""
+
+
+def _mixes_tokens(wrapper: Any, factors: Sequence[Factors]) -> bool:
+    """Return whether ranks with different tokens exchange parts of A x.
+
+    Megatron-Bridge 0.6.2 splits A by rank for a weight that tensor parallelism does not split.
+    """
+    (group,) = {part.group for part in factors}
+    is_split = group is not None and group.size() > 1
+    of_whole_weight = not getattr(_adapters(wrapper)[0], "base_linear_is_parallel", True)
+    return is_split and of_whole_weight and bool(wrapper.to_wrap.config.sequence_parallel)
 
 
 def _is_partial(wrapper: Any, factors: Sequence[Factors]) -> bool:

@@ -167,7 +167,7 @@ class MegatronAdaptor(AdaptorWithSources):
         # LoRA adds nothing if B is zero; A keeps its random values, without which no gradient
         # reaches B.
         for name, parameter in self.model.named_lora():
-            if name.endswith(f"{LORA}linear_out.weight"):
+            if name.endswith(".linear_out.weight"):
                 parameter.zero_()
         self._zero_padding()
 

@@ -36,6 +36,7 @@ class SumComparison:
         origins: number of the model's tensors behind the canonical tensors that adapters change.
         refusals: violations of adapters that cannot be merged, as (key, problem).
         is_changed: whether a disabled adapter, and another matrix with the same values, are noticed.
+        not_reset: matrices B that are not zero once a checkpoint is loaded.
     """
 
     num_equal: int = 0
@@ -46,6 +47,7 @@ class SumComparison:
     origins: list[int] = field(default_factory=list)
     refusals: list[tuple[str, str]] = field(default_factory=list)
     is_changed: list[bool] = field(default_factory=list)
+    not_reset: list[str] = field(default_factory=list)
 
 
 def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> SumComparison:
@@ -114,6 +116,10 @@ def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[
     changed_layer.enable_adapter_layers()
     with replaced_matrix(changed_layer):
         result.is_changed.append(adaptor.model.adapters_changed())
+    adaptor.base.finish_loading()
+    for name, parameter in chunks[0].named_parameters():
+        if name.endswith("linear_out.weight") and parameter.any():
+            result.not_reset.append(name)
     return result
 
 
