@@ -60,8 +60,8 @@ class BufferRecord:
         kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over
             another group).
         index: position among the buffers of this chunk and kind (one per parameter dtype).
-        param_data: 1-D; None without the distributed optimizer, where every parameter owns its
-            storage.
+        param_data: 1-D; None without the distributed optimizer and with
+            `reuse_grad_buf_for_mxfp8_param_ag`, where every parameter owns its storage.
         grad_data: 1-D with as many elements, including padding. `param.main_grad` are its views,
             except for `extra_grads`.
         slots: in buffer order. Gaps between them are padding, which the model never reads.
@@ -123,8 +123,13 @@ def _buffer_record(
     slots.sort(key=lambda slot: slot.start)
     # megatron-core before 0.17 has none.
     extra_grads = tuple(getattr(buffer, "extra_main_grads", ()))
+    param_data = buffer.param_data
+    if param_data is not None:
+        first = param_data.data_ptr() + slots[0].start * param_data.element_size()
+        if data_of(slots[0].param).data_ptr() != first:
+            param_data = None
     return BufferRecord(
-        chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots), extra_grads
+        chunk_index, kind, index, param_data, buffer.grad_data, tuple(slots), extra_grads
     )
 
 
@@ -132,10 +137,13 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor whose memory holds the data, which usually is `tensor` itself.
 
     Transformer Engine's `GroupedTensor`, several experts in one parameter, has no memory and wraps
-    a flat tensor.
+    a flat tensor. Its quantised tensors wrap their elements, uint8.
     """
-    wrapped = getattr(tensor, "rowwise_data", None)
-    return tensor if wrapped is None else wrapped
+    for attribute in ("rowwise_data", "_rowwise_data", "_data"):
+        wrapped = getattr(tensor, attribute, None)
+        if isinstance(wrapped, torch.Tensor):
+            return wrapped
+    return tensor
 
 
 class BufferAllocator(Protocol):
@@ -192,6 +200,7 @@ class _Redirected(TorchFunctionMode):
         self._buffer = buffer
         self._allocate = allocate
         self._allocated: list[TensorKind] = []
+        self._is_shared = False
 
     def __torch_function__(
         self,
@@ -208,13 +217,17 @@ class _Redirected(TorchFunctionMode):
 
     def _expected(self) -> list[TensorKind]:
         # Without the distributed optimizer every parameter owns its storage.
-        return ["param", "grad"] if self._buffer.ddp_config.use_distributed_optimizer else ["grad"]
+        has_params = self._buffer.ddp_config.use_distributed_optimizer and not self._is_shared
+        return ["param", "grad"] if has_params else ["grad"]
 
     def _flat_tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._buffer.nccl_ub:
             raise BufferAllocationError(
                 "nccl_ub registers megatron's own allocation; turn it off to use an allocator"
             )
+        if not self._allocated and self._buffer.param_dtype is torch.uint8:
+            # MXFP8 parameters own their storage, and are gathered in the memory of gradients.
+            self._is_shared = dtype is not torch.uint8
         if len(self._allocated) == len(self._expected()):
             raise BufferAllocationError(
                 f"unexpected flat tensor of {self._buffer.numel} elements of {dtype} after "
@@ -230,12 +243,10 @@ class _Redirected(TorchFunctionMode):
 
     def check_complete(self) -> None:
         """Raise BufferAllocationError unless the allocator has made all flat tensors."""
-        # With MXFP8 parameters and gradients share one tensor.
         if self._allocated != self._expected():
             raise BufferAllocationError(
                 f"megatron allocated {self._allocated} through the allocator, expected "
-                f"{self._expected()}; MXFP8 parameters share one buffer and cannot be used with an "
-                "allocator"
+                f"{self._expected()}"
             )
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,11 +35,13 @@ class Refused:
         reason: why other values are refused.
         accepted: accepted values, Megatron's default first.
         until: the megatron-core from which on every value is accepted; empty if there is none.
+        unless: function of a configuration that has the field; every value is accepted if True.
     """
 
     reason: str
     accepted: tuple[object, ...] = (False,)
     until: str = ""
+    unless: Callable[[Any], bool] = lambda _config: False
 
     def accepts(self, value: object) -> bool:
         """Return True if the field may have this value, or a list if it may have each item."""
@@ -67,10 +69,14 @@ class FieldRefusal:
     remedy: str
 
 
-_BITS = Refused("a switch transfers weights in 16 or 32 bits")
+_BITS = Refused("a switch transfers weights in 8, 16 or 32 bits")
 _GRAPHS = "captured graphs contain addresses of caches that a switch frees"
 _INTERLEAVED = "Transformer Engine decides whether rows of gates and units are interleaved"
-_ONE_BUFFER = Refused("parameters and gradients share one buffer")
+_ONE_BUFFER = Refused(
+    "with overlap_param_gather the weights to be gathered are in the memory of gradients, which a "
+    "switch frees, and a second gather of them overwrites the weights",
+    unless=lambda config: not getattr(config, "overlap_param_gather", False),
+)
 _NO_BUFFERS = Refused("there are no flat buffers to read")
 _SPLIT = Refused("weights are split a second time, over ranks that regions do not record", (1,))
 
@@ -86,14 +92,15 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "use_mup": Refused("it scales embeddings, attention and logits, which vLLM does not do"),
         # Weights have another format, or several copies.
         "fp8": Refused(
-            "Transformer Engine keeps 8-bit copies of the weights, which a switch does not offload",
+            "Transformer Engine keeps 8-bit copies of the weights, which a switch does not offload"
+            ", unless fp8_param is set",
             (None,),
+            unless=lambda config: bool(getattr(config, "fp8_param", False)),
         ),
         "fp4": Refused(
             "Transformer Engine keeps 4-bit copies of the weights, which a switch does not offload",
             (None,),
         ),
-        "fp8_param": _BITS,
         "fp4_param": _BITS,
         "quant_recipe": Refused(
             "it may keep the weights of chosen layers in other formats", (None,)
@@ -138,7 +145,6 @@ REFUSED: Final[Mapping[str, Mapping[str, Refused]]] = {
         "expert_gtp_weight_remat_size": _SPLIT,
     },
     "DistributedDataParallelConfig": {
-        "fp8_param_gather": _BITS,
         "fp4_param_gather": _BITS,
         "reuse_grad_buf_for_mxfp8_param_ag": _ONE_BUFFER,
         "use_megatron_fsdp": _NO_BUFFERS,
@@ -331,7 +337,7 @@ def _refusals(configs: Iterable[tuple[str, Any]]) -> list[FieldRefusal]:
     refusals: dict[FieldRefusal, None] = {}
     for section, config in configs:
         for field in REFUSED[section]:
-            if hasattr(config, field):
+            if hasattr(config, field) and not REFUSED[section][field].unless(config):
                 result = refusal(section, field, getattr(config, field))
                 if result is not None:
                     refusals[result] = None

@@ -34,7 +34,6 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from megatron_patches.buffers import set_buffer_allocator
 from megatron_patches.errors import PatchSetError
-from megatron_patches.refused_fields import live_refusals
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -133,12 +132,7 @@ def live_config(
     except ConfigError as error:
         raise ConfigError([*violations, *error.findings]) from None
     table = config.table()
-    for refusal in live_refusals(chunks, optimizer):
-        key = f"{refusal.section}.{refusal.field}"
-        violations.append(
-            Violation(key, refusal.problem, refusal.remedy, code="refused-megatron-setting")
-        )
-    violations += megatron.unsupported_adapters(chunks)
+    violations += megatron.refused_state(chunks, optimizer)
     violations += model_findings(table, chunks, f"{config.model}/config.json")
     if violations:
         raise ConfigError(violations)

@@ -49,7 +49,15 @@ def block_scales(
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         return scales, scales
     stored = power_of_two(largest, form.element.exponent)
-    return stored, torch.ldexp(torch.ones_like(largest), stored.int() - _E8M0_BIAS)
+    return stored, factors_of(stored)
+
+
+def factors_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return the scales of blocks in float32; uint8 holds powers of two."""
+    if scales.dtype is not torch.uint8:
+        return scales.float()
+    ones = torch.ones(scales.shape, device=scales.device)
+    return torch.ldexp(ones, scales.int() - _E8M0_BIAS)
 
 
 def power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:

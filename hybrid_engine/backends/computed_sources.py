@@ -5,6 +5,7 @@ buffers, which the layout shows like any other, so that they are planned, sent, 
 released as stored weights are. The stored weights are never written.
 
     set-up    ComputedSources(...)           + scratch memory, in one buffer per dtype
+    layout    the first makes `late_sources` + theirs
     switch    `prepare` calls `fill`         all values are computed again
     off       `scratch` names the buffers    their memory is dropped without a copy
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -29,8 +31,10 @@ from hybrid_engine.backends.training_side import (
     read_parts,
     require_usable_values,
 )
+from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Extent, Layout
+from hybrid_engine.records.regions import Region
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -84,6 +88,25 @@ class ComputedSources(Generic[Key]):
         self._compute(self.tensors)
 
 
+@dataclass(frozen=True, eq=False)
+class StoredScales:
+    """Scales of a part of a weight that the trainer keeps in the elements of a format.
+
+    Attributes:
+        region: the part of the weight.
+        parameter: the tensor that holds it.
+        rows, columns: for each row and column of the format's blocks in the region, that of the
+            stored block behind them.
+        read: returns the scales of these blocks as they are now, [rows, columns].
+    """
+
+    region: Region
+    parameter: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    read: Callable[[], torch.Tensor]
+
+
 class View(Protocol):
     """Sources that are computed from tensors of a layout, and shown in place of them."""
 
@@ -104,6 +127,8 @@ class AdaptorWithSources(ABC):
     Attributes:
         rank: rank of this process in the job.
         computed: the adaptor's own computed sources, in the order in which `prepare` fills them.
+        sent_as_stored: quantised weights that `own_layout` shows in the elements in which the
+            trainer keeps them. It is set once, before the first layout.
         view: shown in place of some of the adaptor's tensors; None: all are shown. It is set once,
             before a switch is planned.
     """
@@ -112,6 +137,8 @@ class AdaptorWithSources(ABC):
 
     def __init__(self) -> None:
         self.computed: list[ComputedSources[Any]] = []
+        self.sent_as_stored: frozenset[str] = frozenset()
+        self._is_complete = False
         self.view: View | None = None
 
     @abstractmethod
@@ -138,6 +165,27 @@ class AdaptorWithSources(ABC):
     def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
 
+    def stored_scales(
+        self, quantization: BlockQuantization
+    ) -> Mapping[str, Sequence[StoredScales]]:
+        """Return the weights that the trainer keeps in this format on this rank; default: none.
+
+        Raises ConfigError for weights that it keeps in another.
+        """
+        return {}
+
+    def late_sources(self) -> list[ComputedSources[Any]]:
+        """Return further computed sources, which are filled first; called once, before the first
+        layout, when `sent_as_stored` is known.
+        """
+        return []
+
+    def complete(self) -> None:
+        """Make the sources of `late_sources`; idempotent."""
+        if not self._is_complete:
+            self._is_complete = True
+            self.computed[:0] = self.late_sources()
+
     def without_view(self) -> Self:
         """Return this adaptor without its view, with the same computed sources."""
         if self.view is None:
@@ -152,6 +200,7 @@ class AdaptorWithSources(ABC):
         Raises:
             ParameterMismatchError: listing every tensor that does not fit the name table.
         """
+        self.complete()
         layout = self.own_layout()
         if self.view is None:
             return layout
@@ -164,6 +213,11 @@ class AdaptorWithSources(ABC):
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the flat buffers by name: the model's, and those of computed sources."""
+        self.complete()
+        return self.allocated()
+
+    def allocated(self) -> Mapping[str, torch.Tensor]:
+        """Return `buffers` without those of late sources that are not made yet."""
         buffers = dict(self.stored_buffers())
         for sources in self._all_computed():
             buffers |= sources.buffers
@@ -186,6 +240,7 @@ class AdaptorWithSources(ABC):
             ReshardError: weights are no longer where the layout has them.
         """
         self.finish_pending()
+        self.complete()
         for sources in self._all_computed():
             sources.fill()
 

@@ -9,6 +9,9 @@
               their maximum over ranks, in a single all-reduce
            3  scales, and this rank's parts divided by them
 
+Weights that the trainer keeps in the format already are sent as they are: their elements from where
+they are stored, and copies of their scales.
+
 Works on records alone, and therefore for every trainer, and on merged LoRA as well. A part that is
 no multiple of a block in rows or columns needs no gather of weights: a rank needs only the scale of
 a block to quantise its part of it.
@@ -18,13 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.block_arithmetic import block_scales, elements, tensor_scale
-from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
+from hybrid_engine.backends.computed_sources import (
+    AdaptorWithSources,
+    ComputedSources,
+    StoredScales,
+)
 from hybrid_engine.backends.training_side import layout_in
+from hybrid_engine.config.inference_rules import UNQUANTISED
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
@@ -39,9 +50,11 @@ def quantise(adaptor: AdaptorWithSources, quantization: BlockQuantization) -> Qu
 
     Raises ConfigError for parts of weights that cannot be stored.
     """
+    scales = adaptor.stored_scales(quantization)
+    adaptor.sent_as_stored = frozenset(scales)
     buffers = adaptor.buffers()
     device = next(iter(buffers.values())).device
-    view = QuantisedSources(adaptor.own_layout(), buffers, quantization, device)
+    view = QuantisedSources(adaptor.own_layout(), buffers, quantization, device, scales)
     adaptor.view = view
     return view
 
@@ -54,6 +67,7 @@ class QuantisedSources:
         buffers: the flat buffers of `stored`.
         quantization: weights to quantise.
         device: device of the buffers.
+        scales: weights of `stored` that are in the format, and the scales of their parts.
 
     Attributes:
         sources: the computed tensors.
@@ -67,7 +81,9 @@ class QuantisedSources:
         buffers: Mapping[str, torch.Tensor],
         quantization: BlockQuantization,
         device: torch.device,
+        scales: Mapping[str, Sequence[StoredScales]] = MappingProxyType({}),
     ) -> None:
+        self._scales = scales
         self._format = quantization.format
         self._groups = quantization.weights
         self._buffers = buffers
@@ -76,6 +92,8 @@ class QuantisedSources:
         self._shards: dict[str, list[Shard]] = {}  # by weight
         for shard in stored.shards:
             name = shard.region.tensor
+            if name in scales:
+                continue
             if name in quantization.weights and shard.region.numel:
                 self._shards.setdefault(name, []).append(shard)
         shapes: dict[Region, torch.Tensor] = {}
@@ -84,7 +102,13 @@ class QuantisedSources:
             for region in (part for shard in shards for part in self._stored(shard.region)):
                 dtype = getattr(torch, tensors[region.tensor][1])
                 shapes[region] = torch.empty(region.lengths, dtype=dtype, device="meta")
-        self.cut = frozenset(name for name in self._shards if self._is_cut(name))
+        for part in chain(*scales.values()):
+            region = self._format.scales_of(part.region)
+            dtype = getattr(torch, self._format.scale)
+            shapes[region] = torch.empty(region.lengths, dtype=dtype, device="meta")
+        self._require_same_blocks()
+        held = {name: [shard.region for shard in shards] for name, shards in self._shards.items()}
+        self.cut = frozenset(name for name, parts in held.items() if self._is_cut(name, parts))
         if self._format.tensor_scale is not None:
             self.cut |= {name + GROUP for name in self._partial_groups()}
         self.sources = ComputedSources("quantised weights", shapes, device, self._compute)
@@ -114,7 +138,7 @@ class QuantisedSources:
             strides = contiguous_strides(region.lengths)
             place = Place(BufferId(rank, home.buffer), home.offset, strides)
             shards.append(Shard(region, place))
-        for name in self._shards:
+        for name in (*self._shards, *self._scales):
             shape = tensors.pop(name)
             for stored, (of_stored, _) in self._format.tensors_of(name, shape).items():
                 tensors[stored] = of_stored
@@ -125,7 +149,7 @@ class QuantisedSources:
     ) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return the origins with those of stored tensors, which are the weights'."""
         shown = {name: of_name for name, of_name in origins.items() if name not in self._shards}
-        for name in self._shards:
+        for name in (*self._shards, *self._scales):
             stored = self._format.tensors_of(name, self._shapes[name])
             shown |= dict.fromkeys(stored, origins[name])
         return shown
@@ -137,11 +161,37 @@ class QuantisedSources:
             parts.append(Region(region.tensor + self._format.tensor_scale.suffix, (0,), (1,)))
         return parts
 
-    def _is_cut(self, name: str) -> bool:
-        held = [shard.region for shard in self._shards[name]]
+    def _require_same_blocks(self) -> None:
+        """Raise ConfigError unless each block of a stored weight has one scale on one rank."""
+        names = []
+        for name, parts in self._scales.items():
+            grid = torch.full(self._format.blocks.grid(self._shapes[name]), -1)
+            is_split = self._is_cut(name, [part.region for part in parts])
+            order = {parameter: n for n, parameter in enumerate({part.parameter for part in parts})}
+            for part in parts:
+                # No parameter has as many rows or columns of blocks.
+                numbers = (order[part.parameter] << 50) + (part.rows[:, None] << 25) + part.columns
+                view = grid[_slices(self._format.blocks.touched(part.region))]
+                is_split |= bool(((view >= 0) & (view != numbers)).any())
+                view.copy_(numbers)
+            if is_split:
+                names.append(name)
+        if names:
+            problem = (
+                f"{self._format.method}, but training has several scales, or ranks, in a block of "
+                f"{len(names)} weights that it keeps in 8 bits, first {names[0]}"
+            )
+            remedy = (
+                "Use parallel sizes that divide its rows and columns into whole blocks, or set it "
+                f"to {UNQUANTISED}"
+            )
+            key = "generate_config.quantization"
+            raise ConfigError([Violation(key, problem, remedy, code="blocks-with-several-scales")])
+
+    def _is_cut(self, name: str, held: Sequence[Region]) -> bool:
         blocks = self._format.blocks
         needed = [blocks.weights_of(blocks.touched(part), self._shapes[name]) for part in held]
-        return bool(subtract_all(list(dict.fromkeys(needed)), held))
+        return bool(subtract_all(list(dict.fromkeys(needed)), list(held)))
 
     def _partial_groups(self) -> set[str]:
         """Return the groups of which this rank has some elements and not all."""
@@ -159,6 +209,8 @@ class QuantisedSources:
         return not subtract_all([whole], [shard.region for shard in self._shards[name]])
 
     def _compute(self, tensors: Mapping[Region, torch.Tensor]) -> None:
+        for part in chain(*self._scales.values()):
+            tensors[self._format.scales_of(part.region)].copy_(part.read())
         largest = self._largest()
         scale = self._format.tensor_scale
         for name, shards in self._shards.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -167,9 +168,25 @@ def test_an_allocator_is_refused_while_patches_are_not_applied() -> None:
     megatron_patches.set_buffer_allocator(None)
 
 
+def made_up_buffer(param_dtype: torch.dtype) -> Any:
+    ddp_config = SimpleNamespace(use_distributed_optimizer=True)
+    return SimpleNamespace(numel=4, nccl_ub=False, ddp_config=ddp_config, param_dtype=param_dtype)
+
+
+def test_parameters_in_the_memory_of_gradients_need_one_flat_tensor() -> None:
+    allocator = RecordingAllocator()
+    with _Redirected(made_up_buffer(torch.uint8), allocator) as redirected:
+        torch.zeros(4, dtype=torch.float32, device="cpu")
+        redirected.check_complete()
+    with _Redirected(made_up_buffer(torch.uint8), allocator) as redirected:
+        torch.zeros(4, dtype=torch.uint8, device="cpu")
+        with pytest.raises(errors.BufferAllocationError, match=r"\['param'\].*expected \['param', 'grad'\]"):
+            redirected.check_complete()
+    assert [kind for *_, kind in allocator.calls] == ["grad", "param"]
+
+
 def test_a_flat_tensor_of_unknown_kind_is_refused() -> None:
-    buffer = SimpleNamespace(numel=4, nccl_ub=False, ddp_config=SimpleNamespace(use_distributed_optimizer=True))
-    with _Redirected(buffer, RecordingAllocator()) as redirected:
+    with _Redirected(made_up_buffer(torch.float32), RecordingAllocator()) as redirected:
         for _ in ("param", "grad"):
             torch.zeros(4, dtype=torch.float32, device="cpu")
         redirected.check_complete()

@@ -74,6 +74,9 @@ def test_all_refusals_are_reported_at_once_with_remedies(section: str) -> None:
         "OptimizerConfig": OptimizerConfig(),
     }
     expected = {}
+    # Fields of settings that are refused only together with it.
+    objects["DistributedDataParallelConfig"].overlap_param_gather = True
+    objects["OptimizerConfig"].overlap_param_gather = True
     for field, rule in REFUSED[section].items():
         setattr(objects[section], field, OTHER_VALUE)
         expected[field] = None if refusal(section, field, OTHER_VALUE) is None else f"{OTHER_VALUE}: {rule.reason}"
@@ -161,10 +164,28 @@ def test_defaults_of_subclasses_are_not_accepted_as_defaults() -> None:
 
 def test_arguments_of_a_script_include_fields_of_ddp_and_optimizer() -> None:
     core = TransformerConfig(**SIZES)
-    core.fp8_param = True
+    core.fp4_param = True
     refusals = argument_refusals(Namespace(nccl_ub=True, optimizer="adamw", lr=1.0), core)
     assert [(item.section, item.field) for item in refusals] == [
-        ("TransformerConfig", "fp8_param"),
+        ("TransformerConfig", "fp4_param"),
         ("DistributedDataParallelConfig", "nccl_ub"),
         ("OptimizerConfig", "optimizer"),
     ]
+
+
+def test_fp8_is_accepted_for_parameters_only() -> None:
+    core = TransformerConfig(**SIZES)
+    core.fp8 = "e4m3"
+    ddp = Namespace(fp8_param_gather=True)
+    assert [item.field for item in argument_refusals(ddp, core)] == ["fp8"]
+    core.fp8_param = True
+    assert argument_refusals(ddp, core) == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_buffer_of_weights_and_gradients_is_refused_if_gathers_stay_pending(overlap: bool) -> None:
+    args = Namespace(reuse_grad_buf_for_mxfp8_param_ag=True, overlap_param_gather=overlap)
+    refusals = argument_refusals(args, TransformerConfig(**SIZES))
+    assert [item.section for item in refusals] == (
+        ["DistributedDataParallelConfig", "OptimizerConfig"] if overlap else []
+    )

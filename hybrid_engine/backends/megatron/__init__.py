@@ -3,6 +3,7 @@
     config   megatron_config.py   Megatron's configuration objects, and the fused kernels in use
     weights  lora_layers.py       LoRA on parallel linear layers
              adapted_weights.py   adapters on the weights, ours or Megatron-Bridge's, and their sums
+             quantised_parameters.py   parameters that Transformer Engine keeps in 8 bits
     layout   model_tensors.py     global names of this rank's tensors, and their flat buffers
              adaptor.py           `MegatronAdaptor`: location of every canonical tensor
                                   (port `TrainingWeights`)

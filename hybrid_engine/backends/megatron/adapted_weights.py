@@ -32,6 +32,9 @@ from hybrid_engine.errors import ConfigError, Violation
 SUMS = "weights with LoRA"
 """Part of the names of buffers that hold sums of weights and LoRA."""
 
+WRAPPED = ".to_wrap."
+"""Part of the name of a tensor of a layer that LoRA wraps."""
+
 _BRIDGE = "megatron.bridge.peft."
 
 _PARTS: Mapping[str, Sequence[str]] = {

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from hybrid_engine.backends.computed_sources import AdaptorWithSources, Home
+from hybrid_engine.backends.computed_sources import (
+    AdaptorWithSources,
+    ComputedSources,
+    Home,
+    StoredScales,
+)
 from hybrid_engine.backends.megatron.model_tensors import LORA, ModelTensors
+from hybrid_engine.backends.megatron.quantised_parameters import (
+    dequantised_weights,
+    is_quantised,
+    not_sent_as_stored,
+    scales_of,
+)
 from hybrid_engine.backends.training_side import gaps, layout_in, runs_by_buffer
-from hybrid_engine.errors import ParameterMismatchError, ReshardError
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, ReshardError
+from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
 from hybrid_engine.models.table import Match
@@ -54,12 +66,6 @@ class MegatronAdaptor(AdaptorWithSources):
             self.computed.append(model.norm_factors)
         if model.adapters.weights and lora == "merged":
             self.computed.append(model.adapters.sums())
-        # By weight: the tensor that is shown in its place, and where each weight is shown.
-        self._shown: dict[torch.Tensor, torch.Tensor] = {}
-        self._homes = dict(model.homes)
-        for sources in self.computed:
-            self._shown |= sources.tensors
-            self._homes |= sources.homes
 
     @property
     def base(self) -> MegatronAdaptor:
@@ -73,8 +79,50 @@ class MegatronAdaptor(AdaptorWithSources):
             return self.without_view()
         return MegatronAdaptor(self.model, "merged")
 
+    def without_view(self) -> MegatronAdaptor:
+        if not self.sent_as_stored:
+            return super().without_view()
+        return MegatronAdaptor(self.model, self.lora)
+
+    def late_sources(self) -> list[ComputedSources[Any]]:
+        # Dequantised weights take twice the memory of the weights, so only those that are sent.
+        weights = [
+            tensor
+            for name, tensor in self.model.quantised_weights()
+            if not self.sent_as_stored.issuperset(self._tensors_of(name, tensor))
+        ]
+        return [dequantised_weights(weights)] if weights else []
+
+    def stored_scales(
+        self, quantization: BlockQuantization
+    ) -> Mapping[str, Sequence[StoredScales]]:
+        parts: dict[str, list[StoredScales]] = {}
+        findings: dict[str, dict[str, None]] = {}
+        for name, tensor in self.model.quantised_weights():
+            home = self.model.homes[tensor]
+            for shard in self._shards_of(name, tensor, home):
+                if shard.region.tensor in quantization.weights and shard.region.numel:
+                    try:
+                        part = scales_of(tensor, shard, home.offset, quantization.format)
+                    except ValueError as error:
+                        findings.setdefault(str(error), {})[name] = None
+                    else:
+                        parts.setdefault(shard.region.tensor, []).append(part)
+        if findings:
+            raise ConfigError(not_sent_as_stored(findings))
+        return parts
+
     def own_layout(self) -> Layout:
-        shards = self._weight_shards(self._homes)
+        homes = dict(self.model.homes)
+        for sources in self.computed:
+            homes |= sources.homes
+        shards = self._weight_shards(homes)
+        if self.sent_as_stored:
+            stored = self._weight_shards(self.model.homes)
+            shards = [
+                *(shard for shard in shards if shard.region.tensor not in self.sent_as_stored),
+                *(shard for shard in stored if shard.region.tensor in self.sent_as_stored),
+            ]
         held = {shard.region.tensor for shard in shards}
         refined = self.model.table.refined_shapes
         shapes = {name: shape for name, shape in refined.items() if name in held}
@@ -91,8 +139,9 @@ class MegatronAdaptor(AdaptorWithSources):
 
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Megatron name, tensor in `layout`), computed ones as of the last `prepare`."""
+        shown = {key: value for sources in self.computed for key, value in sources.tensors.items()}
         for name, tensor in self.model.named_weights():
-            yield name, self._shown.get(tensor, tensor)
+            yield name, shown.get(tensor, tensor)
 
     def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         origins: dict[str, list[torch.Tensor]] = {}
@@ -111,6 +160,10 @@ class MegatronAdaptor(AdaptorWithSources):
         if self.model.norm_factors is not None:
             for weight, factor in self.model.norm_factors.tensors.items():
                 weight.copy_(factor.float() - 1)
+        for sources in self.computed:
+            for weight, value in sources.tensors.items():
+                if is_quantised(weight):
+                    weight.copy_(value)
         # LoRA adds nothing if B is zero; A keeps its random values, without which no gradient
         # reaches B.
         for name, parameter in self.model.named_lora():

@@ -6,7 +6,10 @@ State of the model and its optimizer on the device, and its treatment when it is
     DDP's parameter buffers, dense and expert   param       copy
     frozen and other parameters outside them    param       copy
     module buffers that are resharded           param       copy
-    sums of weights and LoRA                    param       drop: recomputed at every switch
+    sums of weights and LoRA, dequantised       param       drop: recomputed at every switch
+    weights of 8-bit parameters
+    transposes of 8-bit parameters              param       rebuild
+    elements of MXFP8 for the backward pass     param       copy
     megatron-core's caches, and tensors that    param       rebuild: forgotten, and recreated by the
     layers with experts keep of a forward pass              next forward pass
     DDP's gradient buffers, and the gradients   grad        drop
@@ -15,7 +18,8 @@ State of the model and its optimizer on the device, and its treatment when it is
     main params and moments                     optimizer   copy, one flat tensor per optimizer
                                                             and dtype
     other module buffers, rotary frequencies,   -           stay: small
-    loss scale, step counters
+    loss scale, step counters, scales of 8-bit
+    parameters
 
 Attention masks are recreated in every forward pass, and trackers of auxiliary losses are one number
 per layer. The workspaces of Transformer Engine belong to its library and are not visible here.
@@ -27,6 +31,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +56,10 @@ from hybrid_engine.backends.megatron.model_tensors import (
     keep_expert_bias_in_float32,
     move_loose_parameters,
     move_published_buffers,
+)
+from hybrid_engine.backends.megatron.quantised_parameters import (
+    backward_items,
+    unreadable_parameters,
 )
 from hybrid_engine.backends.training_side import GuardedState, dtype_name, is_frozen
 from hybrid_engine.errors import ConfigError, Violation
@@ -120,13 +129,7 @@ class LiveModel(GuardedState):
         separate_lora: bool = False,
     ) -> None:
         require_supported_version()
-        violations = []
-        for refusal in live_refusals(chunks, optimizer):
-            key = f"{refusal.section}.{refusal.field}"
-            violations.append(
-                Violation(key, refusal.problem, refusal.remedy, code="refused-megatron-setting")
-            )
-        if violations:
+        if violations := refused_state(chunks, optimizer):
             raise ConfigError(violations)
         super().__init__()
         self.chunks = list(chunks)
@@ -171,8 +174,9 @@ class LiveModel(GuardedState):
     def _parameters(self) -> Iterator[OffloadItem]:
         # `prepare` recomputes the contents of scratch buffers, so they need no copy.
         scratch = self.weights.scratch
-        for name, tensor in self.weights.buffers().items():
+        for name, tensor in self.weights.allocated().items():
             yield OffloadItem(name, "param", tensor, "drop" if name in scratch else "copy")
+        yield from backward_items(self.weights.model.quantised_weights())
 
     def probe_limits(self) -> ProbeLimits:
         if self.cannot_compute:
@@ -182,8 +186,7 @@ class LiveModel(GuardedState):
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """See `probes.Probed`. Finishes pending gathers first; the model is in evaluation mode."""
         self.guard(["param"])
-        # LoRA's layers add the adapters themselves, so `base` saves computing the sums.
-        self.weights.base.prepare()
+        self.weights.finish_pending()
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
 
     def attention(self) -> Mapping[int, Attention]:
@@ -321,6 +324,19 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
 def unsupported_adapters(chunks: Sequence[torch.nn.Module]) -> list[Violation]:
     """Return a violation for every adapter of a model that a switch cannot merge."""
     return adapted_weights.unsupported_adapters(list(map(unwrap_model, chunks)))
+
+
+def refused_state(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Violation]:
+    """Return a violation for each setting and each kind of parameter that prevents a switch."""
+    violations = [
+        Violation(
+            *(f"{refusal.section}.{refusal.field}", refusal.problem, refusal.remedy),
+            code="refused-megatron-setting",
+        )
+        for refusal in live_refusals(chunks, optimizer)
+    ]
+    named = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
+    return [*violations, *unsupported_adapters(chunks), *unreadable_parameters(named)]
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:

@@ -20,9 +20,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.computed_sources import ComputedSources, Home
-from hybrid_engine.backends.megatron.adapted_weights import Adapters, adapter_wrappers
+from hybrid_engine.backends.megatron.adapted_weights import (
+    WRAPPED,
+    Adapters,
+    adapter_wrappers,
+)
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
+from hybrid_engine.backends.megatron.quantised_parameters import (
+    as_elements,
+    is_quantised,
+    set_elements,
+)
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
@@ -33,9 +42,6 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import Attention
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
-
-_WRAPPED = ".to_wrap."
-"""Part of the name of a tensor of a layer that LoRA wraps."""
 
 LORA = ".adapter."
 """Part of the name of a LoRA matrix."""
@@ -178,6 +184,10 @@ class ModelTensors:
         present = Adapters(list(map(unwrap_model, self.chunks)))
         return present.settings != self.adapters.settings
 
+    def quantised_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of `named_weights` that Transformer Engine keeps in 8 bits."""
+        return ((name, weight) for name, weight in self.named_weights() if is_quantised(weight))
+
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
         """Return the weights in a tensor of `named_weights`."""
         experts = self._grouped.get(name)
@@ -213,12 +223,12 @@ class ModelTensors:
             # Without the distributed optimizer DDP has no parameter buffers.
             if record.param_data is not None:
                 buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
-                self.flat_buffers[buffer] = record.param_data
+                self.flat_buffers[buffer] = as_elements(record.param_data)
                 self.homes.update({slot.param: Home(buffer, slot.start) for slot in record.slots})
         # All other tensors have separate storage.
         for name, tensor in [*self.named_weights(), *self.named_lora()]:
             if tensor not in self.homes:
-                self.flat_buffers[name] = _flat(data_of(tensor).data)
+                self.flat_buffers[name] = as_elements(_flat(data_of(tensor).data))
                 self.homes[tensor] = Home(name, 0)
 
     def _norm_factors(self) -> ComputedSources[torch.Tensor] | None:
@@ -315,7 +325,7 @@ class GlobalNames:
 
 def plain_name(name: str, wrappers: Collection[str]) -> str:
     """Return a local name as if none of the modules `wrappers` wrapped its layer."""
-    module, _, rest = name.partition(_WRAPPED)
+    module, _, rest = name.partition(WRAPPED)
     return f"{module}.{rest}" if module in wrappers else name
 
 
@@ -378,7 +388,10 @@ def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
             ]
         )
     # All chunks are checked before the first parameter moves.
-    num_grouped = sum(data_of(parameter) is not parameter for parameter in chain(*loose))
+    num_grouped = sum(
+        data_of(parameter) is not parameter and not is_quantised(parameter)
+        for parameter in chain(*loose)
+    )
     if num_grouped:
         raise ModelError(
             f"cannot move {num_grouped} weights that hold several experts each and are outside "
@@ -403,6 +416,9 @@ def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable)
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:
-    parts = parts_in_elastic_buffers([tensor.data for tensor in tensors])
+    parts = parts_in_elastic_buffers([data_of(tensor).data for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
-        tensor.data = part
+        if is_quantised(tensor):
+            set_elements(tensor, part)
+        else:
+            tensor.data = part

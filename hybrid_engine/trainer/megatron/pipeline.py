@@ -292,7 +292,7 @@ class Pipeline:
         self._model.guard(["param"])
         if forward_only:
             # otherwise only the next training step would finish overlapped parameter gathers
-            self._model.weights.base.prepare()
+            self._model.weights.finish_pending()
         chunks = self._model.chunks
         is_pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
         parts = micro_batches(

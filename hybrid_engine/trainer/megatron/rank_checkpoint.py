@@ -80,7 +80,7 @@ class RankCheckpoints:
         job = self._job
         self._model.guard(KINDS)
         # finishes pending parameter gathers
-        self._model.weights.base.prepare()
+        self._model.weights.finish_pending()
         with job.agreement.phase("looking for values that are not finite"):
             live = self._live_state()
             state = {f"rank{job.rank}/{key}": value for key, value in live.items()}

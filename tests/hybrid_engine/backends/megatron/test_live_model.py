@@ -33,10 +33,10 @@ from tests.zoo.tiny_models import save_model
 def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
     chunk = torch.nn.Module()
     chunk.config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
-    chunk.config.fp8_param = True
+    chunk.config.fp4_param = True
     chunk.ddp_config = DistributedDataParallelConfig(use_megatron_fsdp=True)
     expected = has_violations(
-        ("TransformerConfig.fp8_param", "refused-megatron-setting"),
+        ("TransformerConfig.fp4_param", "refused-megatron-setting"),
         ("DistributedDataParallelConfig.use_megatron_fsdp", "refused-megatron-setting"),
     )
     with pytest.raises(ConfigError, check=expected):
