@@ -19,6 +19,9 @@ _ROUNDED_UP = 1.75
 """Mantissa from which the largest magnitude of a block is rounded up to the next power of two. Then
 no element of e4m3, which ends at 1.75 * 2**8, needs to be clamped."""
 
+_SMALLEST = 1e-4
+"""Smallest largest magnitude of a block from which DeepGEMM derives a power of two."""
+
 
 def tensor_scale(largest: torch.Tensor, form: BlockFormat, scale: TensorScale) -> torch.Tensor:
     """Return the stored scale of a tensor, [1], from its largest magnitude, [1]."""
@@ -43,6 +46,10 @@ def block_scales(
     if form.tensor_scale is not None:
         assert of_tensor is not None
         return _scales_in_units(largest, form, form.tensor_scale, of_tensor)
+    if form.powers_of_two:
+        exponents = (largest.clamp(min=_SMALLEST) / form.element.largest).log2().ceil()
+        scales = torch.pow(2.0, exponents)
+        return scales, scales
     if form.scale == "float32":
         scales = largest / form.element.largest
         # The scale of a block of zeros, or of values too small for a scale, changes nothing.

@@ -2,6 +2,7 @@
 
     format           element   scale of a block                                 tensor's scale
     fp8              e4m3      128 x 128: float32, largest |w| / 448            none
+                               or the next power of two (DeepSeek-V3.1)
     mxfp8            e4m3      1 x 32: power of two, `power_of_two`             none
     mxfp4            e2m1      1 x 32: power of two                             none
     nvfp4            e2m1      1 x 16: e4m3, (largest |w| of the block / 6)     float32
@@ -109,6 +110,7 @@ class BlockFormat:
         scale_suffix: name of the scales, after the weight's.
         values_suffix: name of the elements, after the weight's.
         tensor_scale: scale of the whole tensor, if it has one. Weights that vLLM fuses share it.
+        powers_of_two: scales in float32 are powers of two (`scale_fmt: ue8m0`).
     """
 
     method: str
@@ -118,6 +120,7 @@ class BlockFormat:
     scale_suffix: str
     values_suffix: str = ""
     tensor_scale: TensorScale | None = None
+    powers_of_two: bool = False
 
     def values_of(self, region: Region) -> Region:
         """Return the place of a weight's elements in the stored tensor.
@@ -156,9 +159,10 @@ class BlockFormat:
         return tensors
 
 
-def fp8(rows: int, columns: int) -> BlockFormat:
-    """Return the format of DeepSeek-V3's and Qwen3's fp8 checkpoints, in blocks of this size."""
-    return BlockFormat("fp8", E4M3, Blocks(rows, columns), "float32", "_scale_inv")
+def fp8(rows: int, columns: int, *, powers_of_two: bool = False) -> BlockFormat:
+    """Return the format of DeepSeek's and Qwen3's fp8 checkpoints, in blocks of this size."""
+    blocks = Blocks(rows, columns)
+    return BlockFormat("fp8", E4M3, blocks, "float32", "_scale_inv", powers_of_two=powers_of_two)
 
 
 MXFP8 = BlockFormat("mxfp8", E4M3, Blocks(1, 32), "uint8", "_scale")

@@ -37,7 +37,7 @@ Known = Mapping[str, tuple[Any, ...]]
 _FP8: Known = {
     "fmt": (None, "e4m3"),
     "activation_scheme": (None, "dynamic"),
-    "scale_fmt": (None, "float"),
+    "scale_fmt": (None, "float", "ue8m0"),
     "store_dtype": (None,),
 }
 _MATRICES: Known = {
@@ -128,7 +128,8 @@ def format_in(quantization_config: Mapping[str, Any]) -> BlockFormat:
         size = quantization_config.get("weight_block_size")
         is_pair = isinstance(size, list | tuple) and len(size) == 2
         if is_pair and all(type(part) is int and part > 0 for part in size or ()):
-            form = fp8(*size or ())
+            is_rounded = quantization_config.get("scale_fmt") == "ue8m0"
+            form = fp8(*size or (), powers_of_two=is_rounded)
         else:
             problem = f"weight_block_size {size!r}, not two positive numbers such as [128, 128]"
             problems.append(problem)

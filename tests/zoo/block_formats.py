@@ -18,6 +18,18 @@ PUBLISHED_FP8 = {
 }
 """quantization_config of published checkpoints, without their `modules_to_not_convert`."""
 
+MODELOPT: dict[str, Any] = {
+    **{"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    "config_groups": {
+        "group_0": {
+            **{"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+            "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+        }
+    },
+}
+"""As NVIDIA's NVFP4 checkpoints have it."""
+
 SCHEMES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4A16"}
 """Presets of compressed-tensors."""
 FORMATS = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
@@ -27,6 +39,10 @@ def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> 
     """Return the quantization_config of a published checkpoint."""
     if method == "fp8":
         return {**PUBLISHED_FP8, "modules_to_not_convert": list(excluded)}
+    if method == "ue8m0":
+        return {**published("fp8", excluded), "scale_fmt": "ue8m0"}
+    if method == "modelopt":
+        return {**MODELOPT, "ignore": list(excluded)}
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     groups = {"group_0": preset_name_to_scheme(scheme or SCHEMES[method], ["Linear"])}
@@ -39,10 +55,14 @@ def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -
 
     `largest`: largest magnitude of the weights that vLLM fuses with this one, for nvfp4.
     """
-    return _in_fp8(weight) if method == "fp8" else _by_compressed_tensors(method, weight.float(), largest)
+    if method in ("fp8", "ue8m0"):
+        return _in_fp8(weight, powers_of_two=method == "ue8m0")
+    if method == "modelopt":
+        return _by_modelopt(weight.float(), largest)
+    return _by_compressed_tensors(method, weight.float(), largest)
 
 
-def _in_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _in_fp8(weight: torch.Tensor, powers_of_two: bool) -> dict[str, torch.Tensor]:
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales = torch.ones(-(-rows // BLOCK), -(-columns // BLOCK))
@@ -50,7 +70,10 @@ def _in_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         for column in range(scales.shape[1]):
             box = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
             block = weight[box].float()
-            if block.abs().max() > 0:
+            if powers_of_two:
+                # As DeepGEMM, which quantises DeepSeek-V3.1's.
+                scales[row, column] = 2.0 ** (block.abs().max().clamp(1e-4) / 448).log2().ceil()
+            elif block.abs().max() > 0:
                 scales[row, column] = block.abs().max() / 448
             values[box] = (block / scales[row, column]).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale_inv": scales}
@@ -76,16 +99,35 @@ def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | N
         return dict(BaseCompressor.get_value_from_registry(FORMATS[method]).compress(tensors, scheme))
 
 
+def _by_modelopt(weight: torch.Tensor, largest: float | None) -> dict[str, torch.Tensor]:
+    """Quantise by the formulas of NVFP4QTensor, ModelOpt 0.47."""
+    most = weight.abs().max() if largest is None else torch.tensor(largest)
+    of_tensor = most / (6.0 * 448.0)
+    scales = weight.abs().unflatten(-1, (-1, 16)).amax(-1) / (6.0 * of_tensor)
+    scales[scales == 0] = 1.0
+    scales = scales.clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    quotients = weight / (scales.float() * of_tensor).repeat_interleave(16, 1)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    # In the middle of two values, the even one.
+    odd = torch.isin(quotients.abs(), bounds[1::2])
+    codes = torch.searchsorted(bounds, quotients.abs()) + odd + 8 * (quotients < 0)
+    packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": of_tensor.view(1)}
+
+
 def dequantised(method: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the weight, in float32, that a kernel computes with."""
-    if method == "fp8":
+    if method in ("fp8", "ue8m0"):
         return _spread(tensors["weight"].float(), tensors["weight_scale_inv"])
     scales = tensors["weight_scale"]
     if method == "nvfp4":
         factors = scales.float() / tensors["weight_global_scale"]
+    elif method == "modelopt":
+        factors = scales.float() * tensors["weight_scale_2"]
     else:
         factors = torch.exp2(scales.float() - 127)
-    values = tensors["weight"].float() if method == "mxfp8" else _unpacked(tensors["weight_packed"])
+    packed = tensors["weight_packed" if method in ("nvfp4", "mxfp4") else "weight"]
+    values = packed.float() if method == "mxfp8" else _unpacked(packed)
     return values * factors.repeat_interleave(values.shape[1] // scales.shape[1], 1)
 
 
@@ -121,7 +163,7 @@ def quantised_checkpoint(
 
 def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights, in float32, of a published checkpoint."""
-    ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
+    ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
     weights = {}
     for name in tensors:
         module, _, end = name.rpartition(".")
@@ -213,7 +255,7 @@ def experts_in_torch() -> Iterator[None]:
     """Let vLLM compute with experts in blocks on a CPU, whose kernels need AMX or a GPU; it dequantises them."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
-    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization import fp8, modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_mxfp4 as mxfp4,
     )
@@ -249,14 +291,16 @@ def experts_in_torch() -> Iterator[None]:
         "mxfp8": mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod,
         "mxfp4": mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod,
         "nvfp4": nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod,
+        "modelopt": modelopt.ModelOptNvFp4FusedMoE,
     }
-    backends = {
-        "select_fp8_moe_backend": (fp8, Fp8MoeBackend.CPU),
-        "select_mxfp8_moe_backend": (mxfp8, Fp8MoeBackend.EMULATION),
-        "select_nvfp4_moe_backend": (nvfp4, NvFp4MoeBackend.EMULATION),
-    }
+    backends = (
+        ("select_fp8_moe_backend", fp8, Fp8MoeBackend.CPU),
+        ("select_mxfp8_moe_backend", mxfp8, Fp8MoeBackend.EMULATION),
+        ("select_nvfp4_moe_backend", nvfp4, NvFp4MoeBackend.EMULATION),
+        ("select_nvfp4_moe_backend", modelopt, NvFp4MoeBackend.EMULATION),
+    )
     with contextlib.ExitStack() as undo:
-        for name, (module, backend) in backends.items():
+        for name, module, backend in backends:
             undo.enter_context(mock.patch.object(module, name, return_value=(backend, None)))
         for method, kind in methods.items():
             replaced = {
@@ -278,6 +322,7 @@ def _expert(method: str, layer: torch.nn.Module, name: str, number: int) -> torc
         for key, parameter in layer.named_parameters(recurse=False)
         if key.startswith(f"{name}_weight")
     }
-    if "weight_global_scale" in tensors:
-        tensors["weight_global_scale"] = tensors["weight_global_scale"].flatten()[:1]
+    for end in ("weight_global_scale", "weight_scale_2"):
+        if end in tensors:
+            tensors[end] = tensors[end].flatten()[:1]
     return dequantised(method, tensors)

@@ -79,7 +79,9 @@ def train_with_fsdp2(directory: str, method: str, tp_size: int, intermediate_siz
             model: Any = sharded_models.from_config(path)
             # Checkpoints in nvfp4 have scales of activations, which a trainer lacks.
             scheme = "NVFP4" if method == "nvfp4" else ""
-            model.config.quantization_config = block_formats.published(method, ["lm_head", KEPT, *ROUTERS], scheme)
+            # ModelOpt's exclusions are parts of names, and `mlp.gate` is one of `mlp.gate_up_proj`.
+            excluded = ["lm_head", KEPT, *(ROUTERS if experts else ())]
+            model.config.quantization_config = block_formats.published(method, excluded, scheme)
             settings = {"tp_size": tp_size, "quantization": quantization, "incremental": "auto", **ENGINE}
             engine = HybridEngine(
                 model=model,
@@ -245,15 +247,18 @@ def _gap(path: Path, weights: dict[str, torch.Tensor], rows: list[list[int]], sc
 FSDP2: dict[str, tuple[str, int, int, bool]] = {
     "fsdp2, fp8": ("fp8", 1, 384, False),
     "fsdp2, fp8, vLLM's TP 2": ("fp8", 2, 512, False),
+    "fsdp2, fp8 with scales in powers of two": ("ue8m0", 1, 384, False),
     "fsdp2, mxfp8, vLLM's TP 2": ("mxfp8", 2, 384, False),
     "fsdp2, mxfp4": ("mxfp4", 1, 384, False),
     "fsdp2, nvfp4, vLLM's TP 2": ("nvfp4", 2, 384, False),
+    "fsdp2, ModelOpt's nvfp4, vLLM's TP 2": ("modelopt", 2, 384, False),
 }
 EXPERTS: dict[str, tuple[str, int, int, bool]] = {
     "experts, fp8": ("fp8", 1, 128, True),
     "experts, mxfp8": ("mxfp8", 1, 128, True),
     "experts, mxfp4": ("mxfp4", 1, 128, True),
     "experts, nvfp4, vLLM's TP 2": ("nvfp4", 2, 128, True),
+    "experts, ModelOpt's nvfp4, vLLM's TP 2": ("modelopt", 2, 128, True),
 }
 TP2 = {"params_dtype": "bfloat16", "tensor_model_parallel_size": 2}
 MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
@@ -263,10 +268,18 @@ MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
     "megatron with LoRA, mxfp8": ("mxfp8", {**TP2, "lora": {"rank": 4, "alpha": 8.0}}),
 }
 TRAINED = {name: method for name, (method, *_) in (*FSDP2.items(), *EXPERTS.items(), *MEGATRON.items())}
-DTYPES = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "uint8", "nvfp4": "uint8"}
-BYTES = {"fp8": (0.5, 0.6), "mxfp8": (0.5, 0.6), "mxfp4": (0.3, 0.4), "nvfp4": (0.3, 0.4)}
+DTYPES = {
+    "ue8m0": "float8_e4m3fn",
+    "fp8": "float8_e4m3fn",
+    "mxfp8": "float8_e4m3fn",
+    "mxfp4": "uint8",
+    "nvfp4": "uint8",
+    "modelopt": "uint8",
+}
+BYTES = {"fp8": (0.5, 0.6), "ue8m0": (0.5, 0.6), "mxfp8": (0.5, 0.6), "mxfp4": (0.3, 0.4), "nvfp4": (0.3, 0.4)}
+BYTES["modelopt"] = BYTES["nvfp4"]
 """Bounds of a switch's bytes, as a share of unquantised ones. Embedding, head and a projection stay as they are."""
-GAPS = {"fp8": 0.08, "mxfp8": 0.08, "mxfp4": 0.3, "nvfp4": 0.2}
+GAPS = {"fp8": 0.08, "ue8m0": 0.08, "mxfp8": 0.08, "mxfp4": 0.3, "nvfp4": 0.2, "modelopt": 0.2}
 """Least difference of log-probabilities from those of the weights of training."""
 
 

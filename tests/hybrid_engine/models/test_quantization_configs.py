@@ -11,19 +11,7 @@ from hybrid_engine.models.block_quantization import MXFP8, NVFP4, NVFP4_OF_MODEL
 from hybrid_engine.models.quantization_configs import block_config, calibrated_in, format_in
 from tests.harness.errors import has_violation
 from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
-from tests.zoo.block_formats import PUBLISHED_FP8, published
-
-MODELOPT: dict[str, Any] = {
-    **{"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
-    "config_groups": {
-        "group_0": {
-            **{"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
-            "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
-        }
-    },
-}
-"""As NVIDIA's NVFP4 checkpoints have it."""
+from tests.zoo.block_formats import MODELOPT, PUBLISHED_FP8, published
 
 
 @pytest.mark.parametrize("method", FORMATS)
@@ -82,9 +70,10 @@ def test_other_forms_of_modelopt() -> None:
 # A config, or the method of one that compressed-tensors makes; it imports transformers.
 CHANGES: list[tuple[dict[str, Any] | str, dict[str, Any]]] = [
     (PUBLISHED_FP8, {"quant_method": "gptq"}),
+    (PUBLISHED_FP8, {"quant_method": "mxfp4"}),  # gpt-oss's own
     (PUBLISHED_FP8, {"fmt": "e5m2"}),
     (PUBLISHED_FP8, {"activation_scheme": "static"}),
-    (PUBLISHED_FP8, {"scale_fmt": "ue8m0"}),
+    (PUBLISHED_FP8, {"scale_fmt": "e4m3"}),
     (PUBLISHED_FP8, {"weight_block_size": None}),
     (PUBLISHED_FP8, {"weight_block_size": [128]}),
     (PUBLISHED_FP8, {"weight_block_size": [128, 0]}),
@@ -121,3 +110,4 @@ def test_a_config_of_another_format_is_refused() -> None:
         block_config({"quantization_config": published("nvfp4")}, "mxfp8")
     assert format_in(published("nvfp4")) == NVFP4
     assert format_in({**PUBLISHED_FP8, "weight_block_size": [64, 32]}) == fp8(64, 32)
+    assert format_in(published("ue8m0")) == fp8(128, 128, powers_of_two=True)

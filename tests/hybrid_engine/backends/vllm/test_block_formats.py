@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybrid_engine.backends.vllm import InferenceSettings, layout_of_position, quantised_at_position
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.models import table_for
-from hybrid_engine.models.block_quantization import BlockQuantization
+from hybrid_engine.models.block_quantization import BlockQuantization, fp8
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
@@ -67,3 +67,25 @@ def test_experts_are_quantised_and_routers_are_not(engines: Ranks, tmp_path: Pat
     rest = traced["plain"].keys() - weights
     assert all(traced["dtypes"][name] == "bfloat16" for name in rest)
     assert not any(name.endswith("_proj.weight") for name in rest)
+
+
+def cast_by_vllm() -> list[bool]:
+    """Return whether elements and scales in powers of two are those of vLLM's copy of DeepGEMM's quantiser."""
+    import torch
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    from tests.hybrid_engine.backends.test_block_arithmetic import quantised, weights
+
+    equal = []
+    for largest in (1, 1e3, 1e30):
+        weight = weights(torch.bfloat16, largest)
+        own = quantised(weight, fp8(128, 128, powers_of_two=True))
+        with torch.compiler.set_stance("force_eager"):
+            elements, scales = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=True)
+        equal.append(torch.equal(own["weight"].view(torch.uint8), elements.view(torch.uint8)))
+        equal.append(torch.equal(own["weight_scale_inv"], scales))
+    return equal
+
+
+def test_scales_in_powers_of_two_are_those_of_deepgemm(engines: Ranks) -> None:
+    assert engines.launch(cast_by_vllm, 1, timeout=600) == [[True] * 6]
