@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.ranks.job import join_process_group
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
-from tests.zoo import block_formats
+from tests.zoo import block_formats, workers
 from tests.zoo.families import served_config, write_config
 
 KEPT = "model.layers.1.self_attn.o_proj"
@@ -28,6 +29,11 @@ SIZES = {
     **{"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
     **{"intermediate_size": 512, "vocab_size": 128, "torch_dtype": "bfloat16", "num_hidden_layers": 3},
 }
+EXPERT_SIZES = {
+    **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+    **{"num_hidden_layers": 2, "moe_intermediate_size": 128, "num_experts": 4, "vocab_size": 130},
+}
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "verify": "full", "check_compute": "off"}
 PROMPTS = torch.arange(2, 18).reshape(2, 8)
 
@@ -56,6 +62,7 @@ class Switched:
         nbytes: bytes of all ranks in each switch.
         scratch: bytes of scratch memory, by name of the buffer.
         transposes: number of transposes or copies for the backward pass, after each step and each switch.
+        kept: whether those that are left after a switch are bitwise as before.
         saved: tensors of a saved checkpoint that differ from dequantised weights.
         loaded: largest relative change of a weight by loading this checkpoint, which quantises it again.
         losses: of the steps.
@@ -67,6 +74,7 @@ class Switched:
     nbytes: list[int] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     transposes: list[int] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     loaded: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -179,8 +187,11 @@ def switch(directory: str, case: Case) -> Switched:
                 engine.save_hf_checkpoint(str(path / "saved"))
             saved = {key: value for file in (path / "saved").glob("*.safetensors") for key, value in read(file)}
             results.saved += [name for name in weights if not same_bits(saved[name], weights[name])]
-            results.transposes.append(num_transposes(model))
+            results.transposes.append(len(transposes(model)))
+            kept = [copy.clone() for copy in transposes(model)]
             _switch(engine, path, method, tensors, results)
+            with engine.train_context():
+                results.kept.append(all(map(torch.equal, kept, transposes(model))))
         with engine.train_context():
             step(model, optimizer, 2)
             before = canonical(model, "")
@@ -195,6 +206,38 @@ def switch(directory: str, case: Case) -> Switched:
     return results
 
 
+def switch_experts(directory: str) -> Switched:
+    """Do the same with a model that is built here, with experts, over two expert parallel ranks."""
+    from hybrid_engine.trainer.megatron import build
+    from tests.zoo import made_up_fp8
+
+    path = Path(directory)
+    build_chunks = build._build_chunks
+
+    def build_quantised(*args: Any) -> list[torch.nn.Module]:
+        chunks = build_chunks(*args)
+        for chunk in chunks:
+            made_up_fp8.quantise_linear_layers(chunk, made_up_fp8.Float8BlockwiseQTensor, first_layer=1)
+        return chunks
+
+    results = Switched()
+    with (
+        block_formats.kernels_in_torch(),
+        block_formats.experts_in_torch(),
+        made_up_fp8.in_megatron(),
+        mock.patch.object(build, "_build_chunks", build_quantised),
+    ):
+        actor = {"params_dtype": "bfloat16", "expert_model_parallel_size": 2}
+        worker = workers.build_worker(path, actor, {"verify": "full", "check_compute": "off", "quantization": "fp8"})
+        for number in range(2):
+            with worker.train_context():
+                worker.update(workers.batch(seed=number), workers.cross_entropy)
+                tensors = canonical(worker.train.chunks[0], "fp8")
+            _switch(worker, path, "fp8", tensors, results)
+        worker.shutdown()
+    return results
+
+
 def attached(path: Path, case: Case, model: Any, optimizer: Any) -> Any:
     if case.method and dist.get_rank() == 0:
         block_formats.publish(path, block_formats.published(case.method, ["lm_head", KEPT]))
@@ -203,14 +246,14 @@ def attached(path: Path, case: Case, model: Any, optimizer: Any) -> Any:
     return hybrid_engine.attach(model, optimizer, {"model": str(path), "generate_config": generate})
 
 
-def num_transposes(model: Any) -> int:
-    """Return the number of parameters with elements for the backward pass that have memory."""
+def transposes(model: Any) -> list[torch.Tensor]:
+    """Return the elements for the backward pass that parameters have."""
     copies = [
         getattr(parameter, parameter.copies_name, None)
         for parameter in model.parameters()
         if hasattr(parameter, "copies_name")
     ]
-    return sum(copy is not None for copy in copies)
+    return [copy for copy in copies if copy is not None]
 
 
 def refuse(directory: str) -> list[str]:
@@ -258,6 +301,7 @@ def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Te
     from tests.zoo.made_up_fp8 import QuantizedTensor
 
     whole: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
     for name, parameter in unwrap_model(model).named_parameters():
         stored = parameter.detach()
         for kept in (False, True):
@@ -267,9 +311,13 @@ def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Te
             gathered = [None if part is None else _gathered(part) for part in parts]
             for key, (tensor, of_scales) in _split(name, *gathered).items():
                 if kept == key.startswith(KEPT):
-                    elements = tensor.view(torch.float8_e4m3fn) if tensor.dtype is torch.uint8 else tensor
-                    whole[key] = (elements, of_scales)
-    return whole
+                    whole[key] = (tensor, of_scales)
+    dist.all_gather_object(of_ranks, whole)  # experts of other ranks
+    return {
+        key: (tensor.view(torch.float8_e4m3fn) if tensor.dtype is torch.uint8 else tensor, of_scales)
+        for of_rank in of_ranks
+        for key, (tensor, of_scales) in of_rank.items()
+    }
 
 
 def _gathered(part: torch.Tensor) -> list[torch.Tensor]:
@@ -295,14 +343,21 @@ def _split(
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
     }
     _, _, of_layer = name.partition("decoder.layers.")
     number, _, inner = of_layer.partition(".")
     prefix = f"model.layers.{number}."
+    if inner.startswith("mlp.experts."):
+        *_, expert, layer, _ = inner.split(".")
+        prefix += f"mlp.experts.{2 * dist.get_rank() + int(expert)}."
+        inner = f"mlp.{layer}.weight"
     pieces: dict[str, list[Any]] = {}
     for parts in (tensors, scales):
         for key, tensor in _pieces(inner or name, parts).items():
             target = names.get(key, key)
+            if ".experts." in prefix:
+                target = target.removeprefix("mlp.")
             pieces.setdefault(prefix + target if of_layer else target, []).append(tensor)
     return {key: (values[0], values[1] if scales is not None else None) for key, values in pieces.items()}
 
@@ -323,7 +378,7 @@ def _pieces(name: str, parts: list[torch.Tensor] | None) -> dict[str, torch.Tens
     elif parts[0].dim() == 1:
         return {name: parts[0]}
     else:
-        return {name: torch.cat(parts)[:128] if "layers" not in name else torch.cat(parts)}
+        return {name: torch.cat(parts)[:130]}
     return {key: torch.cat(of_ranks) for key, of_ranks in zip(keys, zip(*split, strict=True), strict=True)}
 
 
@@ -336,7 +391,7 @@ def _switch(engine: Any, path: Path, method: str, tensors: dict[str, Any], resul
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
         engine.generate(PROMPTS.tolist(), Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
     report = engine.sharding.last_report
-    results.transposes.append(num_transposes(engine.train.chunks[0]))
+    results.transposes.append(len(transposes(engine.train.chunks[0])))
     results.unverified.append(len(engine.inference.adaptor.layout().tensors) - report.tensors_verified)
     total = torch.tensor([report.bytes_own + report.bytes_received])
     dist.all_reduce(total)
@@ -395,6 +450,9 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     calls: dict[str, Call] = {}
     for name, case in CASES.items():
         calls[name] = (switch, (str(directory / str(len(calls))), case))
+    served = workers.write_model(directory / "experts", "qwen3_moe", **EXPERT_SIZES)
+    block_formats.publish(served, block_formats.published("fp8", ["lm_head", KEPT, *ROUTERS]))
+    calls["experts"] = (switch_experts, (str(directory / "experts"),))
     calls["refused"] = (refuse, (str(directory / "refused"),))
     return engines.launch_in_turn(2, calls, timeout=900)
 
@@ -407,6 +465,18 @@ def test_vllm_holds_the_elements_and_scales_of_training(outcomes: Outcomes, name
         quantised = {key for key, dtype in switched.dtypes.items() if dtype == "float8_e4m3fn"}
         assert len(quantised) == (11 if CASES[name].method else 0)
         assert f"{KEPT}.weight" not in quantised
+
+
+def test_experts_are_sent_as_they_are(outcomes: Outcomes) -> None:
+    for switched in outcomes["experts"]:
+        assert switched.different == []
+        assert switched.unverified == [0, 0]
+        quantised = {key for key, dtype in switched.dtypes.items() if dtype == "float8_e4m3fn"}
+        # q, k and v of two layers, one projection, and two weights of the experts of a layer.
+        assert len(quantised) == 3 + 4
+        of_first_layer = 256 * (2 * 512 + 2 * 256) + 2 * 3 * 256 * 128
+        assert switched.scratch["quantised weights in float8_e4m3fn"] == of_first_layer
+        assert switched.scratch["dequantised weights in bfloat16"] == 2 * 512 * 256
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -436,6 +506,7 @@ def test_transposes_leave_the_device_and_come_back(outcomes: Outcomes, name: str
             assert switched.transposes == [8, 8, 8, 8]
         else:
             assert switched.transposes == [8, 0, 8, 0]
+        assert switched.kept == [True, True]
 
 
 @pytest.mark.parametrize("name", CASES)
