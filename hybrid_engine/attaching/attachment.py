@@ -133,7 +133,6 @@ def live_config(
         raise ConfigError([*violations, *error.findings]) from None
     table = config.table()
     violations += megatron.refused_state(chunks, optimizer)
-    violations += megatron.unsupported_adapters(chunks)
     violations += model_findings(table, chunks, f"{config.model}/config.json")
     if violations:
         raise ConfigError(violations)

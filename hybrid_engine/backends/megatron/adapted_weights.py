@@ -35,6 +35,9 @@ WRAPPED = ".to_wrap."
 SUMS = "weights with LoRA"
 """Part of the names of buffers that hold sums of weights and LoRA."""
 
+WRAPPED = ".to_wrap."
+"""Part of the name of a tensor of a layer that LoRA wraps."""
+
 _BRIDGE = "megatron.bridge.peft."
 
 _PARTS: Mapping[str, Sequence[str]] = {

@@ -336,7 +336,7 @@ def refused_state(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Vio
         for refusal in live_refusals(chunks, optimizer)
     ]
     named = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
-    return [*violations, *unreadable_parameters(named)]
+    return [*violations, *unsupported_adapters(chunks), *unreadable_parameters(named)]
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
