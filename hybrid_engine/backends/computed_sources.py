@@ -95,9 +95,9 @@ class StoredScales:
     Attributes:
         region: the part of the weight.
         parameter: the tensor that holds it.
-        rows, columns: for each row and column of the format's blocks in the region, that of the
-            stored block behind them.
-        read: returns the scales of these blocks as they are now, [rows, columns].
+        rows, columns: the row and the column of the stored block, for each row and each column of
+            the region.
+        read: returns the scales of the parameter's stored blocks as they are now.
     """
 
     region: Region

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 
@@ -83,7 +84,6 @@ class QuantisedSources:
         device: torch.device,
         scales: Mapping[str, Sequence[StoredScales]] = MappingProxyType({}),
     ) -> None:
-        self._scales = scales
         self._format = quantization.format
         self._groups = quantization.weights
         self._buffers = buffers
@@ -102,11 +102,15 @@ class QuantisedSources:
             for region in (part for shard in shards for part in self._stored(shard.region)):
                 dtype = getattr(torch, tensors[region.tensor][1])
                 shapes[region] = torch.empty(region.lengths, dtype=dtype, device="meta")
+        self._scales = {
+            name: [self._by_blocks(part, device) for part in parts]
+            for name, parts in scales.items()
+        }
         for part in chain(*scales.values()):
             region = self._format.scales_of(part.region)
             dtype = getattr(torch, self._format.scale)
             shapes[region] = torch.empty(region.lengths, dtype=dtype, device="meta")
-        self._require_same_blocks()
+        self._require_same_blocks(device)
         held = {name: [shard.region for shard in shards] for name, shards in self._shards.items()}
         self.cut = frozenset(name for name, parts in held.items() if self._is_cut(name, parts))
         if self._format.tensor_scale is not None:
@@ -161,17 +165,31 @@ class QuantisedSources:
             parts.append(Region(region.tensor + self._format.tensor_scale.suffix, (0,), (1,)))
         return parts
 
-    def _require_same_blocks(self) -> None:
+    def _by_blocks(self, part: StoredScales, device: torch.device) -> StoredScales:
+        """Return the part with rows and columns of each block of the format, all if it has more."""
+        numbers = []
+        sizes = (self._format.blocks.rows, self._format.blocks.columns)
+        of_dims = zip((part.rows, part.columns), part.region.offsets, sizes, strict=True)
+        for stored, low, size in of_dims:
+            blocks = (low + torch.arange(len(stored))) // size
+            numbers.append(torch.stack([blocks, stored]).unique(dim=1)[1].to(device))
+        return replace(part, rows=numbers[0], columns=numbers[1])
+
+    def _require_same_blocks(self, device: torch.device) -> None:
         """Raise ConfigError unless each block of a stored weight has one scale on one rank."""
         names = []
         for name, parts in self._scales.items():
-            grid = torch.full(self._format.blocks.grid(self._shapes[name]), -1)
+            grid = torch.full(self._format.blocks.grid(self._shapes[name]), -1, device=device)
             is_split = self._is_cut(name, [part.region for part in parts])
             order = {parameter: n for n, parameter in enumerate({part.parameter for part in parts})}
             for part in parts:
+                touched = self._format.blocks.touched(part.region)
+                if touched.lengths != (len(part.rows), len(part.columns)):
+                    is_split = True
+                    continue
                 # No parameter has as many rows or columns of blocks.
                 numbers = (order[part.parameter] << 50) + (part.rows[:, None] << 25) + part.columns
-                view = grid[_slices(self._format.blocks.touched(part.region))]
+                view = grid[_slices(touched)]
                 is_split |= bool(((view >= 0) & (view != numbers)).any())
                 view.copy_(numbers)
             if is_split:
@@ -210,7 +228,8 @@ class QuantisedSources:
 
     def _compute(self, tensors: Mapping[Region, torch.Tensor]) -> None:
         for part in chain(*self._scales.values()):
-            tensors[self._format.scales_of(part.region)].copy_(part.read())
+            by_block = part.read()[part.rows][:, part.columns]
+            tensors[self._format.scales_of(part.region)].copy_(by_block)
         largest = self._largest()
         scale = self._format.tensor_scale
         for name, shards in self._shards.items():

@@ -163,7 +163,7 @@ def as_elements(flat: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat) -> StoredScales:
-    """Return the scales of a part of a quantised parameter, by blocks of a format.
+    """Return the scales of a part of a quantised parameter.
 
     Args:
         weight: the parameter.
@@ -171,7 +171,7 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
         start: first element of the parameter in its flat buffer.
         form: format of the tensors that are sent.
 
-    Raises ValueError with the reason if the parameter's elements and scales are in another format.
+    Raises ValueError with the reason if the parameter's elements or scales have another format.
     """
     stored = stored_blocks(weight)
     dtype = str(stored.scales.dtype).removeprefix("torch.")
@@ -182,29 +182,10 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
     row_step, remainder = divmod(shard.place.strides[0], num_columns)
     if len(shard.region.lengths) != 2 or remainder or shard.place.strides[1] != 1:
         raise ValueError(f"{form.method}, but training has a {_kind(weight)} in another order")
-    (top, left), (height, width) = shard.region.offsets, shard.region.lengths
-    device = stored.scales.device
-    several = f"{form.method}, but training has several scales in a block of its"
+    height, width = shard.region.lengths
     rows = (row + row_step * torch.arange(height)) // stored.blocks.rows
     columns = (column + torch.arange(width)) // stored.blocks.columns
-    rows = _by_blocks(rows, top, form.blocks.rows, f"{several} rows")
-    columns = _by_blocks(columns, left, form.blocks.columns, f"{several} columns")
-
-    def read() -> torch.Tensor:
-        return stored_blocks(weight).scales[rows.to(device)][:, columns.to(device)]
-
-    return StoredScales(shard.region, weight, rows, columns, read)
-
-
-def _by_blocks(stored: torch.Tensor, offset: int, size: int, reason: str) -> torch.Tensor:
-    """Return the stored block of each block of `size`, given that of each index from `offset`."""
-    block = (offset + torch.arange(len(stored))) // size
-    block -= offset // size
-    firsts = torch.cat([block[:1] >= 0, block.diff() != 0])
-    by_block = stored[firsts]
-    if not torch.equal(by_block[block], stored):
-        raise ValueError(reason)
-    return by_block
+    return StoredScales(shard.region, weight, rows, columns, lambda: stored_blocks(weight).scales)
 
 
 def backward_items(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[OffloadItem]:

@@ -262,6 +262,7 @@ def refuse(directory: str) -> list[str]:
     cases = {
         "of two ranks": (Case("Float8BlockwiseQTensor", "fp8"), {"head_dim": 64}),
         "several": (Case("Float8BlockwiseQTensor", "fp8", train_tp_size=1), {"head_dim": 64}),
+        "of one parameter": (Case("Float8BlockwiseQTensor", "fp8", tp_size=1), {"intermediate_size": 640}),
         "other": (Case("MXFP8Tensor", "fp8"), {}),
         "unusable": (Case("Float8BlockwiseQTensor", "fp8"), {}),
     }
@@ -532,9 +533,12 @@ def test_half_of_the_bytes_are_sent(outcomes: Outcomes, name: str) -> None:
 def test_what_cannot_be_sent_is_refused_by_name(outcomes: Outcomes) -> None:
     for refusals in outcomes["refused"]:
         *several, other, unusable = refusals
-        for text in several:
-            assert text.startswith("['blocks-with-several-scales']")
+        *of_heads, of_columns = several
+        assert all(text.startswith("['blocks-with-several-scales']") for text in several)
+        for text in of_heads:
             assert "4 weights that it keeps in 8 bits, first model.layers.1.self_attn.k_proj.weight" in text
+        # 320 rows of gate and up, and columns of down, on each rank.
+        assert "6 weights that it keeps in 8 bits, first model.layers.1.mlp.gate_proj.weight" in of_columns
         assert other.startswith("['other-fp8-parameters']")
         assert "fp8, but training has a MXFP8Tensor: 7 parameters" in other
         assert "decoder.layers.1.mlp.linear_fc1.weight" in unusable
