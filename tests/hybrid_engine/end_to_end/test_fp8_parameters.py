@@ -514,7 +514,8 @@ def test_transposes_leave_the_device_and_come_back(outcomes: Outcomes, name: str
 def test_checkpoints_are_saved_and_loaded_dequantised(outcomes: Outcomes, name: str) -> None:
     for switched in outcomes[name]:
         assert switched.saved == []
-        assert switched.loaded < 2 * 2**-4
+        # Values that are dequantised are quantised to themselves.
+        assert switched.loaded == 0
         first, second = switched.losses
         assert first != second
 
