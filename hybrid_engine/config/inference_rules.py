@@ -450,8 +450,7 @@ def _dotted(arguments: Mapping[str, Any]) -> Iterator[str]:
 @constraint(
     INFERENCE,
     "generate_config.vllm",
-    "Speculative decoding has no draft model but the MTP layers that Megatron trains, which a "
-    "switch fills in vLLM in the training ranks.",
+    "Speculative decoding has no draft model but the MTP layers that Megatron trains.",
 )
 def _speculation(context: JobContext) -> Iterator[Violation]:
     arguments = context.generate.vllm
@@ -487,7 +486,7 @@ def _trained_draft(context: JobContext, path: str) -> Iterator[Violation]:
             context.actor.fsdp is not None
         ),
         "the trained model has no MTP layers": not context.table.dims.num_mtp_layers,
-        "a server's drafter gets no weights (servers)": bool(generate.servers),
+        "a server drafts by its --speculative-config (servers)": bool(generate.servers),
         f"vLLM drafts with one pipeline stage, not with {num_stages}": num_stages > 1,
         "the drafter would not use the adapter (lora_delivery: adapter)": (
             generate.lora_delivery == "adapter"

@@ -341,7 +341,7 @@ def test_keys_of_rules_exist() -> None:
         ({}, {}, DENSE, None, "has no MTP layers"),
         ({}, {}, MTP, 0, "has no MTP layers"),
         (FSDP, {}, MTP, None, "transformers' models"),
-        ({}, {"servers": ["http://127.0.0.1:1"]}, MTP, None, "a server's drafter"),
+        ({}, {"servers": ["http://127.0.0.1:1"]}, MTP, None, "by its --speculative-config"),
         ({}, {INFER_PP: 2}, MTP, None, "with one pipeline stage, not with 2"),
         ({"lora": {"rank": 4}}, ADAPTER, MTP, None, "would not use the adapter"),
         ({}, {"router_replay": True}, MTP, None, "would be returned"),

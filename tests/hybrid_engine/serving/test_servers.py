@@ -125,9 +125,12 @@ def version_of(server: HttpServer) -> str | None:
     return str(server.get("weight_info")["weight_version"]) if has_route(server, "weight_info") else None
 
 
-def complete(server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[Any]:
-    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
-    choices = server.post("v1/completions", {**body, "return_tokens_as_token_ids": True})["choices"]
+def complete(
+    server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS, temperature: float = 0.0
+) -> list[Any]:
+    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": temperature, "logprobs": 0}
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choices = server.post("v1/completions", body)["choices"]
     return [(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])) for choice in choices]
 
 

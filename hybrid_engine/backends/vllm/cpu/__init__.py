@@ -2,7 +2,7 @@
 
 cpu_worker.py     vLLM's CPU worker, isolated from its process; vLLM imports it by name
 route_capture.py  experts of each token, captured around the steps of vLLM's first model runner
-seeded_draws.py   seeded requests whose prompts are computed in parts
+seeded_draws.py   draws of seeded requests in parts, and with drafts
 shm_cleanup.py    unlinking of shared memory, and the check of its size
 host_memory.py    memory of weights: pages that are returned and reused, bucket after bucket
 """

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.route_capture import RouteCapture
-from hybrid_engine.backends.vllm.cpu.seeded_draws import with_spare_generators
+from hybrid_engine.backends.vllm.cpu.seeded_draws import corrected
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
@@ -26,8 +26,7 @@ class IsolatedCPUWorker(_CPUWorker):
 
     The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
     multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
-    [tokens, heads x elements] it is correct. So is the acceptance of drafts, which it would decide
-    at temperatures from uninitialised memory. Seeded requests may be computed in parts.
+    [tokens, heads x elements] it is correct. Draws are corrected by seeded_draws.py.
 
     Attributes:
         route_capture: adds the experts of each token to the output of a step, if set.
@@ -46,10 +45,9 @@ class IsolatedCPUWorker(_CPUWorker):
             self.route_capture.begin(scheduler_output)
         return super().execute_model(scheduler_output)
 
-    @with_spare_generators
+    @corrected
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with internals.EXPAND.replaced(lambda _: _by_token):
-            output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)
         if self.route_capture is not None:
             self.route_capture.add_to(output)
         return output
@@ -77,16 +75,3 @@ def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return forward
-
-
-def _by_token(
-    values: torch.Tensor,
-    ends: torch.Tensor,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> torch.Tensor:
-    """Return a value per drafted token, from one per request; `ends` counts tokens up to each."""
-    nums = ends.diff(prepend=ends.new_zeros(1))
-    replaced = torch.where(values == replace_from, replace_to, values)
-    return replaced.repeat_interleave(nums, output_size=num_tokens)

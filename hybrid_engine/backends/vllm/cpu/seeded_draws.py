@@ -1,8 +1,12 @@
-"""Seeded requests whose prompts are computed in parts, on a CPU.
+"""Draws of tokens that vLLM 0.32 gets wrong on a CPU: of seeded requests, and with drafts.
 
-After each part vLLM draws a token, drops it, and moves the request's generator back. torch's CPU
-generators cannot be moved, and vLLM 0.32's engine ends with "CPU Generator does not use offset".
-Here such tokens are drawn with spare generators, and those of the requests stay where they are.
+A prompt may be computed in parts. After each part vLLM draws a token, drops it, and moves the
+request's generator back. torch's CPU generators cannot be moved, and vLLM's engine ends with "CPU
+Generator does not use offset". Here such tokens are drawn with spare generators, and those of the
+requests stay where they are.
+
+vLLM accepts drafts by the temperatures of their requests, which its CPU kernel writes to a copy of
+uninitialised memory. Here torch expands them from requests to tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class _SpareGenerator(torch.Generator):
         return self
 
 
-def with_spare_generators(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+def corrected(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
 
     @functools.wraps(sample_tokens)
@@ -41,14 +45,28 @@ def with_spare_generators(sample_tokens: Callable[..., Any]) -> Callable[..., An
         generators = {row: batch.generators[row] for row in dropped if row in batch.generators}
         batch.generators.update({row: _SpareGenerator() for row in generators})
         try:
-            return sample_tokens(self, *args, **kwargs)
+            with internals.EXPAND.replaced(lambda _: _by_token):
+                return sample_tokens(self, *args, **kwargs)
         finally:
             batch.generators.update(generators)
 
     return sample
 
 
+def _by_token(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Return a value per drafted token, from one per request; `ends` counts tokens up to each."""
+    nums = ends.diff(prepend=ends.new_zeros(1))
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(nums, output_size=num_tokens)
+
+
 def correct_workers() -> None:
-    """Make this process's CPU workers of vLLM's own class draw dropped tokens like that."""
+    """Make this process's CPU workers of vLLM's own class draw like that."""
     _patches.close()
-    _patches.enter_context(internals.SAMPLE_TOKENS.replaced(with_spare_generators))
+    _patches.enter_context(internals.SAMPLE_TOKENS.replaced(corrected))

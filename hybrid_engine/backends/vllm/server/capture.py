@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -9,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
 from hybrid_engine.backends.vllm.weights.loader import loader_class
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
-from hybrid_engine.errors import ModelError
+from hybrid_engine.config.keys import TRAINED_DRAFT
+from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.world import World
 
@@ -31,8 +35,11 @@ _SECONDS_TO_PROCESS = 300.0
 
 
 def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig]:
-    """Return and forget the captured form of a model, and its engine's configuration."""
-    return _captured.pop(model)
+    """Return and forget a model, joined with its drafter, and its engine's configuration."""
+    main, config = _captured.pop(model)
+    others = list(_captured.items())
+    drafters = [drafter for drafter, (_, of) in others if of.model_config is config.model_config]
+    return functools.reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main), config
 
 
 def _keep(model: torch.nn.Module, captured: ProcessedModel) -> None:
@@ -52,20 +59,40 @@ def register_loader(name: str) -> None:
 def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
     from vllm.config import get_current_vllm_config
 
-    table = table_for(config.hf_config.to_dict())
+    vllm_config = get_current_vllm_config()
+    # Of the main model, also for a drafter.
+    table = table_for(vllm_config.model_config.hf_config.to_dict())
+    _require_filled_drafter(vllm_config, table)
     dtypes = dict.fromkeys(table.shapes, config.dtype)
     for name, dtype in (table.dtypes or {}).items():
         dtypes[name] = getattr(torch, dtype)
     workers = internals.WORLD_GROUP.load()()
     # The rank is provisional: each job assigns another one, see `VllmAdaptor.take_place`.
+    if config.runner_type == "draft":
+        return trace_drafter(model, table.shapes, dtypes, workers.rank)
     traced = trace_model(model, table.shapes, dtypes, workers.rank)
-    if traced.staged and get_current_vllm_config().lora_config is not None:
+    if traced.staged and vllm_config.lora_config is not None:
         raise ModelError(
             f"{', '.join(traced.staged)} can only be written by the model's own loader, which does "
             "not know the layers that LoRA wraps: start the server without --enable-lora",
             code="staged-with-lora",
         )
     return traced
+
+
+def _require_filled_drafter(vllm_config: Any, table: ModelTable) -> None:
+    """Raise StateError for speculative decoding, except with MTP layers on one pipeline stage."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return
+    is_filled = speculation.method == TRAINED_DRAFT and table.dims.num_mtp_layers
+    if not is_filled or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise StateError(
+            f"--speculative-config with method {speculation.method}: trainers fill no drafter but "
+            f"the MTP layers of the model ({TRAINED_DRAFT}), on one pipeline stage. Start the "
+            "server without it",
+            code="speculative-decoding",
+        )
 
 
 def _inspect(

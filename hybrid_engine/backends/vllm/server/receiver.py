@@ -37,7 +37,7 @@ class HybridEngineReceiver(_TransferEngine):
 
     init_info_cls = internals.INIT_INFO.load()
     update_info_cls = internals.UPDATE_INFO.load()
-    supports_draft_weight_update = False
+    supports_draft_weight_update = False  # an update fills model and drafter together
 
     def __init__(self, config: Any, *of_worker: Any) -> None:
         super().__init__(config, *of_worker)
@@ -45,12 +45,6 @@ class HybridEngineReceiver(_TransferEngine):
         model: torch.nn.Module = of_worker[-1]
         captured, vllm_config = take_captured(model)
         device = next(model.parameters()).device
-        if vllm_config.speculative_config is not None:
-            raise StateError(
-                "a draft model's weights are not resharded: "
-                "start the server without speculative decoding",
-                code="speculative-decoding",
-            )
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
             raise StateError(
