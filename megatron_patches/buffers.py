@@ -124,7 +124,8 @@ def _buffer_record(
     # megatron-core before 0.17 has none.
     extra_grads = tuple(getattr(buffer, "extra_main_grads", ()))
     param_data = buffer.param_data
-    if param_data is not None:
+    # Otherwise a parameter at another address was moved by somebody, which a switch refuses.
+    if param_data is not None and buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
         first = param_data.data_ptr() + slots[0].start * param_data.element_size()
         if data_of(slots[0].param).data_ptr() != first:
             param_data = None

@@ -82,6 +82,15 @@ def check_records() -> dict[str, list[tuple[int, str]]]:
     return kinds
 
 
+def check_a_moved_parameter() -> None:
+    """Check that a parameter elsewhere takes no others out of the record."""
+    with running(SHARDED) as gpt:
+        for record in megatron_patches.iter_buffers(gpt.chunks):
+            parameter = record.slots[0].param
+            parameter.data = parameter.data.clone()
+        assert all(record.param_data is not None for record in megatron_patches.iter_buffers(gpt.chunks))
+
+
 class RecordingAllocator:
     """Allocator of slices of a larger tensor per call, which records its calls."""
 
@@ -148,6 +157,7 @@ def check_bad_allocators() -> None:
 
 def run_rank() -> dict[str, list[tuple[int, str]]]:
     kinds = check_records()
+    check_a_moved_parameter()
     check_allocator()
     return kinds
 

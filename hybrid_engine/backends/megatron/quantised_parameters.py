@@ -41,6 +41,9 @@ _ATTRIBUTES = {
 """Class -> attributes of the elements, uint8, and of their scales."""
 
 
+_ROWS_AT_ONCE = 1024
+
+
 @dataclass(frozen=True, eq=False)
 class StoredBlocks:
     """Contents of a quantised parameter.
@@ -55,12 +58,17 @@ class StoredBlocks:
     scales: torch.Tensor
     blocks: Blocks
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements times scales, multiplied in float32, as Transformer Engine does."""
+    def dequantise_into(self, values: torch.Tensor) -> None:
+        """Write elements times scales, multiplied in float32, as Transformer Engine does."""
         rows, columns = self.elements.shape
-        of_rows = factors_of(self.scales).repeat_interleave(self.blocks.rows, 0)[:rows]
-        factors = of_rows.repeat_interleave(self.blocks.columns, 1)[:, :columns]
-        return (self.elements.float() * factors).to(dtype)
+        factors = factors_of(self.scales)
+        of_column = torch.arange(columns, device=factors.device) // self.blocks.columns
+        # Some rows at a time, because copies in float32 take memory.
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            part = self.elements[start : start + _ROWS_AT_ONCE].float()
+            numbers = torch.arange(start, start + len(part), device=factors.device)
+            part *= factors[numbers // self.blocks.rows][:, of_column]
+            values[start : start + len(part)].copy_(part)
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
@@ -224,7 +232,7 @@ def dequantised_weights(weights: Iterable[torch.Tensor]) -> ComputedSources[torc
 
     def compute(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for weight, value in values.items():
-            value.copy_(stored_blocks(weight).dequantised(value.dtype))
+            stored_blocks(weight).dequantise_into(value)
 
     device = next(iter(shapes)).device
     return ComputedSources("dequantised weights", shapes, device, compute)

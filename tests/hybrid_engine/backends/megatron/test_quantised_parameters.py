@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.backends.megatron import quantised_parameters
 from hybrid_engine.backends.megatron.quantised_parameters import (
     backward_items,
     is_quantised,
@@ -36,10 +37,15 @@ def parameter(kind: type[QuantizedTensor], rows: int = 300, columns: int = 192, 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("shape", [(300, 192), (256, 512), (40, 544)])
-def test_dequantised_values_are_those_of_the_tensor(kind: type[QuantizedTensor], shape: tuple[int, int]) -> None:
+def test_dequantised_values_are_those_of_the_tensor(
+    kind: type[QuantizedTensor], shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_parameters, "_ROWS_AT_ONCE", 100)  # within blocks of 128
     weight = parameter(kind, *shape)
     stored = stored_blocks(weight)
-    assert torch.equal(stored.dequantised(torch.bfloat16), weight.detach().dequantize())
+    values = torch.empty(shape, dtype=torch.bfloat16)
+    stored.dequantise_into(values)
+    assert torch.equal(values, weight.detach().dequantize())
     assert tuple(stored.scales.shape) == stored.blocks.grid(shape)
     # Views of the parameter's own memory.
     assert stored.elements.data_ptr() == getattr(weight, kind.elements_name).data_ptr()
