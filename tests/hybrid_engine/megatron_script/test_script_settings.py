@@ -132,15 +132,15 @@ def test_all_violations_are_reported_at_once(files: dict[str, Path]) -> None:
 
 def test_settings_of_megatron_cores_configuration_are_refused(files: dict[str, Path]) -> None:
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
-    core.fp8 = "hybrid"
-    core.fp8_param = True
+    core.fp4 = "e2m1"
+    core.fp4_param = True
     with pytest.raises(ConfigError) as caught:
         options = ReshardingOptions(enabled=True, config=files["config"])
-        read_settings(script_of(options, core, fp8_param_gather=True))
+        read_settings(script_of(options, core, fp4_param_gather=True))
     listed = violations_of(caught.value)
-    for flag in ("--fp8-param-gather", "--fp8-format"):
+    for flag in ("--fp4-param-gather", "--fp4-format"):
         assert listed.count((flag, "refused-megatron-setting")) == 1, "several configurations have this field"
-    (param_gather,) = (violation for violation in caught.value.findings if violation.key == "--fp8-param-gather")
+    (param_gather,) = (violation for violation in caught.value.findings if violation.key == "--fp4-param-gather")
     assert "--enable-resharding" in param_gather.remedy
 
 

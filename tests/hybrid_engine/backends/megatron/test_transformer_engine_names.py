@@ -206,8 +206,10 @@ def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter
     ddp.buffers = []
     ddp.bucket_groups = []
     ddp.expert_parallel_bucket_groups = []
+    config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=False)
+    gradients = torch.zeros_like(flat)
     ddp.expert_parallel_buffers = [
-        SimpleNamespace(param_data=flat, grad_data=torch.zeros_like(flat), param_index_map=slots)
+        SimpleNamespace(param_data=flat, grad_data=gradients, param_index_map=slots, ddp_config=config)
     ]
     return ddp
 
