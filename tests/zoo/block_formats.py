@@ -28,7 +28,7 @@ MODELOPT: dict[str, Any] = {
         }
     },
 }
-"""As NVIDIA's NVFP4 checkpoints have it."""
+"""The `quantization_config` of NVIDIA's NVFP4 checkpoints."""
 
 SCHEMES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4A16"}
 """Presets of compressed-tensors."""

@@ -35,9 +35,6 @@ WRAPPED = ".to_wrap."
 SUMS = "weights with LoRA"
 """Part of the names of buffers that hold sums of weights and LoRA."""
 
-WRAPPED = ".to_wrap."
-"""Part of the name of a tensor of a layer that LoRA wraps."""
-
 _BRIDGE = "megatron.bridge.peft."
 
 _PARTS: Mapping[str, Sequence[str]] = {
@@ -263,10 +260,9 @@ def _mixes_tokens(wrapper: Any, factors: Sequence[Factors]) -> bool:
 
     Megatron-Bridge 0.6.2 splits A by rank for a weight that tensor parallelism does not split.
     """
-    (group,) = {part.group for part in factors}
-    is_split = group is not None and group.size() > 1
     of_whole_weight = not getattr(_adapters(wrapper)[0], "base_linear_is_parallel", True)
-    return is_split and of_whole_weight and bool(wrapper.to_wrap.config.sequence_parallel)
+    is_by_sequence = bool(wrapper.to_wrap.config.sequence_parallel)
+    return _is_split(factors) and of_whole_weight and is_by_sequence
 
 
 def _is_partial(wrapper: Any, factors: Sequence[Factors]) -> bool:
@@ -274,12 +270,17 @@ def _is_partial(wrapper: Any, factors: Sequence[Factors]) -> bool:
 
     Then each rank has a part of A x, to which Megatron-Bridge 0.6.2 applies only a part of B.
     """
-    (group,) = {part.group for part in factors}
-    is_split = group is not None and group.size() > 1 and _adapters(wrapper)[0].input_is_parallel
     layer = wrapper.to_wrap
     # Transformer Engine's layers have a mode, megatron-core's a flag.
     is_outside = getattr(layer, "explicit_expert_comm", False)
-    return is_split and (is_outside or getattr(layer, "parallel_mode", "") is None)
+    is_outside = is_outside or getattr(layer, "parallel_mode", "") is None
+    return _is_split(factors) and _adapters(wrapper)[0].input_is_parallel and is_outside
+
+
+def _is_split(factors: Sequence[Factors]) -> bool:
+    """Return whether several ranks have parts of A or B."""
+    (group,) = {part.group for part in factors}
+    return group is not None and group.size() > 1
 
 
 def _adapters(wrapper: Any) -> list[Any]:

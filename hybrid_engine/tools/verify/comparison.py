@@ -260,7 +260,7 @@ class Comparison:
     def _batch(self, seed: int, num_sequences: int) -> dict[str, torch.Tensor]:
         batch = tokens_and_labels(seed, self.table.dims.vocab_size, num_sequences)
         for tokens in batch.values():
-            # There are no images for placeholders.
+            # A batch has no images, which placeholders stand for.
             for placeholder in self.table.placeholders.values():
                 tokens[tokens == placeholder] = 0
         return batch

@@ -8,19 +8,17 @@ gloo. Mocked: Transformer Engine, which has parameters alone.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.hybrid_engine.models.bridge_ranks import built, start
+from tests.hybrid_engine.models.bridge_ranks import built, compare_all, start
 
 
 @dataclass
@@ -73,7 +71,7 @@ def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[
     table = table_for(read_config(directory))
     bridge = AutoBridge.from_hf_pretrained(str(directory), torch_dtype=torch.float32)
     chunks = built(bridge, sizes)
-    # The mock is no installed distribution.
+    # The mock is not an installed distribution, whose version would be read.
     utils.version = lambda _: "2.8.0"  # type: ignore[attr-defined]
     classes = {"LoRA": lora.LoRA, "CanonicalLoRA": canonical_lora.CanonicalLoRA, "DoRA": dora.DoRA}
     classes[method](dim=4, alpha=10, **settings)(chunks, training=True)
@@ -172,21 +170,6 @@ def fill(chunks: list[torch.nn.Module], std: float) -> None:
                 parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
 
 
-def main(job: str, out: str) -> None:
-    start()
-    from hybrid_engine.trainer.megatron.build import destroy_parallel_state
-
-    results = {}
-    for name, (directory, *case) in json.loads(Path(job).read_text()).items():
-        comparison = compare(Path(directory), *case)
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, asdict(comparison))
-        results[name] = by_rank
-        destroy_parallel_state()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    start()
+    compare_all(compare, *sys.argv[1:])

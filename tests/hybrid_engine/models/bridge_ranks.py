@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,16 +122,16 @@ def start() -> None:
     megatron_patches.apply()
 
 
-def main(job: str, out: str) -> None:
-    start()
-    from hybrid_engine.models import TABLES
+def compare_all(compare_case: Callable[..., Any], job: str, out: str) -> None:
+    """Compare the cases in file `job`; rank 0 writes the results, by case and rank, to file `out`.
+
+    `compare_case`: called with the directory of a case's model and its other values.
+    """
     from hybrid_engine.trainer.megatron.build import destroy_parallel_state
 
-    TABLES.clear()
-
     results = {}
-    for name, (directory, sizes) in json.loads(Path(job).read_text()).items():
-        comparison = compare(Path(directory), sizes)
+    for name, (directory, *case) in json.loads(Path(job).read_text()).items():
+        comparison = compare_case(Path(directory), *case)
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, asdict(comparison))
         results[name] = by_rank
@@ -138,6 +139,14 @@ def main(job: str, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def main(job: str, out: str) -> None:
+    start()
+    from hybrid_engine.models import TABLES
+
+    TABLES.clear()
+    compare_all(compare, job, out)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SEPARATE = {
     **{"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"layers.1.self_attn.v_proj": 7}},
 }
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# Several experts in one parameter, by nested wrappers, and a router, which is no linear layer.
+# Nested wrappers adapt the parameters of all experts; the router is not a linear layer either.
 OF_EXPERTS = {
     **{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
     **{"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 7}},

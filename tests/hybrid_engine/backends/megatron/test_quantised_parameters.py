@@ -135,7 +135,7 @@ def test_copies_for_the_backward_pass_can_leave_the_device(kind: type[QuantizedT
     (item,) = backward_items([("w", weight)])
     copies = getattr(weight, kind.copies_name)
     assert item.tensor is copies
-    # Elements of MXFP8 along columns are no transpose of those along rows, so they are kept.
+    # MXFP8's elements along columns are not the transpose of those along rows, so they are kept.
     assert item.action == ("copy" if kind is MXFP8Tensor else "rebuild")
     if item.forget is not None:
         item.forget()
