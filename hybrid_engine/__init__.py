@@ -27,7 +27,7 @@ settings.
     trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, critic,
                        checkpoints
     assembly.py        an inference engine beside a live training model
-    probes.py          what two engines are asked about tokens, to be compared with each other
+    compute_check/     whether vLLM computes what the trainer computes
     ports.py           interfaces of a trainer, an inference engine and a transport, and their calls
     errors.py          every exception
     messages.py        what processes tell each other: typed and of bounded size

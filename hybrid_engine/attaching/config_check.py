@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
+from hybrid_engine.compute_check.attention import Attention, Rotary, differences
 from hybrid_engine.errors import Violation
 from hybrid_engine.models.table import Extras, ModelTable, RotaryScaling
-from hybrid_engine.probes import Attention, Rotary, differences
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
 _FLAGS = {

@@ -18,21 +18,14 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import torch
 
+from hybrid_engine.compute_check.gap import NUM_ROWS, TOLERANCES, Gap, tokens_within
+from hybrid_engine.compute_check.logprob_check import ProbingTrainer, differing, limits_of
+from hybrid_engine.compute_check.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.errors import ComputationError, MessageError, ServerError, clipped
 from hybrid_engine.ports import Trainer
-from hybrid_engine.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
-from hybrid_engine.switch.logprob_check import (
-    NUM_ROWS,
-    TOLERANCES,
-    Gap,
-    ProbingTrainer,
-    differing,
-    limits_of,
-    tokens_within,
-)
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -12,8 +12,6 @@
     release_fence.py      release of training memory as soon as all ranks of the host have read it
     verifier.py           `generate_config.verify`: vLLM's weights compared with training's during
                           the fill; check of values that a cast would make infinite
-    logprob_check.py      `generate_config.check_compute`: vLLM's log-probabilities compared with
-                          the trainer's
 
 Set-up, once, on every rank:
 

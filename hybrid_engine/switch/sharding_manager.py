@@ -26,6 +26,7 @@ from typing import Self
 
 import torch
 
+from hybrid_engine.compute_check.logprob_check import LogprobCheck
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
@@ -39,7 +40,6 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
-from hybrid_engine.switch.logprob_check import LogprobCheck
 from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -280,14 +280,17 @@ class ShardingManager(Switch):
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
-            self._logprob_check.compare(self._tally)
+            if self._logprob_check.is_pending:
+                with self._tally.timed("compute"):
+                    self._logprob_check.compare()
 
     def _fill_inference(self) -> Selection:
         """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
         connection = self._require_open()
         if self._logprob_check.is_due:
             self._onload({"param"}, read_only=True)
-            self._logprob_check.probe_trainer(self._tally)
+            with self._tally.timed("compute"):
+                self._logprob_check.probe_trainer()
         leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
         copies_in_background = self.config.prefetch == "auto"
         if copies_in_background:

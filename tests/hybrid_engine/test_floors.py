@@ -23,9 +23,9 @@ PATCHES = "megatron_patches"
 # either.
 FLOORS = (
     ("errors", "files", "messages", "records", "ranks"),
-    ("planning", "memory", "tracing", "probes"),
+    ("planning", "memory", "tracing"),
     ("models", "layouts", "ports", "transports"),
-    ("config",),
+    ("config", "compute_check"),
     ("switch",),
     ("serving",),
     ("backends",),
@@ -52,7 +52,7 @@ OUTSIDE = {
     "tracing": {"torch"},
     "layouts": {"numpy"},
     "ports": {"torch"},
-    "probes": {"torch"},
+    "compute_check": {"torch"},
     "config": {"pydantic"},
     "config.override_rules": {"megatron_patches", "pydantic"},  # inside a function, since it needs torch
     "tools": set(),

@@ -28,8 +28,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import ModelError, clipped
-from hybrid_engine.probes import attributes_set
 
 _RECORDER = "hybrid_engine_recorder"
 """Name of the recording attention implementation."""

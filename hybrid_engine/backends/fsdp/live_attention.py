@@ -1,4 +1,4 @@
-"""Attention of a transformers model's layers, for comparison with vLLM's (`probes.Attention`).
+"""Attention of a transformers model's layers, for comparison with vLLM's.
 
 No rule of any architecture is repeated here. A copy of the model without memory records what its
 layers pass to attention (attention.py), and frequencies come from the live rotary modules.
@@ -14,8 +14,8 @@ import torch
 
 from hybrid_engine.backends.fsdp.attention import RotaryCall, attention_calls
 from hybrid_engine.backends.fsdp.names import plain_name, transformers_model
+from hybrid_engine.compute_check.attention import Attention, Rotary, rotary_of_table
 from hybrid_engine.models.derived import meta_copy_of
-from hybrid_engine.probes import Attention, Rotary, rotary_of_table
 
 
 @torch.no_grad()

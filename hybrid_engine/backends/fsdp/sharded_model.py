@@ -34,16 +34,16 @@ from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
 from hybrid_engine.backends.training_side import GuardedState, is_frozen, stepped_by, steps_before
-from hybrid_engine.errors import ModelError
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem
-from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import (
-    Attention,
+from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
     ProbeLimits,
     attributes_set,
     following_log_probs,
 )
+from hybrid_engine.errors import ModelError
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem
+from hybrid_engine.models.table import ModelTable
 
 _driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = (
     weakref.WeakKeyDictionary()

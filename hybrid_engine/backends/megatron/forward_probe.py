@@ -18,8 +18,13 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.megatron_config import described_config
+from hybrid_engine.compute_check.probes import (
+    ProbeAnswer,
+    ProbeLimits,
+    attributes_set,
+    following_log_probs,
+)
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
 _TRAINING_CALLBACKS = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")

@@ -1,6 +1,6 @@
 """Description of the attention of a Megatron model's layers, for comparison with vLLM's.
 
-Both functions return `probes.Attention`:
+Both functions return `compute_check.attention`:
 
     live_attention     attention of the modules on this rank
     latent_attention   latent attention (MLA) that megatron-core builds from a configuration
@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from hybrid_engine.backends.megatron.forward_probe import is_of_transformer_engine
 from hybrid_engine.backends.megatron.internals import score_factor_of_yarn, softmax_of, yarn_angles
-from hybrid_engine.probes import Attention, Rotary
+from hybrid_engine.compute_check.attention import Attention, Rotary
 
 _NOT_ROTATED = ("learned_absolute", "none")
 

@@ -62,12 +62,13 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     unreadable_parameters,
 )
 from hybrid_engine.backends.training_side import GuardedState, dtype_name, is_frozen
+from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from megatron_patches.buffers import iter_buffers
 from megatron_patches.errors import UnsupportedOptimizerError
 from megatron_patches.optimizers import (

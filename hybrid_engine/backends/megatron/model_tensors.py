@@ -29,13 +29,13 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     set_elements,
 )
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
+from hybrid_engine.compute_check.attention import Attention
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import Attention
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
 

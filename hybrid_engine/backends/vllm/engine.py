@@ -70,6 +70,8 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     prepare_allocator,
     without_what_stays,
 )
+from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
@@ -77,7 +79,6 @@ from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.models.quantization_configs import format_in
 from hybrid_engine.ports import Data, NearEnd
-from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
@@ -301,7 +302,7 @@ class InferenceEngine:
         """
         requests.abandon(self.llm)
 
-    # -- probes (port `Probed`, switch/logprob_check.py) -------------------------------------------
+    # -- port `Probed` of compute_check ------------------------------------------------------------
 
     def probe_limits(self) -> ProbeLimits:
         """See the port."""

@@ -1,4 +1,4 @@
-"""The attention of vLLM's live layers, for comparison with the trainer's (`probes.Attention`)."""
+"""The attention of vLLM's live layers, for comparison with the trainer's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.compute_check.attention import Attention, Rotary, rotary_of_table
 from hybrid_engine.errors import ModelError, first_of
-from hybrid_engine.probes import Attention, Rotary, rotary_of_table
 
 
 def require_positions(model: torch.nn.Module, max_model_len: int) -> None:

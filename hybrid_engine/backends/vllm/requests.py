@@ -27,6 +27,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
 )
 from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
+from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.errors import (
     ArgumentError,
     GenerationError,
@@ -37,7 +38,6 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data, NearEnd
-from hybrid_engine.probes import ProbeLimits
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -15,8 +15,8 @@ from torch.nn.functional import gelu
 
 from hybrid_engine.attaching.config_check import BEYOND_MEGATRON, FLAGS, LIVE, model_mismatches, vocabulary_mismatches
 from hybrid_engine.backends.megatron.live_attention import latent_attention, rotary_of
+from hybrid_engine.compute_check.attention import Attention
 from hybrid_engine.models import table_for
-from hybrid_engine.probes import Attention
 from megatron_patches.refused_fields import FUNCTION_FIELDS
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
 from tests.zoo.families import served_config

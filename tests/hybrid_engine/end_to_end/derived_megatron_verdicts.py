@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import hybrid_engine
-from hybrid_engine.probes import following_log_probs
+from hybrid_engine.compute_check.probes import following_log_probs
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.tools.verify.comparison import NUM_SWITCHES, Comparison, Verdict, join, tokens_and_labels
 from hybrid_engine.tools.verify.reference import Reference

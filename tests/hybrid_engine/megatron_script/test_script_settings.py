@@ -13,12 +13,12 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.compute_check.attention import Attention, Rotary
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.megatron_script import make_engine, rl_settings, script_engine
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
-from hybrid_engine.probes import Attention, Rotary
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.harness.errors import has_violation, has_violations, violations_of

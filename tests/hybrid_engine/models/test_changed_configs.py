@@ -41,13 +41,14 @@ from hybrid_engine.backends.vllm.live_attention import live_attention, require_p
 from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
+from hybrid_engine.compute_check.attention import Attention, attention_differences
+from hybrid_engine.compute_check.gap import LENGTH, Gap
+from hybrid_engine.compute_check.probes import ProbeAnswer
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ComputationError, HybridEngineError, PlanError
 from hybrid_engine.models import table_for
-from hybrid_engine.probes import Attention, ProbeAnswer, attention_differences
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
-from hybrid_engine.switch.logprob_check import LENGTH, Gap
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.config_changes import Change, changes_of, wide_config
@@ -218,7 +219,7 @@ def _serve(trial: Trial, job: Job) -> None:
         reads.stop()
         layers = config.compilation_config.static_forward_context
         layout = trace_without_memory(model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0)
-        # The checks of the planner and of switch/logprob_check.py.
+        # The checks of the planner and of compute_check.
         unread = trial.weights.keys() - {shard.region.tensor for shard in layout.shards}
         if unread:
             raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])

@@ -22,10 +22,10 @@ from hybrid_engine.backends.vllm.positions import (
     _rotary_embeddings_kept,
 )
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
+from hybrid_engine.compute_check.attention import Attention, attention_differences, unread_layers
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.probes import Attention, attention_differences, unread_layers
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from tests.harness.errors import has_code

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_engine.probes import Attention, Rotary, attention_differences, differences, rotary_of_table, unread_layers
+from hybrid_engine.compute_check.attention import (
+    Attention,
+    Rotary,
+    attention_differences,
+    differences,
+    rotary_of_table,
+    unread_layers,
+)
 
 
 def table(frequencies: torch.Tensor, num_positions: int, dtype: torch.dtype, scale: float = 1.0) -> Rotary:

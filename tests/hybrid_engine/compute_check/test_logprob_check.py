@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.gap import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, tokens_within
+from hybrid_engine.compute_check.logprob_check import LogprobCheck
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ComputationError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
-from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
-from hybrid_engine.switch.logprob_check import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, LogprobCheck, tokens_within
 from tests.harness.errors import has_code
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 

@@ -1,0 +1,108 @@
+"""What a trainer and an inference engine implement to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hybrid_engine.compute_check.attention import Attention
+
+
+@dataclass(frozen=True)
+class ProbeLimits:
+    """Limits of the token sequences that a side can compute in a probe.
+
+    Attributes:
+        refusal: reason for which the side cannot be probed at all; "" if it can.
+        max_length: maximum tokens per sequence; None: unlimited.
+        multiple: the sequence length must be a multiple of this.
+        vocab_size: exclusive upper bound of token ids.
+    """
+
+    refusal: str = ""
+    max_length: int | None = None
+    multiple: int = 1
+    vocab_size: int = 2**31
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """Answer of a side to tokens [B, L].
+
+    Attributes:
+        log_probs: [B, L - 1] float32 on the host: log-probability of every token but the first,
+            given its prefix.
+        dtype: coarsest dtype in which the side computes.
+    """
+
+    log_probs: torch.Tensor
+    dtype: torch.dtype
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """Interface of a side that can be probed.
+
+    A trainer and an engine are compared if both implement it.
+    """
+
+    def probe_limits(self) -> ProbeLimits:
+        """Return the limits of a probe. No collective; ranks may differ."""
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        """Compute log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks.
+
+        Collective. Must not change gradients, random generators, counters or flags of the model.
+        When a trainer is called, its parameters are on the device, and its `guard` permits the
+        call.
+        """
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        """Return settings that affect the computation, with their names in config.json if any."""
+
+
+@runtime_checkable
+class WithAttention(Protocol):
+    """Interface of a side whose layers can be read.
+
+    Layers are compared if trainer and engine implement it.
+    """
+
+    def attention(self) -> Mapping[int, Attention]:
+        """Return the attention of this rank's decoder layers, by number in the checkpoint.
+
+        No collective. Layers whose attention cannot be read are left out.
+        """
+
+
+@contextmanager
+def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
+    """Set attributes inside the context, on owners that have them, and restore them afterwards."""
+    before = [
+        (owner, name, getattr(owner, name))
+        for owner in owners
+        for name in values
+        if hasattr(owner, name)
+    ]
+    for owner, name, _ in before:
+        setattr(owner, name, values[name])
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def following_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Return log-probabilities [B, L - 1] float32 of all `tokens` [B, L] but the first.
+
+    `logits`: [B, L, V], with V >= vocab_size.
+    """
+    log_probs = logits[:, :-1, :vocab_size].float().log_softmax(-1)
+    return log_probs.gather(-1, tokens[:, 1:, None].to(log_probs.device)).squeeze(-1)
