@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from hybrid_engine.compute_check.probes import WithAttention
+from hybrid_engine.compute_check.logprob_check import ConfigModel
+from hybrid_engine.compute_check.probes import Probed, WithAttention
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
@@ -211,7 +212,7 @@ class ServedVllm:
         from hybrid_engine.backends.vllm.server.inference import ServedInference
 
         inference = ServedInference(self.config, job, tokenizer_dir)
-        switch = inference.switch(train, offloader)
+        switch = inference.switch(train, offloader, _reference_of(train, self.config, table, job))
         return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
 
     def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
@@ -247,8 +248,25 @@ def parts_with_engine(
         config=config.generate_config,
         job=inference.job,
         training_side=training_side,
+        reference=_reference_of(train, config, config.table(), inference.job),
     )
     return EngineParts(train, inference, config, switch, adapter)
+
+
+def _reference_of(
+    train: Trainer, config: HybridConfig, table: ModelTable, job: Job
+) -> ConfigModel | None:
+    """Return transformers' class of the model, for a trainer that computes with another one."""
+    if config.actor_config.fsdp is not None:
+        return None
+
+    def build() -> Probed:
+        from hybrid_engine.backends.fsdp.reference import TransformersReference
+
+        dtype = config.actor_config.params_dtype
+        return TransformersReference(config.model, train.weights.merged, table, job, dtype)
+
+    return ConfigModel(build, is_needed=table.is_derived)
 
 
 def build_parts(

@@ -22,32 +22,44 @@ LONGEST = 256
 SHORTEST = 4
 """Minimum tokens per sequence; shorter probes are not compared."""
 
-TOLERANCES: Mapping[torch.dtype, float] = {
-    torch.float32: 0.01,
-    torch.float16: 0.03,
-    torch.bfloat16: 0.1,
+
+@dataclass(frozen=True)
+class Rounding:
+    """Differences of log-probabilities that rounding explains.
+
+    Attributes:
+        share: largest difference, as a share of the spread of the trainer's log-probabilities: of
+            their standard deviation. Two unrelated functions differ by about one; see
+            docs/failures.md.
+        quantile: part of the tokens of a block that must not differ by more.
+        least_spread: minimum spread in nats. An untrained model gives all tokens nearly the same
+            log-probability, and its rounding errors are as large as those of a trained model.
+    """
+
+    share: float
+    quantile: float
+    least_spread: float
+
+
+ROUNDING: Mapping[torch.dtype, Rounding] = {
+    # Rounding moves no token, except one that it routes to another expert of nearly equal score. So
+    # an effect on a tenth of the tokens, as of another router, is a different function.
+    torch.float32: Rounding(0.001, quantile=0.999, least_spread=1.0),
+    # Rounding routes some tokens to other experts, which moves them by about one nat.
+    torch.float16: Rounding(0.03, quantile=0.5, least_spread=0.2),
+    torch.bfloat16: Rounding(0.1, quantile=0.5, least_spread=0.2),
 }
-"""Dtype of the coarser side -> difference explained by rounding.
-
-The difference is a fraction of the standard deviation of the trainer's log-probabilities. Two
-unrelated functions differ by about one standard deviation; see docs/failures.md.
-"""
-
-LEAST_SPREAD = 0.2
-"""Minimum standard deviation in nats.
-
-An untrained model gives all tokens nearly the same log-probability, and its rounding errors are as
-large as those of a trained model.
-"""
+"""Dtype of the coarser side -> differences that its rounding explains."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference between the trainer's and vLLM's answers to `tokens` [B, L]."""
+    """Difference between the answers of the trainer and of the side `name` to `tokens` [B, L]."""
 
     tokens: torch.Tensor
     trained: ProbeAnswer
     served: ProbeAnswer
+    name: str = "vLLM"
 
     @property
     def _differences(self) -> torch.Tensor:
@@ -55,16 +67,18 @@ class Gap:
         return (self.trained.log_probs.double() - self.served.log_probs.double()).abs()
 
     @property
-    def median(self) -> float:
-        """Median difference in nats, of the block of `LENGTH` positions in which it is largest.
+    def size(self) -> float:
+        """Difference in nats at the quantile of `rounding`, of the block in which it is largest.
 
-        Blocks, because an effect of long sequences moves only the later positions. The median,
-        because rounding may route a token to another expert of nearly equal score, which moves
-        single tokens by about one nat, whereas a different function moves all tokens.
+        Blocks of `LENGTH` positions, because an effect of long sequences moves only the later
+        positions. A quantile, because rounding moves single tokens, and a different function many.
         """
         num_blocks = -(-self.tokens.shape[1] // LENGTH)
-        blocks = self._differences.chunk(num_blocks, dim=1)
-        return torch.stack([block.median() for block in blocks]).max().item()
+        sizes = []
+        for block in self._differences.chunk(num_blocks, dim=1):
+            index = int((block.numel() - 1) * self.rounding.quantile)
+            sizes.append(block.flatten().sort().values[index])  # NaN is the largest
+        return torch.stack(sizes).max().item()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,16 +87,20 @@ class Gap:
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
+    def rounding(self) -> Rounding:
+        """Differences that rounding explains."""
+        return ROUNDING.get(self.dtype, ROUNDING[torch.bfloat16])
+
+    @property
     def tolerance(self) -> float:
-        """Median difference in nats that rounding explains."""
-        share = TOLERANCES.get(self.dtype, max(TOLERANCES.values()))
+        """Largest `size` in nats that rounding explains."""
         spread = self.trained.log_probs.double().std().item()
-        return share * max(LEAST_SPREAD, spread)
+        return self.rounding.share * max(self.rounding.least_spread, spread)
 
     @property
     def is_rounding(self) -> bool:
         """True if rounding explains the difference; False for NaN."""
-        return self.median <= self.tolerance
+        return self.size <= self.tolerance
 
     @property
     def is_zero(self) -> bool:
@@ -106,12 +124,13 @@ class Gap:
         row, column = divmod(farthest, differences.shape[1])
         token_id = int(self.tokens[row, column + 1])
         by_trainer = self.trained.log_probs[row, column].item()
-        by_vllm = self.served.log_probs[row, column].item()
+        by_other = self.served.log_probs[row, column].item()
         return (
-            f"log-probabilities of {differences.numel()} tokens are {self.median:.3g} "
-            f"nats apart (median), rounding of {dtype} explains {self.tolerance:g}; "
+            f"log-probabilities of {differences.numel()} tokens are {self.size:.3g} nats apart "
+            f"(quantile {self.rounding.quantile:g}), rounding of {dtype} explains "
+            f"{self.tolerance:g}; "
             f"furthest apart is token {token_id} at position {column + 1} of sequence {row}, "
-            f"{by_trainer:.4f} by the trainer and {by_vllm:.4f} by vLLM"
+            f"{by_trainer:.4f} by the trainer and {by_other:.4f} by {self.name}"
         )
 
 

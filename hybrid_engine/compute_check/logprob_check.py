@@ -6,6 +6,9 @@
     probe_trainer    the trainer's forward pass, before any state leaves the device
     compare          vLLM's log-probabilities of the same tokens, once vLLM can generate
 
+Where vLLM cannot be compared (quantised weights or caches, pipeline stages on a CPU), the trainer
+is compared with transformers' class of config.json, which vLLM is built from.
+
 `verify` shows that the bits arrived. How each side computes with them depends on its settings, and
 a setting that one side ignores changes nothing in training, switching or verification.
 Log-probabilities of fixed tokens reveal it unless its effect needs longer sequences or is below
@@ -15,8 +18,7 @@ rounding; therefore the layers are compared as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +33,7 @@ from hybrid_engine.compute_check.attention import (
 )
 from hybrid_engine.compute_check.gap import Gap, max_length_of, tokens_within
 from hybrid_engine.compute_check.probes import ProbeAnswer, Probed, ProbeLimits, WithAttention
-from hybrid_engine.errors import ComputationError, shortened
+from hybrid_engine.errors import ComputationError, HybridEngineError, shortened
 from hybrid_engine.ports import InferenceCaches, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -55,7 +57,7 @@ _EXACTNESS = (
 
 
 @dataclass(frozen=True)
-class _Layers:
+class AlikeLayers:
     """Layers of one rank that share the same attention settings."""
 
     attention: Attention
@@ -63,150 +65,104 @@ class _Layers:
 
 
 @dataclass(frozen=True)
-class _RankDescription:
-    """Probe limits (trainer, inference) and layers of one rank.
+class Description:
+    """Limits and layers of one rank's part of a side, exchanged before anything is compared.
 
-    They are exchanged before anything is compared.
+    Attributes:
+        limits: limits of a probe.
+        layers: the decoder layers of this rank; none if the side cannot be read.
     """
 
-    limits: tuple[ProbeLimits, ProbeLimits]
-    trainer: tuple[_Layers, ...]
-    inference: tuple[_Layers, ...]
+    limits: ProbeLimits
+    layers: tuple[AlikeLayers, ...] = ()
 
 
 @dataclass(frozen=True)
-class _JobProbe:
-    """Both sides, and token ids [B, L] that every rank of both sides can compute."""
+class _RankDescription:
+    """Descriptions of the trainer and of inference engines that one rank knows."""
 
-    trainer: Probed
-    inference: Probed
-    tokens: torch.Tensor
+    trainer: Description
+    inference: tuple[Description, ...]
 
 
-class ProbingTrainer:
-    """Base class of a check that runs the trainer's forward pass in any state of the devices.
+@dataclass(frozen=True)
+class ConfigModel:
+    """transformers' class of config.json with the trainer's weights, for what vLLM cannot answer.
+
+    Attributes:
+        build: builds it on every rank. Raises HybridEngineError if transformers has no such class.
+        is_needed: the layout follows from the names of tensors alone, so that nothing but a
+            comparison shows what the trainer computes.
+    """
+
+    build: Callable[[], Probed]
+    is_needed: bool
+
+
+class TrainerCheck:
+    """Comparison of the trainer with inference engines, on one rank of the trainers.
+
+    `agree` and `probe_trainer` are collective over the trainers.
+
+    Args:
+        trainer: compared if it is a `Probed`.
+        job: job of the trainers.
+        when: "first": until one comparison has passed; "always": in every switch; "exact": in
+            every switch, without any difference; "off": never.
+        reference: compared with the trainer where the engines cannot be; None: nothing is.
 
     Attributes:
         is_probing: True while the trainer computes for the check; guards then let it pass. A switch
             resets it at its start because an interrupt may leave it set.
+        tokens: [B, L] token ids that both sides compute; None if nothing is compared.
     """
 
     is_probing = False
 
-    @contextmanager
-    def _probing(self, device: torch.device) -> Iterator[None]:
-        """Let the trainer compute inside, and restore random generators afterwards."""
-        devices = [device] if device.type == "cuda" else []
-        self.is_probing = True
-        try:
-            with torch.random.fork_rng(devices):
-                yield
-        finally:
-            self.is_probing = False
-
-
-class LogprobCheck(ProbingTrainer):
-    """Comparison of log-probabilities in one job; every rank has one.
-
-    Construction, `probe_trainer` and `compare` are collective.
-
-    Args:
-        trainer: compared if it is a `Probed`.
-        inference: compared with the trainer if it is a `Probed`.
-        job: job of all ranks.
-        when: "first": until one comparison has passed; "always": in every switch; "exact": in
-            every switch, without any difference; "off": never.
-    """
-
     def __init__(
         self,
         trainer: Trainer,
-        inference: InferenceCaches,
         job: Job,
         when: Literal["first", "always", "exact", "off"],
+        reference: ConfigModel | None = None,
     ) -> None:
         self._trainer = trainer
-        self._inference = inference
         self._job = job
         self._when = when
-        self._probe = None if when == "off" else self._agree()
+        self._source = reference
+        self._reference: Probed | None = None
         self._trained: ProbeAnswer | None = None
+        self.tokens: torch.Tensor | None = None
 
-    @property
-    def is_due(self) -> bool:
-        """True if the next switch to INFER compares; the same on all ranks."""
-        return self._probe is not None and self._when != "off"
-
-    @property
-    def is_pending(self) -> bool:
-        """True between `probe_trainer` and `compare`; the same on all ranks."""
-        return self._trained is not None
-
-    def probe_trainer(self) -> None:
-        """Run the trainer's forward pass, if `is_due`. Its parameters must be on the device."""
-        assert self._probe is not None, "call this only if is_due"
-        with (
-            self._job.agreement.phase("compute", SHORT_PATIENCE),
-            self._probing(self._job.device),
-        ):
-            self._trained = self._probe.trainer.probe(self._probe.tokens)
-
-    def compare(self) -> None:
-        """Run vLLM's forward pass, and compare it with the trainer's, if `is_pending`.
-
-        vLLM must be able to generate. Raises ComputationError on ranks on which the two sides
-        differ by more than rounding.
-        """
-        probe = self._probe
-        trained = self._trained
-        self._trained = None
-        assert probe is not None, "call this only if is_pending"
-        assert trained is not None, "call this only if is_pending"
-        with self._job.agreement.phase("compute", SHORT_PATIENCE):
-            served = probe.inference.probe(probe.tokens)
-            self._inference.reset_caches()
-            gap = Gap(probe.tokens, trained, served)
-            if self._when == "exact" and not gap.is_zero:
-                raise ComputationError(
-                    f"{_MISMATCH} bit by bit: {gap.inequality}. {exactness(self._job.device)}",
-                    code="log-probabilities-unequal",
-                )
-            if not gap.is_rounding:
-                settings = differing(
-                    probe.trainer.computed_settings(), probe.inference.computed_settings()
-                )
-                raise ComputationError(
-                    f"{_MISMATCH}: {gap}. {settings}", code="log-probabilities-differ"
-                )
-            if self._job.rank == 0:
-                logger.info("[Reshard] vLLM computes what the trainer computes: %s", gap)
-        if self._when == "first":
-            self._when = "off"
-
-    def _agree(self) -> _JobProbe | None:
+    def agree(self, inference: Sequence[Description]) -> None:
         """Compare the layers of both sides, and choose the tokens of the probe.
 
-        Returns None, and logs the reason, if any rank of either side cannot be probed. Raises
-        ComputationError on all ranks with every difference between layers.
-        """
-        trainer = self._trainer
-        inference = self._inference
-        with self._job.agreement.phase(_PHASE):
-            limits_here = (limits_of(trainer), limits_of(inference))
-            description = _RankDescription(limits_here, _layers_of(trainer), _layers_of(inference))
-        by_rank = self._job.agreement.gather(description, _RankDescription, _PHASE)
-        limits = [limit for rank in by_rank for limit in rank.limits]
-        by_trainer = _by_number(layers for rank in by_rank for layers in rank.trainer)
-        by_vllm = _by_number(layers for rank in by_rank for layers in rank.inference)
-        max_length = max_length_of(limits)
-        self._require_same_attention(by_trainer, by_vllm, max_length)
+        If a side cannot be probed, the trainer is compared with `reference` instead.
 
-        sizes = {attention.window or 0 for kinds in by_trainer.values() for attention in kinds}
+        Args:
+            inference: the engines of this rank, or the servers that it knows.
+
+        Raises:
+            ComputationError: on all ranks: listing every difference between layers that no probe
+                reaches; or neither vLLM nor transformers can be compared, and one must be.
+        """
+        with self._job.agreement.phase(_PHASE):
+            own = _RankDescription(described(self._trainer), tuple(inference))
+        by_rank = self._job.agreement.gather(own, _RankDescription, _PHASE)
+        trainers = [rank.trainer for rank in by_rank]
+        engines = [engine for rank in by_rank for engine in rank.inference]
+        limits = [side.limits for side in (*trainers, *engines)]
+        max_length = max_length_of(limits)
+        self._require_same_attention(_by_number(trainers), _by_number(engines), max_length)
+
+        # Of both sides: one of them may ignore its window.
+        layers = [alike for side in (*trainers, *engines) for alike in side.layers]
+        sizes = {alike.attention.window or 0 for alike in layers}
         # A window beyond the longest possible sequence hides no token.
         windows = {size for size in sizes if max_length is None or size <= max_length}
-        refusal, tokens = tokens_within(limits, windows)
-        if tokens is not None:
-            length = tokens.shape[1]
+        refusal, self.tokens = tokens_within(limits, windows)
+        if self.tokens is not None:
+            length = self.tokens.shape[1]
             uncovered = [size for size in windows if size >= length]
             if uncovered:
                 self._log(
@@ -216,8 +172,7 @@ class LogprobCheck(ProbingTrainer):
                     length,
                     min(uncovered),
                 )
-        if isinstance(trainer, Probed) and isinstance(inference, Probed) and tokens is not None:
-            return _JobProbe(trainer, inference, tokens)
+            return
         if self._when == "exact":
             raise ComputationError(
                 f"check_compute is exact, but log-probabilities cannot be compared: {refusal}. Set "
@@ -225,11 +180,84 @@ class LogprobCheck(ProbingTrainer):
                 code="cannot-compare",
             )
         self._log(
-            logging.WARNING,
-            "vLLM's computation is not compared with the trainer's: %s",
-            refusal,
+            logging.WARNING, "vLLM's computation is not compared with the trainer's: %s", refusal
         )
-        return None
+        self._compare_with_reference([trainer.limits for trainer in trainers], refusal)
+
+    def _compare_with_reference(self, trainers: list[ProbeLimits], refusal: str) -> None:
+        """Choose the tokens on which the trainers are compared with `reference`."""
+        if self._source is None:
+            return
+        problem = next((limits.refusal for limits in trainers if limits.refusal), "")
+        if not problem:
+            try:
+                with self._job.agreement.phase("building transformers' model"):
+                    reference = self._source.build()
+            except HybridEngineError as error:
+                problem = str(error)
+            else:
+                limits = [*trainers, reference.probe_limits()]
+                problem, self.tokens = tokens_within(limits)
+                self._reference = reference
+        if not problem:
+            self._log(logging.INFO, "the trainer is compared with transformers' class instead")
+        elif self._source.is_needed:
+            raise ComputationError(
+                f"the names of this model's tensors do not show what it computes, and nothing can "
+                f"be compared with it: not vLLM, because {refusal}; not transformers, because "
+                f"{problem}. Change the first, or set generate_config.check_compute: off if you "
+                "know that they agree",
+                code="cannot-compare",
+            )
+
+    def probe_trainer(self) -> None:
+        """Run the trainer's forward pass. Its parameters must be on the device."""
+        assert self.tokens is not None, "call this only if tokens were chosen"
+        # `agree` chooses tokens only for a `Probed`.
+        trainer: Probed = self._trainer  # type: ignore[assignment]
+        devices = [self._job.device] if self._job.device.type == "cuda" else []
+        self.is_probing = True
+        try:
+            # Random generators are restored afterwards.
+            with (
+                self._job.agreement.phase("compute", SHORT_PATIENCE),
+                torch.random.fork_rng(devices),
+            ):
+                self._trained = trainer.probe(self.tokens)
+            if self._reference is not None:
+                answer = self._reference.probe(self.tokens)
+                with self._job.agreement.phase("compute", SHORT_PATIENCE):
+                    self._require_same(answer, self._reference.computed_settings(), "transformers")
+        finally:
+            self.is_probing = False
+
+    def _require_same(
+        self, answer: ProbeAnswer, settings: Mapping[str, Any], name: str = "vLLM"
+    ) -> None:
+        """Raise ComputationError if an answer differs from the trainer's by more than rounding.
+
+        Args:
+            answer: of another side to the same tokens.
+            settings: settings of that side.
+            name: of that side.
+        """
+        assert self.tokens is not None, "tokens were chosen"
+        assert self._trained is not None, "the trainer was probed"
+        gap = Gap(self.tokens, self._trained, answer, name)
+        if self._when == "exact" and not gap.is_zero:
+            raise ComputationError(
+                f"{name} does not compute what the trainer computes bit by bit: {gap.inequality}. "
+                f"{exactness(self._job.device)}",
+                code="log-probabilities-unequal",
+            )
+        if not gap.is_rounding:
+            own_settings = self._trainer.computed_settings()  # type: ignore[attr-defined]
+            raise ComputationError(
+                f"{name} does not compute what the trainer computes: {gap}. "
+                f"{differing(own_settings, settings)}",
+                code="log-probabilities-differ",
+            )
+        self._log(logging.INFO, "%s computes what the trainer computes: %s", name, gap)
 
     def _require_same_attention(
         self, trainer: Layers, inference: Layers, max_length: int | None
@@ -253,6 +281,57 @@ class LogprobCheck(ProbingTrainer):
             logger.log(level, f"[Reshard] {message}", *args)
 
 
+class LogprobCheck(TrainerCheck):
+    """Comparison with the engine in the same ranks; every rank has one.
+
+    Construction, `probe_trainer` and `compare` are collective. `inference` is compared with the
+    trainer if it is a `Probed`; for the other arguments see `TrainerCheck`.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        inference: InferenceCaches,
+        job: Job,
+        when: Literal["first", "always", "exact", "off"],
+        reference: ConfigModel | None = None,
+    ) -> None:
+        super().__init__(trainer, job, when, reference)
+        self._inference = inference
+        if when != "off":
+            self.agree([described(inference)])
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next switch to INFER compares; the same on all ranks."""
+        return self.tokens is not None and self._when != "off"
+
+    @property
+    def is_pending(self) -> bool:
+        """True between `probe_trainer` and `compare`; the same on all ranks."""
+        return self._trained is not None
+
+    def compare(self) -> None:
+        """Run vLLM's forward pass, and compare it with the trainer's, if `is_pending`.
+
+        vLLM must be able to generate. Raises ComputationError on ranks on which the two sides
+        differ by more than rounding.
+        """
+        assert self.tokens is not None, "call this only if is_pending"
+        try:
+            if self._reference is None:
+                with self._job.agreement.phase("compute", SHORT_PATIENCE):
+                    # `agree` chooses tokens only for a `Probed`.
+                    inference: Probed = self._inference  # type: ignore[assignment]
+                    answer = inference.probe(self.tokens)
+                    self._inference.reset_caches()
+                    self._require_same(answer, inference.computed_settings())
+        finally:
+            self._trained = None
+        if self._when == "first":
+            self._when = "off"
+
+
 def exactness(device: torch.device) -> str:
     """Describe what log-probabilities of two engines need to be equal, and what can be done."""
     if device.type == "cpu":
@@ -266,26 +345,26 @@ def exactness(device: torch.device) -> str:
     return _EXACTNESS.format(kernels)
 
 
-def limits_of(side: object) -> ProbeLimits:
-    """Return the probe limits of a side; a side that is not `Probed` refuses every probe."""
+def described(side: object) -> Description:
+    """Return the limits and layers of a side; one that is not `Probed` refuses every probe."""
+    layers = grouped(side.attention()) if isinstance(side, WithAttention) else ()
     if isinstance(side, Probed):
-        return side.probe_limits()
-    return ProbeLimits(f"{type(side).__name__} cannot be probed")
+        return Description(side.probe_limits(), layers)
+    return Description(ProbeLimits(f"{type(side).__name__} cannot be probed"), layers)
 
 
-def _layers_of(side: object) -> tuple[_Layers, ...]:
-    """Return the layers of a side, grouped by their settings because most layers are alike."""
+def grouped(attention: Mapping[int, Attention]) -> tuple[AlikeLayers, ...]:
+    """Group layers, given by number, by their settings, because most are alike."""
     numbers: dict[Attention, list[int]] = {}
-    if isinstance(side, WithAttention):
-        for number, attention in side.attention().items():
-            numbers.setdefault(attention, []).append(number)
-    return tuple(_Layers(attention, tuple(layers)) for attention, layers in numbers.items())
+    for number, settings in attention.items():
+        numbers.setdefault(settings, []).append(number)
+    return tuple(AlikeLayers(settings, tuple(layers)) for settings, layers in numbers.items())
 
 
-def _by_number(layers: Iterable[_Layers]) -> Layers:
+def _by_number(sides: Iterable[Description]) -> Layers:
     """Merge the layers of all ranks: layer number -> its distinct settings."""
     attention: dict[int, list[Attention]] = {}
-    for alike in layers:
+    for alike in (layers for side in sides for layers in side.layers):
         for number in alike.numbers:
             known = attention.setdefault(number, [])
             if alike.attention not in known:

@@ -180,7 +180,7 @@ class Server(ABC):
         return answer
 
     def describe(self) -> str:
-        """Return the server's `comparison.Description` as JSON."""
+        """Return the server's `comparison.ServerDescription` as JSON."""
         return str(self._call("describe"))
 
     def probe(self, tokens: list[list[int]]) -> str:

@@ -1,6 +1,6 @@
 """Check of `generate_config.check_compute` that servers compute what the trainers compute.
 
-    joining         servers report their probe limits and settings               agree
+    joining         servers report their limits, layers and settings             join
     before a fill   the trainers' forward pass, before any state is offloaded    probe_trainer
     after it        the servers' log-probabilities of the same tokens            require_same
                     then the update is finished, and servers may be resumed
@@ -10,45 +10,37 @@ A server is paused while it computes them: requests of clients wait until the co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import torch
 
-from hybrid_engine.compute_check.gap import NUM_ROWS, TOLERANCES, Gap, tokens_within
-from hybrid_engine.compute_check.logprob_check import ProbingTrainer, differing, limits_of
-from hybrid_engine.compute_check.probes import ProbeAnswer, Probed, ProbeLimits
-from hybrid_engine.errors import ComputationError, MessageError, ServerError, clipped
+from hybrid_engine.compute_check.gap import NUM_ROWS, ROUNDING
+from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, TrainerCheck
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.errors import MessageError, ServerError, clipped
 from hybrid_engine.ports import Trainer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
 
-logger = logging.getLogger("hybrid_engine")
-
-_DTYPES = {str(dtype): dtype for dtype in TOLERANCES}
+_DTYPES = {str(dtype): dtype for dtype in ROUNDING}
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Probe limits and settings of a server, sent as JSON.
+class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server computes with, sent as JSON.
 
     Attributes:
-        refusal, max_length, vocab_size: see `ProbeLimits`.
+        workers: limits and layers of each worker.
         settings: name in config.json -> value.
     """
 
-    refusal: str
-    max_length: int
-    vocab_size: int
+    workers: list[Description]
     settings: dict[str, Any]
 
-    @property
-    def limits(self) -> ProbeLimits:
-        """Probe limits, in the form that other sides have."""
-        return ProbeLimits(self.refusal, self.max_length, vocab_size=self.vocab_size)
+    def to_json(self) -> str:
+        """Encode it; settings of other types, such as dtypes, become text."""
+        return msgspec.json.encode(self, enc_hook=str).decode()
 
 
 class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +67,12 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return ProbeAnswer(torch.tensor(self.log_probs, dtype=torch.float32), _DTYPES[self.dtype])
 
 
-def described(server: object) -> Description:
+def describe(server: object) -> ServerDescription:
     """Request a server's description; a server that is not a `Server` refuses every probe."""
     if isinstance(server, Server):
-        return cast(Description, read_json(Description, server.describe()))
+        return cast(ServerDescription, read_json(ServerDescription, server.describe()))
     refusal = f"{type(server).__name__} is not a serving.clients.Server"
-    return Description(refusal=refusal, max_length=1, vocab_size=1, settings={})
+    return ServerDescription(workers=[Description(ProbeLimits(refusal))], settings={})
 
 
 def read_json(kind: type[Any], text: str) -> Any:
@@ -118,119 +110,63 @@ def token_ids(values: object, limits: ProbeLimits) -> list[list[int]]:
     return rows
 
 
-@dataclass(frozen=True)
-class _ServerProbe:
-    """Token ids [B, L] that all sides compute, and the servers' descriptions.
-
-    Descriptions are on the first rank only.
-    """
-
-    tokens: torch.Tensor
-    descriptions: Sequence[Description]
-
-
-class ServerComparison(ProbingTrainer):
+class ServerComparison(TrainerCheck):
     """Comparison of servers with the trainers, on one rank of the trainers.
 
-    `has_trainers`, `agree` and `probe_trainer` are collective over the trainers.
-
-    Args:
-        trainer: compared if it is a `Probed`.
-        job: job of the trainers.
-        when: "first": once for servers that have joined; "always": after every fill; "off": never.
+    `join` and `probe_trainer` are collective over the trainers. For the arguments see
+    `TrainerCheck`.
     """
 
     def __init__(
-        self, trainer: Trainer, job: Job, when: Literal["first", "always", "exact", "off"]
+        self,
+        trainer: Trainer,
+        job: Job,
+        when: Literal["first", "always", "exact", "off"],
+        reference: ConfigModel | None = None,
     ) -> None:
-        self._trainer = trainer
-        self._job = job
-        self._when = when
-        self._probe: _ServerProbe | None = None
-        self._trained: ProbeAnswer | None = None
+        super().__init__(trainer, job, when, reference)
+        self._servers: Sequence[ServerDescription] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """True if servers that join are compared; the same on all ranks."""
+        return self._when != "off"
 
     @property
     def is_due(self) -> bool:
         """True if the next fill compares; the same on all ranks."""
-        return self._probe is not None
+        return self.tokens is not None
 
-    def has_trainers(self) -> bool:
-        """Return True if the trainers can be compared on all ranks; otherwise no fill compares.
+    @property
+    def asks_servers(self) -> bool:
+        """True if the next fill asks servers for log-probabilities; the same on all ranks."""
+        return self.is_due and self._reference is None
 
-        Collective.
+    def join(self, servers: Sequence[ServerDescription]) -> None:
+        """Compare the layers of servers that just joined, and choose tokens to compare.
+
+        `servers`: description of each server, on the first rank; empty on other ranks. Raises
+        ComputationError as `agree`.
         """
-        self._probe = None
-        if self._when == "off":
-            return False
-        refusals = self._job.agreement.gather(
-            limits_of(self._trainer).refusal, str, "looking at what can be compared"
-        )
-        if any(refusals):
-            self._warn(next(filter(None, refusals)))
-        return not any(refusals)
-
-    def agree(self, descriptions: Sequence[Description]) -> None:
-        """Choose tokens to compare with servers that just joined, or log why none can be compared.
-
-        `descriptions`: description of each server, on the first rank; empty on other ranks.
-        """
-        limits_here = [
-            limits_of(self._trainer),
-            *(description.limits for description in descriptions),
-        ]
-        gathered = self._job.agreement.gather(
-            limits_here, list[ProbeLimits], "looking at what can be compared"
-        )
-        refusal, tokens = tokens_within([limits for of_rank in gathered for limits in of_rank])
-        self._probe = None if tokens is None else _ServerProbe(tokens, descriptions)
-        if tokens is None:
-            self._warn(refusal)
-
-    def _warn(self, refusal: str) -> None:
-        if self._job.rank == 0:
-            logger.warning(
-                "[Reshard] the servers' computation is not compared with the trainer's: %s", refusal
-            )
-
-    def probe_trainer(self) -> None:
-        """Run the trainer's forward pass, if `is_due`. Its parameters must be on the device."""
-        assert self._probe is not None, "call this only if is_due"
-        assert isinstance(self._trainer, Probed), "`agree` chooses tokens only for a `Probed`"
-        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing(self._job.device):
-            self._trained = self._trainer.probe(self._probe.tokens)
-
-    def tokens(self) -> list[list[int]]:
-        """Return the token ids [B, L] that every server must compute."""
-        assert self._probe is not None, "call this only if is_due"
-        rows: list[list[int]] = self._probe.tokens.tolist()
-        return rows
+        self._servers = servers
+        self.agree([worker for server in servers for worker in server.workers])
 
     def require_same(self, answers: Sequence[ServerAnswer]) -> None:
         """Raise ComputationError if a server's answer differs by more than rounding.
 
         Called on the first rank only.
         """
-        assert self._probe is not None, "servers were probed"
-        assert self._trained is not None, "servers were probed"
-        pairs = zip(answers, self._probe.descriptions, strict=True)
-        for number, (answer, description) in enumerate(pairs):
-            gap = Gap(self._probe.tokens, self._trained, answer.probed(self._probe.tokens))
-            if not gap.is_rounding:
-                # `agree` chooses tokens only for a `Probed`.
-                trained_with = self._trainer.computed_settings()  # type: ignore[attr-defined]
-                settings = differing(trained_with, description.settings)
-                raise ComputationError(
-                    f"server {number} does not compute what the trainer "
-                    f"computes: {gap}. {settings}",
-                    code="log-probabilities-differ",
-                )
-            logger.info("[Reshard] server %d computes what the trainer computes: %s", number, gap)
+        assert self.tokens is not None, "servers were probed"
+        pairs = zip(answers, self._servers, strict=True)
+        for number, (answer, server) in enumerate(pairs):
+            probed = answer.probed(self.tokens)
+            self._require_same(probed, server.settings, f"server {number}")
 
     def conclude(self) -> None:
         """Finish a successful comparison.
 
-        Unless `when` is "always", no fill compares until servers join again.
+        With `when` "first", no fill compares until servers join again.
         """
         self._trained = None
         if self._when == "first":
-            self._probe = None
+            self.tokens = None

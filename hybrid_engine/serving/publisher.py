@@ -42,6 +42,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import (
     DifferentCallsError,
@@ -69,7 +70,7 @@ from hybrid_engine.serving.clients import (
     weak_call,
     with_server_error,
 )
-from hybrid_engine.serving.comparison import ServerAnswer, ServerComparison, described, read_json
+from hybrid_engine.serving.comparison import ServerAnswer, ServerComparison, describe, read_json
 from hybrid_engine.serving.invitation import (
     LOOPBACK,
     NO_VERSION,
@@ -115,6 +116,7 @@ class WeightPublisher(Switch):
             this host.
         allow_public: see `clients.server_of`.
         take_over: take servers from other trainers that are alive.
+        reference: compared with the trainer if the servers cannot be.
 
     Attributes:
         state: state of the devices.
@@ -141,6 +143,7 @@ class WeightPublisher(Switch):
         address: str | None = None,
         allow_public: bool = False,
         take_over: bool = False,
+        reference: ConfigModel | None = None,
     ) -> None:
         super().__init__(trainer)
         self.trainer = trainer
@@ -152,7 +155,7 @@ class WeightPublisher(Switch):
         self._pause: PauseMode = pause
         self._address = address
         self._takes_over = take_over
-        self._comparison = ServerComparison(trainer, job, config.check_compute)
+        self._comparison = ServerComparison(trainer, job, config.check_compute, reference)
         self.state = State.INTERRUPTED
         self._is_started = False
         # With `release_weights`: servers may hold weights, in memory that training state needs.
@@ -347,7 +350,8 @@ class WeightPublisher(Switch):
         self, manager: ShardingManager, before: State, target: State
     ) -> ReshardReport | None:
         """Switch trainers and servers."""
-        is_compared = target is State.INFER and self._comparison.is_due
+        is_due = target is State.INFER and self._comparison.is_due
+        is_compared = is_due and self._comparison.asks_servers
         update = Update(
             name=self._name,
             to=target.value,  # type: ignore[arg-type]  # mypy knows it as a str, not as one of four
@@ -358,7 +362,7 @@ class WeightPublisher(Switch):
         calls: list[BackgroundCall] = []
         self.drawn_with = None
         try:
-            if is_compared:
+            if is_due:
                 with self.job.agreement.phase("onload"):
                     self.offloader.onload({"param"}, read_only=True)
                 self._comparison.probe_trainer()
@@ -454,7 +458,8 @@ class WeightPublisher(Switch):
 
     def _compare_servers(self, manager: ShardingManager | None) -> None:
         """Raise ComputationError unless paused servers compute as trainers do. First rank only."""
-        tokens = self._comparison.tokens()
+        assert self._comparison.tokens is not None, "servers are asked only if it is due"
+        tokens = self._comparison.tokens.tolist()
         answers = []
         for server in self._while_joined(manager):
             # It has described itself, so it has `probe`.
@@ -548,13 +553,13 @@ class WeightPublisher(Switch):
         return calls
 
     def _agree_on_comparison(self) -> None:
-        """Exchange probe limits with joined servers, if trainers can be compared. Collective."""
-        if self._comparison.has_trainers():
+        """Exchange limits and layers with joined servers. Collective."""
+        if self._comparison.is_on:
             phase = "looking at what the servers compute"
-            descriptions = self._call_servers(
-                phase, lambda: [described(server) for server in self._servers]
+            servers = self._call_servers(
+                phase, lambda: [describe(server) for server in self._servers]
             )
-            self._comparison.agree(descriptions)
+            self._comparison.join(servers)
 
     def _close_rendezvous(self, num_kept: int) -> None:
         """Close all but the last `num_kept` stores."""

@@ -26,7 +26,7 @@ from typing import Self
 
 import torch
 
-from hybrid_engine.compute_check.logprob_check import LogprobCheck
+from hybrid_engine.compute_check.logprob_check import ConfigModel, LogprobCheck
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
@@ -80,6 +80,7 @@ class ShardingManager(Switch):
         job: job of all ranks; outlives this object.
         training_side: training layouts of all ranks, if known (`setup.gather_side`).
         within: see `Switch`.
+        reference: compared with the trainer if the inference engine cannot be.
 
     The plan is made once, here; a later switch that finds the training weights elsewhere raises.
     Until `start` both sides keep their memory, and the state is INTERRUPTED because the location of
@@ -106,6 +107,7 @@ class ShardingManager(Switch):
         job: Job,
         training_side: Side | None = None,
         within: Switch | None = None,
+        reference: ConfigModel | None = None,
     ) -> None:
         super().__init__(trainer, within)
         self.trainer = trainer
@@ -137,7 +139,9 @@ class ShardingManager(Switch):
                 source_side=training_side,
                 timed=self._tally.timed,
             )
-            self._logprob_check = LogprobCheck(trainer, caches, job, config.check_compute)
+            self._logprob_check = LogprobCheck(
+                trainer, caches, job, config.check_compute, reference
+            )
             self._connection = connection
             self._ends = undo.pop_all()
         self._setup_seconds: Mapping[str, float] = {}

@@ -5,6 +5,7 @@ tests/hybrid_engine/backends/fsdp/test_model_checks.py looks each up in the inst
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "OperationWatch",
     "StridedShard",
     "TorchDispatchMode",
+    "allocate_modules",
     "checkpoint_wrapper",
     "initialize_module",
     "model_of_modules",
@@ -86,6 +88,38 @@ def initialize_module(model: torch.nn.Module, module: torch.nn.Module) -> None:
     """
     initialize: Any = model._init_weights
     initialize(module)
+
+
+@torch.no_grad()
+def allocate_modules(
+    modules: Iterable[torch.nn.Module],
+    owners: Mapping[torch.nn.Module, torch.nn.Module],
+    device: torch.device,
+) -> None:
+    """Allocate the tensors of `modules` that are on the meta device, and initialize them.
+
+    `owners`: transformers model that each module belongs to.
+    """
+    # By meta tensor, so that parameters that two modules share stay shared.
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        named = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        is_filled = False
+        for name, tensor in named:
+            if not tensor.is_meta:
+                continue
+            if tensor not in filled:
+                zeros = torch.zeros_like(tensor, device=device)
+                if isinstance(tensor, torch.nn.Parameter):
+                    zeros = torch.nn.Parameter(zeros, tensor.requires_grad)
+                filled[tensor] = zeros
+            setattr(module, name, filled[tensor])
+            is_filled = True
+        if is_filled:
+            initialize_module(owners[module], module)
 
 
 class OperationWatch(TorchDispatchMode):

@@ -353,7 +353,7 @@ def write_files(
                 for writer, (file, names) in enumerate(files_of_round):
                     for name in names:
                         boxes = transfers_by_tensor[name]
-                        tensor = _exchange(stored[name], boxes, buffers, job.rank, group)
+                        tensor = bring_to_writer(stored[name], boxes, buffers, job.rank, group)
                         if writer == job.rank:
                             tensors.setdefault(file, {})[name] = tensor
             with job.agreement.phase("writing the checkpoint"):
@@ -366,7 +366,7 @@ def write_files(
     return checksums
 
 
-def _exchange(
+def bring_to_writer(
     stored: StoredTensor,
     transfers: Sequence[Transfer],
     buffers: Mapping[str, torch.Tensor],

@@ -11,7 +11,7 @@ unsharded layer:
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
-from hybrid_engine.backends.fsdp.internals import initialize_module, model_of_modules
+from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
@@ -140,7 +140,9 @@ def build_sharded_model(
     # restores the state of the CPU's generator and of this device's
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        shard_model(model, config, mesh, lambda module: _fill(module, owners, device))
+        shard_model(
+            model, config, mesh, lambda part: allocate_modules(part.modules(), owners, device)
+        )
     return model.eval()
 
 
@@ -161,38 +163,6 @@ def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         violations.append(Violation(key, problem, "Leave some out", code="nothing-is-trained"))
     if violations:
         raise ConfigError(violations)
-
-
-@torch.no_grad()
-def _fill(
-    part: torch.nn.Module,
-    owners: Mapping[torch.nn.Module, torch.nn.Module],
-    device: torch.device,
-) -> None:
-    """Allocate the tensors of `part` that are on the meta device, and initialize them.
-
-    `owners`: transformers model that each module belongs to.
-    """
-    # by meta tensor, so that parameters that two modules share stay shared
-    filled: dict[torch.Tensor, torch.Tensor] = {}
-    for module in part.modules():
-        named = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        is_filled = False
-        for name, tensor in named:
-            if not tensor.is_meta:
-                continue
-            if tensor not in filled:
-                zeros = torch.zeros_like(tensor, device=device)
-                if isinstance(tensor, torch.nn.Parameter):
-                    zeros = torch.nn.Parameter(zeros, tensor.requires_grad)
-                filled[tensor] = zeros
-            setattr(module, name, filled[tensor])
-            is_filled = True
-        if is_filled:
-            initialize_module(owners[module], module)
 
 
 def _adam(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -328,6 +328,16 @@ def refused() -> dict[str, Any]:
     with _attached(one_expert) as engine, pytest.raises(ComputationError) as caught:
         engine.rollout_context().__enter__()
     results["other experts"] = str(caught.value)
+    parallel_state.destroy_model_parallel()
+    # vLLM's own log-probabilities are not compared.
+    for name, model in {"uncomparable": one_expert, "comparable": GLM}.items():
+        with _attached(model, vllm={"kv_cache_dtype": "fp8"}) as engine:
+            try:
+                with engine.rollout_context():
+                    results[name] = [*engine.sharding.last_report.seconds_by_phase]
+            except ComputationError as error:
+                results[name] = str(error)
+        parallel_state.destroy_model_parallel()
     fewer = Model("MistralForCausalLM", layers={"num_query_groups": 4})
     with pytest.raises(ConfigError) as invalid, _attached(fewer):
         pass

@@ -92,5 +92,7 @@ def test_other_computations_and_sizes_are_refused(engines: Ranks) -> None:
     for results in engines.launch(attach_what_does_not_fit, 2):
         assert "rotary frequencies is 16 for the trainer and 8 for vLLM" in results["other rotation"]
         assert "vLLM does not compute what the trainer computes" in results["other experts"]
+        assert "transformers does not compute what the trainer computes" in results["uncomparable"]
+        assert "compute" in results["comparable"]
         assert results["other sizes"] == [("TransformerConfig.num_query_groups", "computes-otherwise")]
         assert results["unchecked"] == [("generate_config.check_compute", "needs-check")]

@@ -7,19 +7,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from hybrid_engine.compute_check.logprob_check import Description
+from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ServerError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving import publisher as publisher_module
 from hybrid_engine.serving.clients import Server
-from hybrid_engine.serving.comparison import Description
+from hybrid_engine.serving.comparison import ServerDescription
 from hybrid_engine.serving.invitation import TOKEN, Invitation, Rendezvous, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
@@ -53,9 +54,8 @@ class NoWorkers(Server):
         return 0
 
     def describe(self) -> str:
-        refusal = "a server without workers computes nothing"
-        description = Description(refusal=refusal, max_length=1, vocab_size=1, settings={})
-        return msgspec.json.encode(description).decode()
+        nothing = Description(ProbeLimits("a server without workers computes nothing"))
+        return ServerDescription(workers=[nothing], settings={}).to_json()
 
     def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         self.calls.append(name)

@@ -22,6 +22,7 @@ from hybrid_engine.backends.vllm.prompts import (
 from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
 from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.backends.vllm.server.drawing import Drawing
+from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ArgumentError, StateError, Violation
 from hybrid_engine.memory.offloader import Offloader
@@ -72,7 +73,9 @@ class ServedInference:
                 for server in generate.servers
             ]
 
-    def switch(self, trainer: Trainer, offloader: Offloader) -> WeightPublisher:
+    def switch(
+        self, trainer: Trainer, offloader: Offloader, reference: ConfigModel | None = None
+    ) -> WeightPublisher:
         """Return the publisher that replaces a `ShardingManager`. Collective."""
         generate = self._generate
         self._publisher = WeightPublisher(
@@ -85,6 +88,7 @@ class ServedInference:
             address=generate.server_address,
             allow_public=generate.server_allow_public,
             take_over=generate.server_take_over,
+            reference=reference,
         )
         return self._publisher
 

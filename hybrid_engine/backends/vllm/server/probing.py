@@ -16,24 +16,23 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import probe_limits
+from hybrid_engine.backends.vllm.server.receiver import layers_of
+from hybrid_engine.compute_check.logprob_check import Description
 from hybrid_engine.errors import StateError
-from hybrid_engine.serving.comparison import token_ids
+from hybrid_engine.serving.comparison import ServerDescription, token_ids
 
 _QUEUES = ("waiting", "skipped_waiting")
 """Queues of vLLM's scheduler with requests that do not run; the second exists up to vLLM 0.29."""
 
 
 def describe(core: Any) -> str:
-    """Return the server's capabilities: JSON of a `serving.comparison.Description`."""
+    """Return what the server computes with: JSON of a `serving.comparison.ServerDescription`."""
     limits = probe_limits(core.vllm_config)
+    workers = [
+        Description(limits, layers) for layers in core.model_executor.collective_rpc(layers_of)
+    ]
     settings = core.vllm_config.model_config.hf_config.to_dict()
-    description = {
-        "refusal": limits.refusal,
-        "max_length": limits.max_length,
-        "vocab_size": limits.vocab_size,
-        "settings": settings,
-    }
-    return json.dumps(description, default=str)
+    return ServerDescription(workers=workers, settings=settings).to_json()
 
 
 def probe(core: Any, tokens: object) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.live_attention import live_attention
 from hybrid_engine.backends.vllm.requests import zero_caches
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
@@ -23,6 +24,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
     WeightMemory,
 )
+from hybrid_engine.compute_check.logprob_check import AlikeLayers, grouped
 from hybrid_engine.errors import HybridEngineError, MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
@@ -45,6 +47,9 @@ class HybridEngineReceiver(_TransferEngine):
         model: torch.nn.Module = of_worker[-1]
         captured, vllm_config = take_captured(model)
         device = next(model.parameters()).device
+        # Now, because rotary tables leave the device with the weights.
+        layers = vllm_config.compilation_config.static_forward_context
+        self.layers = grouped(live_attention(model, layers))
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
             raise StateError(
@@ -152,6 +157,15 @@ def begin(worker: Any) -> None:
     if isinstance(engine, HybridEngineReceiver):
         # The worker itself: assignments to its wrapper would not reach it.
         engine.take_worker(getattr(worker, "worker", worker))
+
+
+def layers_of(worker: Any) -> tuple[AlikeLayers, ...]:
+    """Return the attention of a worker's layers; none if this is not its receiver.
+
+    The gate calls this in each worker; it raises nothing.
+    """
+    engine = worker.weight_transfer_engine
+    return engine.layers if isinstance(engine, HybridEngineReceiver) else ()
 
 
 def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, int]:
