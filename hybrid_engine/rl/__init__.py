@@ -16,7 +16,7 @@
       reward            rank 0      functions and coroutines of the user        rewards.py,
                                                                                 user_callbacks.py
       forward_context   reference   its log-probabilities, if there is a KL term
-      group_advantages  GRPO                                                    losses.py
+      token_advantages  GRPO                                                    losses.py
       train_context     critic      PPO: values, advantages, value_loss         critic.py
       train_context     trainer     minibatches, policy_loss                    losses.py
                                     several completions in a row          packed_calls.py

@@ -2,9 +2,9 @@
 
     OUT/completions/step-000010.jsonl
 
-One line per completion: prompt, text, token_ids, reward, rewards by function, advantage (GRPO),
-finish_reason, num_tokens, weight_version, and if servers drew it weight_versions and logprobs by
-token. pandas and datasets read the files as they are.
+One line per completion: prompt, text, token_ids, reward, rewards by function, advantage (mean
+over its tokens), finish_reason, num_tokens, weight_version, and if servers drew it weight_versions
+and logprobs by token. pandas and datasets read the files as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ScoredCompletion:
         completion: a `Completion` or a `Conversation`.
         reward: total reward; NaN if the completion was left out.
         rewards: rewards by name, if there are several functions.
-        advantage: of GRPO; None with PPO, which has one for each token.
+        advantage: mean over its tokens.
         weight_version: version of the weights that drew it, or its first token.
     """
 
@@ -52,7 +52,7 @@ class ScoredCompletion:
     completion: Any
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict)
-    advantage: float | None = None
+    advantage: float = 0.0
     weight_version: int = 0
 
     @property
@@ -92,7 +92,7 @@ def samples_of(
     batch: Mapping[str, torch.Tensor],
     version: int,
 ) -> list[ScoredCompletion]:
-    """Return the completions of a step with their rewards, and their advantages [B] if any.
+    """Return the completions of a step with their rewards and mean advantages.
 
     `version`: version of the weights, of completions that do not have their own.
     """
@@ -103,9 +103,9 @@ def samples_of(
     ]
     totals = scores.totals.flatten().tolist()
     by_name = {name: rewards.flatten().tolist() for name, rewards in scores.by_name.items()}
-    advantages = [None] * len(completions)
-    if batch["advantages"].dim() == 1:
-        advantages = batch["advantages"].tolist()
+    # 0 outside the mask
+    means = batch["advantages"].sum(dim=1) / batch["mask"].sum(dim=1).clamp(min=1)
+    advantages = means.tolist()
     samples = []
     for row, (prompt, completion) in enumerate(completions):
         rewards = {name: values[row] for name, values in by_name.items()}

@@ -102,8 +102,9 @@ class LoopConfig(Section):
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL, in the loss or in the reward."""
     kl_place: Literal["loss", "reward"] = "loss"
-    """A term of the loss; or subtracted from the reward: of each token with PPO, of a completion
-    the sum over its tokens with GRPO, between the policy that drew them and the reference."""
+    """A term of the loss; or subtracted from the reward, between the policy that drew the tokens
+    and the reference: of each token with PPO and baseline step, of a completion the sum over its
+    tokens otherwise."""
     aggregation: Aggregation = "token"
     """Average of the losses of tokens: over all tokens of an optimizer step (token), over the means
     of sequences (sequence), or over the sums of sequences divided by max_tokens (constant)."""
@@ -178,7 +179,7 @@ class LoopConfig(Section):
         elif num_prompts is None:
             problem = "needs a list of prompts, but prompts is a function or a stream"
         if problem:
-            key = f"{self.name}.passes"
+            key = self.key("passes")
             raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])
         steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
         return self.model_copy(update={"steps": steps, "passes": None})
@@ -187,6 +188,10 @@ class LoopConfig(Section):
     def name(self) -> str:
         """Name of the class, for messages."""
         return type(self).__name__
+
+    def key(self, name: str) -> str:
+        """Return the dotted key of a setting, for messages."""
+        return f"{self.name}.{name}"
 
     @property
     def completions_per_step(self) -> int:
@@ -297,12 +302,13 @@ class GrpoConfig(LoopConfig):
     samples_per_prompt: Annotated[Count, Field(ge=2, le=2**14)] = 8
     """Completions of each prompt, the group in which rewards are compared."""
     baseline: Baseline = "group"
-    """Subtract the mean of the group's rewards, or of the group's other rewards (RLOO)."""
+    """Subtract the mean of the group's rewards, of the group's other rewards (RLOO), or over all
+    tokens of the step (REINFORCE++)."""
     redraws: Steps = 0
     """Times that a group whose rewards all agree is drawn again, with another seed."""
     scale_rewards: Annotated[Scale, BeforeValidator(_scale_of)] = "group"
-    """Divide advantages by the standard deviation of their group's rewards, or of all advantages of
-    a step (REINFORCE++). true is group, false is none."""
+    """Divide advantages by the standard deviation of the rewards of which baseline is the mean
+    (group), or whiten them over all tokens of the step (batch). true is group, false is none."""
 
     @pydantic.field_serializer("scale_rewards", when_used="json")
     def _scale_as_recorded(self, value: Scale) -> Scale | bool:

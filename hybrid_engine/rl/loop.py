@@ -97,9 +97,10 @@ micro_batch["weights"])` is the mean that `aggregation` names, independent of mi
 ranks.
 """
 Advantages = Callable[[torch.Tensor, Groups], torch.Tensor]
-"""(rewards [P, n], the P groups of n completions or conversations) -> advantages [P, n].
+"""(rewards [P, n], the P groups of n completions or conversations) -> advantages [P, n] or [B, S].
 
-Called on every rank, with the same arguments; it must return the same on all.
+Called on every rank, with the same arguments; it must return the same on all. Of [B, S], column
+len(prompt_token_ids) - 1 + i has token i of a completion.
 """
 OnStep = Callable[[Row], None]
 ShouldStop = Callable[[], bool]
@@ -430,8 +431,7 @@ class Loop:
                 of_tokens = at_last_tokens(rewards.flatten(), batch["mask"]) - penalties
                 report |= self.critic.learn(batch, of_tokens, number, generator)
         elif isinstance(config, GrpoConfig):
-            rewards = rewards - penalties.sum(dim=1).view_as(rewards)
-            batch["advantages"] = self._advantages_of(config, rewards, groups).flatten()
+            batch["advantages"] = self._advantages_of(config, rewards, penalties, batch, groups)
         self.samples = samples_of(prompts, groups, scores, batch, version)
         with worker.train_context():
             with meter.phase("score"):
@@ -587,25 +587,32 @@ class Loop:
         return self.config.kl_coefficient * kl * mask
 
     def _advantages_of(
-        self, config: GrpoConfig, rewards: torch.Tensor, groups: Groups
+        self,
+        config: GrpoConfig,
+        rewards: torch.Tensor,
+        penalties: torch.Tensor,
+        batch: Batch,
+        groups: Groups,
     ) -> torch.Tensor:
-        """Return the advantages [P, n] of completions.
+        """Return the advantages of tokens [B, S].
 
         Raises ArgumentError if a function of the caller returns another shape or no finite numbers.
         """
+        mask = batch["mask"]
         if self._advantages is None:
-            return losses.group_advantages(
-                rewards, baseline=config.baseline, scale=config.scale_rewards
+            return losses.token_advantages(
+                rewards, penalties, mask, baseline=config.baseline, scale=config.scale_rewards
             )
-        advantages = torch.as_tensor(self._advantages(rewards, groups), dtype=torch.float32)
-        if advantages.shape == rewards.shape:
+        totals = rewards - penalties.sum(dim=1).view_as(rewards)
+        advantages = torch.as_tensor(self._advantages(totals, groups), dtype=torch.float32)
+        problem = f"shape {tuple(advantages.shape)}, rewards have {tuple(rewards.shape)}"
+        if advantages.shape in (rewards.shape, mask.shape):
             # Nothing is learned from completions that are left out, whatever their advantage is.
-            advantages = advantages.where(~rewards.isnan(), 0.0)
-        if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
-            problem = f"shape {tuple(advantages.shape)}, rewards have {tuple(rewards.shape)}"
-            if advantages.shape == rewards.shape:
-                problem = "not all of them are finite numbers"
-            remedy = "Return a finite number for each reward"
+            is_learned = mask.bool() & ~rewards.isnan().reshape(-1, 1)
+            advantages = advantages.reshape(len(mask), -1).where(is_learned, 0.0)
+            problem = "" if advantages.isfinite().all() else "not all of them are finite numbers"
+        if problem:
+            remedy = "Return a finite number for each reward, or for each token of the batch [B, S]"
             raise ArgumentError([Violation("advantages", problem, remedy, code="wrong-advantages")])
         return advantages
 

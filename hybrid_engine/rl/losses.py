@@ -11,8 +11,8 @@ Papers:
     DAPO          arXiv 2503.14476: `clip_ratio_high`, the mean over tokens
     Dr. GRPO      arXiv 2503.20783: advantages that are not scaled, a constant length
     RLOO          arXiv 2402.14740: the baseline is the mean of the group's other rewards
-    REINFORCE++   arXiv 2501.03262: the mean and scale of all completions of a step, KL in the
-                  reward; or the group's mean
+    REINFORCE++   arXiv 2501.03262 eq. 8 to 10: KL of a token and of those after it in its
+                  advantage; mean and scale of all tokens of a step; or the group's mean
     GSPO          arXiv 2507.18071 eq. 5: one ratio for a sequence
     CISPO         arXiv 2506.13585 eq. 4: a clipped ratio without gradient weights log-probabilities
     dual clip     arXiv 1912.09729 eq. 5: a bound for negative advantages
@@ -33,6 +33,7 @@ from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
 from hybrid_engine.trainer.batches.batch_building import mask_of
+from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "others", "step"]
@@ -44,44 +45,68 @@ Cap = Literal["truncate", "mask"]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def group_advantages(
+def token_advantages(
     rewards: torch.Tensor,
-    epsilon: float = 1e-4,
+    penalties: torch.Tensor,
+    mask: torch.Tensor,
     *,
     baseline: Baseline = "group",
     scale: Scale = "group",
 ) -> torch.Tensor:
-    """Return the rewards [P, n] minus a baseline, divided by a scale.
+    """Return the advantage of each token [B, S]: 0 outside the mask and in rows left out.
 
-    Groups with equal rewards get zeros, but for the baseline "step".
+    Args:
+        rewards: [P, n], n at least 2. NaN where a completion is left out: it counts in no mean and
+            no scale.
+        penalties: [B, S], subtracted from the reward of each token, such as its KL; 0 outside the
+            mask.
+        mask: [B, S], 1 for tokens that were drawn.
+        baseline: "group", "others": as of `group_advantages`, of the rewards minus the sum of
+            their completion's penalties. "step": the mean over all tokens of the reward minus the
+            penalties of this token and of those after it.
+        scale: "group": the standard deviation (by n, not n - 1) of the rewards over which the
+            baseline is a mean: of the group, or with the baseline "step", of all tokens. "batch":
+            that of all tokens, whose mean is subtracted, too. "none": 1.
+    """
+    counted = mask * ~rewards.isnan().reshape(-1, 1)
+    if baseline == "step":
+        values = rewards.reshape(-1, 1) - penalties.flip(1).cumsum(dim=1).flip(1)
+    else:
+        totals = rewards - penalties.sum(dim=1).view_as(rewards)
+        advantages = group_advantages(totals, baseline=baseline, scaled=scale == "group")
+        values = advantages.reshape(-1, 1).expand_as(mask)
+    if baseline == "step" or scale == "batch":
+        return whitened(values, counted, scaled=scale != "none")
+    return values * counted
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    epsilon: float = 1e-4,
+    *,
+    baseline: Literal["group", "others"] = "group",
+    scaled: bool = True,
+) -> torch.Tensor:
+    """Return the rewards [P, n] minus a baseline; groups with equal rewards get zeros.
 
     Args:
         rewards: [P, n], n at least 2. NaN where a completion is left out: its advantage is 0, and
             it counts in no baseline and no scale.
         epsilon: is added to the standard deviation.
         baseline: "group": the mean of the group. "others": the mean of the group's other rewards.
-            "step": the mean of all P * n rewards.
-        scale: "group": the standard deviation of the group's rewards (by n, not n - 1). "batch":
-            that of all P * n advantages. "none": 1.
+        scaled: divide by the standard deviation of the group's rewards (by n, not n - 1).
     """
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)
     # 0 where a completion is left out, so that sums below do not count it.
     differences = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
     # The mean of equal rewards may be rounded to another number.
     differences = differences.where(~are_agreeing(rewards)[:, None], 0.0)
-    if baseline == "step":
-        differences = (rewards - rewards.nanmean()).nan_to_num(0.0)
     advantages = differences
     if baseline == "others":
         advantages = differences * (counts / (counts - 1).clamp(min=1))
-    if scale == "group":
+    if scaled:
         variances = differences.square().sum(dim=1, keepdim=True) / counts.clamp(min=1)
-        return advantages / (variances.sqrt() + epsilon)
-    if scale == "batch":
-        count = counts.sum().clamp(min=1)
-        # The mean is 0, because that of each group is, or that of all.
-        variance = advantages.square().sum() / count
-        return advantages / (variance.sqrt() + epsilon)
+        advantages = advantages / (variances.sqrt() + epsilon)
     return advantages
 
 
@@ -265,9 +290,9 @@ def policy_loss(
 ) -> Callable[[Batch, torch.Tensor], Loss]:
     """Create the policy's loss: clipped policy gradient, plus a KL term, minus an entropy bonus.
 
-    The returned function reads `weights` and `old_log_probs`, [b, S], and `advantages` [b], or
-    [b, S] if a critic gave each token its own. It reads `ref_log_probs` [b, S] if the batch has
-    them; a KL term needs them.
+    The returned function reads `weights` and `old_log_probs`, [b, S], and `advantages` [b, S], or
+    [b], one for all tokens of a row. It reads `ref_log_probs` [b, S] if the batch has them; a KL
+    term needs them.
 
     It reports loss and policy_loss, by `weights`, and by `token_weights` [b, S], if there are any:
 
@@ -301,9 +326,8 @@ def policy_loss(
         weights = micro_batch["weights"]
         # Figures are means over tokens, independent of the aggregation of the loss.
         token_weights = micro_batch.get("token_weights", weights)
-        advantages = micro_batch["advantages"]
-        if advantages.dim() != 2:
-            advantages = advantages[:, None]
+        # [b] becomes [b, 1].
+        advantages = micro_batch["advantages"].reshape(len(log_probs), -1)
         old_log_probs = micro_batch["old_log_probs"]
         log_ratio = log_probs - old_log_probs
         if ratio_of == "sequence":
@@ -342,8 +366,7 @@ def policy_loss(
             report["kl"] = weighted_mean(kl, token_weights)
         if entropy_coefficient:
             loss = loss - entropy_coefficient * weighted_mean(micro_batch["entropy"], weights)
-        report["loss"] = loss
-        report["policy_loss"] = policy
+        report |= {"loss": loss, "policy_loss": policy}
         return loss, {name: value.detach() for name, value in report.items()}
 
     return loss_function

@@ -97,18 +97,23 @@ def generalized_advantages(
     return Advantages(advantages, torch.where(mask.bool(), advantages + values, 0.0))
 
 
-def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+def whitened(
+    values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8, *, scaled: bool = True
+) -> torch.Tensor:
     """Return values [B, S] with mean 0 and standard deviation 1 over the mask; 0 outside.
+
+    Equal values become 0. `scaled`: False keeps the standard deviation.
 
     Raises BatchError for a mask of another shape, or that is 0 everywhere.
     """
     require_alike(None, _REMEDIES, values=values, mask=mask)
-    inside = values[mask.bool()]
+    # In float64 the mean of equal values of float32 is that value, without rounding.
+    inside = values[mask.bool()].double()
     if not inside.numel():
         remedy = "Set it to 1 where a value counts"
         raise BatchError([Violation("mask", "is 0 everywhere", remedy, code="mask-is-zero")])
-    scaled = (values - inside.mean()) / (inside.std(correction=0) + epsilon)
-    return torch.where(mask.bool(), scaled, 0.0)
+    deviation = inside.std(correction=0) + epsilon if scaled else 1.0
+    return torch.where(mask.bool(), (values - inside.mean()) / deviation, 0.0)
 
 
 def value_loss(clip: float | None = 0.2) -> LossFunction:

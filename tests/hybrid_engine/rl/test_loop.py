@@ -352,14 +352,17 @@ def test_advantages_and_loss_may_be_user_functions() -> None:
         received.extend(arguments)
         return [[-1.0, 1.0]]
 
+    mask = penalties = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
+    arguments = (config, rewards, penalties, {"mask": mask}, groups)
     loop = loop_with(ranks)
     assert loop._loss is mock.sentinel.loss
-    assert loop._advantages_of(config, rewards, groups).tolist() == [[-1.0, 1.0]]
-    assert received == [rewards, groups]
+    assert loop._advantages_of(*arguments).tolist() == [[0, -1, 0], [0, 1, 1]]
+    assert (received[0].tolist(), received[1]) == ([[-1, 1]], groups)
+    assert loop_with(lambda *_: mask)._advantages_of(*arguments).equal(mask)
     for wrong, words in ((torch.zeros(2), "(2,)"), (torch.tensor([[0.0, torch.nan]]), "finite")):
         refused = has_violation("advantages", "wrong-advantages", words)
         with pytest.raises(ArgumentError, check=refused):
-            loop_with(lambda *_, wrong=wrong: wrong)._advantages_of(config, rewards, groups)
+            loop_with(lambda *_, wrong=wrong: wrong)._advantages_of(*arguments)
     worker = stand_in()
     worker.config.critic_config.micro_batch_size = 1
     with pytest.raises(ConfigError, check=has_violation("advantages", "conflicting-keys")):

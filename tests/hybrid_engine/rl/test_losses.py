@@ -1,10 +1,15 @@
-"""Advantages and losses, compared with examples worked out by hand and a plain loop over tokens."""
+"""Advantages and losses, compared with examples worked out by hand and with the papers' formulas in float64."""
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,81 +19,32 @@ from hypothesis import strategies as st
 
 from hybrid_engine import build_batch
 from hybrid_engine.errors import BatchError
-from hybrid_engine.rl import losses
+from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, losses
+from hybrid_engine.rl.critic import at_last_tokens
 from hybrid_engine.rl.losses import Aggregation
 from hybrid_engine.trainer.batches import mean_weights, pack
+from hybrid_engine.trainer.reference_and_critic.advantages import generalized_advantages, whitened
 from tests.harness.errors import has_violation, has_violations
+from tests.hybrid_engine.trainer.reference_and_critic.test_advantages import by_definition
+
+DOCS = Path(__file__).resolve().parents[3] / "docs/rl.md"
 
 
-def test_advantages_by_hand() -> None:
-    # mean 1/4, standard deviation sqrt(1/4 * 3/4) = sqrt(3)/4
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    expected = torch.tensor([[math.sqrt(3), *[-1 / math.sqrt(3)] * 3], [0.0] * 4, [0.0] * 4])
-    torch.testing.assert_close(losses.group_advantages(rewards, epsilon=0.0)[:1], expected[:1])
-    torch.testing.assert_close(losses.group_advantages(rewards), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_policy_loss_by_hand() -> None:
-    """Two sequences, one padded.
-
-    Ratios: 1; 2 with advantage 2, clipped to 1.2; 0.5 with advantage -1, clipped to 0.8.
-    """
+def test_figures_by_hand() -> None:
+    """Ratios of the three tokens are 1; 2, clipped to 1.2; and 0.5, clipped to 0.8."""
     old = torch.log(torch.tensor([[0.5, 0.4], [0.6, 0.9]]))
-    new = torch.log(torch.tensor([[0.5, 0.8], [0.3, 0.1]])).requires_grad_()
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    batch = {
-        "weights": mean_weights(mask),
-        "old_log_probs": old,
-        "ref_log_probs": torch.log(torch.tensor([[0.25, 0.8], [0.3, 0.5]])),
-        "advantages": torch.tensor([2.0, -1.0]),
-    }
-    loss, report = losses.policy_loss(clip_ratio=0.2, kl_coefficient=0.1)(batch, new)
-    # min(1*2, 1*2), min(2*2, 1.2*2), min(0.5*-1, 0.8*-1), over three tokens
-    policy = -(2.0 + 2.4 - 0.8) / 3
-    # r - log r - 1; the reference differs only at the first token, where r = 1/2
-    kl = (0.5 + math.log(2) - 1) / 3
-    assert report["policy_loss"].item() == pytest.approx(policy, rel=1e-6)
-    assert report["kl"].item() == pytest.approx(kl, rel=1e-6)
-    assert loss.item() == report["loss"].item() == pytest.approx(policy + 0.1 * kl, rel=1e-6)
+    new = torch.log(torch.tensor([[0.5, 0.8], [0.3, 0.1]]))
+    weights = mean_weights(torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+    batch = {"weights": weights, "old_log_probs": old, "advantages": torch.tensor([2.0, -1.0])}
+    _, report = losses.policy_loss(0.2, 0.0)(batch, new)
+    assert report["policy_loss"].item() == pytest.approx(-(2.0 + 2.4 - 0.8) / 3)
     assert report["clip_fraction"].item() == pytest.approx(2 / 3)
-
-    loss.backward()
-    # only the first token is not clipped: d(-2 * ratio)/d(log p) = -2, and d(kl)/d(log p) = 1 - r
-    expected = torch.tensor([[(-2.0 + 0.1 * (1 - 0.5)) / 3, 0.0], [0.0, 0.0]])
-    torch.testing.assert_close(new.grad, expected)
 
 
 def test_cross_entropy_by_hand() -> None:
     weights = mean_weights(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     loss, _ = losses.cross_entropy({"weights": weights}, torch.tensor([[-9.0, -1.0], [-2.0, -3.0]]))
     assert loss.item() == pytest.approx(2.0)
-
-
-def brute_force(
-    batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor, aggregation: Aggregation, length: int
-) -> tuple[float, float]:
-    """Compute the loss of `LOSS` token by token in Python, and the mean KL per token."""
-    sums = list[list[float]]()
-    kls = list[float]()
-    for row in range(len(log_probs)):
-        sums.append([])
-        for column in (column for column in range(log_probs.shape[1]) if batch["mask"][row, column]):
-            new, old, sampled, ref = (
-                float(tensor[row, column])
-                for tensor in (log_probs, batch["old_log_probs"], batch["sampled_log_probs"], batch["ref_log_probs"])
-            )
-            ratio = math.exp(new - old)
-            advantage = float(batch["advantages"][row])
-            gain = min(ratio * advantage, min(max(ratio, 1 - 0.2), 1 + 0.4) * advantage)
-            kls.append(math.exp(ref - new) - (ref - new) - 1)
-            sums[-1].append(-gain * min(math.exp(old - sampled), 1.1) + 0.3 * kls[-1])
-    flat = [value for values in sums for value in values]
-    loss = {
-        "token": sum(flat) / len(flat),
-        "sequence": statistics.fmean(sum(values) / len(values) for values in sums if values),
-        "constant": sum(flat) / length / len(sums),
-    }[aggregation]
-    return loss, statistics.fmean(kls)
 
 
 LOSS = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, importance_cap=1.1)
@@ -120,84 +76,193 @@ def test_the_loss_does_not_depend_on_micro_batches(seed: int, aggregation: Aggre
     ]
     loss = torch.stack([loss for loss, _ in parts]).mean()
     kl = torch.stack([report["kl"] for _, report in parts]).mean()
-    expected, expected_kl = brute_force(whole, new.detach(), aggregation, 7)
-    assert loss.item() == pytest.approx(expected, rel=1e-9)
-    assert kl.item() == pytest.approx(expected_kl, rel=1e-9)
+    expected, report = LOSS(whole, new)
+    assert (loss.item(), kl.item()) == pytest.approx((expected.item(), report["kl"].item()), rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, new)
-    (whole_gradient,) = torch.autograd.grad(LOSS(whole, new)[0], new)
+    (whole_gradient,) = torch.autograd.grad(expected, new)
     torch.testing.assert_close(gradient, whole_gradient)
     assert gradient[whole["mask"] == 0].eq(0).all()
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "gspo": {"ratio_of": "sequence"},
-    "cispo": {"clipping": "cispo"},
-    "dual clip": {"dual_clip": 1.5},
-    "k1": {"kl_estimator": "k1"},
-    "k2": {"kl_estimator": "k2"},
+Lists = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rewards of two groups of four completions; penalties and values of their tokens."""
+
+    rewards: list[float]
+    penalties: Lists
+    values: Lists
+
+
+def to_go(step: Step) -> Lists:
+    """Return the reward minus the penalties of this and later tokens: REINFORCE++, eq. 8."""
+    return [
+        [reward - sum(row[position:]) for position in range(len(row))]
+        for reward, row in zip(step.rewards, step.penalties, strict=True)
+    ]
+
+
+def by_group(of_group: Callable[[list[float]], list[float]]) -> Callable[[Step], Lists]:
+    """Return the advantages of tokens, by those of a group's rewards minus all penalties of a completion."""
+
+    def advantages(step: Step) -> Lists:
+        totals = [row[0] for row in to_go(step)]
+        of_rows = of_group(totals[:4]) + of_group(totals[4:])
+        return [[advantage] * len(row) for advantage, row in zip(of_rows, step.penalties, strict=True)]
+
+    return advantages
+
+
+def centred(group: list[float]) -> list[float]:
+    return [reward - statistics.fmean(group) for reward in group]
+
+
+def normalized(group: list[float], epsilon: float = 1e-4) -> list[float]:
+    return [difference / (statistics.pstdev(group) + epsilon) for difference in centred(group)]
+
+
+def without_own(group: list[float]) -> list[float]:
+    return [reward - (sum(group) - reward) / 3 for reward in group]
+
+
+def over_tokens(rows: Lists, *, scaled: bool = True) -> Lists:
+    values = [value for row in rows for value in row]
+    left = iter(normalized(values, 1e-8) if scaled else centred(values))
+    return [[next(left) for _ in row] for row in rows]
+
+
+def by_critic(step: Step) -> Lists:
+    earned = [[before - after for before, after in zip(row, [*row[1:], 0.0], strict=True)] for row in to_go(step)]
+    return [by_definition(*pair, 1.0, 0.95)[0] for pair in zip(earned, step.values, strict=True)]
+
+
+def clipped(low: float = 0.2, high: float = 0.2, bound: float = 1e9) -> Callable[..., torch.Tensor]:
+    """Return PPO's gain of tokens; with `bound`, dual clip's."""
+
+    def gain(ratio: torch.Tensor, advantage: torch.Tensor, _log_prob: torch.Tensor) -> torch.Tensor:
+        lesser = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        return torch.where(advantage < 0, torch.maximum(lesser, bound * advantage), lesser)
+
+    return gain
+
+
+OF_GROUP = by_group(normalized)
+CLIPPED = clipped()
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Formulas of a paper.
+
+    Attributes:
+        advantages: of the tokens of each row.
+        gain: (ratio, advantage, log-probability) -> gain, of tokens.
+        aggregation: of the losses of tokens.
+        has_one_ratio: True if all tokens of a row have the geometric mean of their ratios.
+        settings: of the run, if docs/rl.md has no row.
+    """
+
+    advantages: Callable[[Step], Lists] = OF_GROUP
+    gain: Callable[..., torch.Tensor] = CLIPPED
+    aggregation: Aggregation = "token"
+    has_one_ratio: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+FORMULAS = {
+    "GRPO": Formula(aggregation="sequence"),
+    "Dr. GRPO": Formula(by_group(centred), aggregation="constant"),
+    "DAPO": Formula(gain=clipped(high=0.28)),
+    "GSPO": Formula(gain=clipped(3e-4, 4e-4), aggregation="sequence", has_one_ratio=True),
+    "CISPO": Formula(gain=lambda ratio, advantage, log_prob: ratio.clamp(max=1.999).detach() * advantage * log_prob),
+    "RLOO": Formula(by_group(without_own)),
+    "REINFORCE++": Formula(lambda step: over_tokens(to_go(step))),
+    "REINFORCE++ with the group's mean": Formula(lambda step: over_tokens(by_group(centred)(step))),
+    "dual clip": Formula(gain=clipped(bound=3.0)),
+    "PPO": Formula(lambda step: over_tokens(by_critic(step))),
+    "k1": Formula(settings={"kl_coefficient": 0.3, "kl_estimator": "k1"}),
+    "k2": Formula(settings={"kl_coefficient": 0.3, "kl_estimator": "k2"}),
+    "k3 in the reward": Formula(settings={"kl_coefficient": 0.3, "kl_place": "reward"}),
+    "the step's mean, not scaled": Formula(
+        lambda step: over_tokens(to_go(step), scaled=False), settings={"baseline": "step", "scale_rewards": "none"}
+    ),
+    "importance sampling": Formula(settings={"importance_cap": 1.1}),
+}
+KL = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: log_ratio**2 / 2,
+    "k3": lambda log_ratio: log_ratio.exp() - log_ratio - 1,
 }
 
 
-def gradient_by_formula(name: str, batch: Mapping[str, torch.Tensor], new: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient of the mean over tokens by each paper's formula, token by token."""
-    gradient = torch.zeros_like(new)
-    num_tokens = float(batch["mask"].sum())
-    for row in range(len(new)):
-        columns = [column for column in range(new.shape[1]) if batch["mask"][row, column]]
-        log_ratios = {column: float(new[row, column] - batch["old_log_probs"][row, column]) for column in columns}
-        mean_ratio = math.exp(statistics.fmean(log_ratios.values()))
-        advantage = float(batch["advantages"][row])
-        is_positive = advantage > 0
-        for column in columns:
-            ratio = mean_ratio if name == "gspo" else math.exp(log_ratios[column])
-            # d(ratio) = ratio * d(log ratio); PPO's gradient is 0 if the clipped gain is smaller.
-            is_clipped = ratio > 1.4 if is_positive else ratio < 0.8
-            slope = 0.0 if is_clipped else ratio * advantage
-            if name == "cispo":
-                slope = min(max(ratio, 0.8), 1.4) * advantage
-            if name == "dual clip" and not is_positive and ratio > 1.5:
-                slope = 0.0
-            difference = float(batch["ref_log_probs"][row, column] - new[row, column])
-            kl_slope = {"k1": 1.0, "k2": -difference}.get(name, 1 - math.exp(difference))
-            if name == "gspo":
-                # Each token's ratio depends on every token of the row, by 1 / length.
-                for other_column in columns:
-                    gradient[row, other_column] += -slope / len(columns) / num_tokens
-            else:
-                gradient[row, column] -= slope / num_tokens
-            gradient[row, column] += 0.3 * kl_slope / num_tokens
-    return gradient
+def documented() -> dict[str, dict[str, Any]]:
+    """Return algorithm -> settings, of the table of algorithms in docs/rl.md."""
+    rows = re.findall(r"^\| (.+) \((?:arXiv )?\d+\.\d+\) \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
+    return {
+        name: {key: ast.literal_eval(value) for key, value in re.findall(r"`(\w+)=([^`]+)`", settings)}
+        for name, settings in rows
+    }
 
 
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(VARIANTS)))
-def test_gradients_equal_the_formulas_of_the_papers(seed: int, name: str) -> None:
-    batch, log_probs = random_batch(seed)
-    (whole,) = losses.minibatches(batch, 1, torch.Generator())
-    new = log_probs[whole["tokens"][:, 0]].requires_grad_()
-    loss_function = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, **VARIANTS[name])
-    # The mean over rows of sums of weighted tokens is the mean over tokens.
-    (gradient,) = torch.autograd.grad(loss_function(whole, new)[0], new)
-    torch.testing.assert_close(gradient, gradient_by_formula(name, whole, new.detach()))
+def loss_by_formula(formula: Formula, config: Any, batch: Any, new: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row, mask in enumerate(batch["mask"].bool()):
+        names = ("old_log_probs", "ref_log_probs", "sampled_log_probs", "advantages")
+        old, ref, sampled, advantages = (batch[name][row, mask] for name in names)
+        log_ratios = new[row, mask] - old
+        if formula.has_one_ratio:
+            log_ratios = log_ratios.mean().expand_as(log_ratios)
+        gains = formula.gain(log_ratios.exp(), advantages, new[row, mask])
+        if config.importance_cap is not None:
+            gains = gains * (old - sampled).exp().clamp(max=config.importance_cap)
+        coefficient = config.kl_coefficient if config.kl_place == "loss" else 0.0
+        rows.append(coefficient * KL[config.kl_estimator](ref - new[row, mask]) - gains)
+    return {
+        "token": torch.cat(rows).mean(),
+        "sequence": torch.stack([row.mean() for row in rows]).mean(),
+        "constant": torch.stack([row.sum() for row in rows]).mean() / config.max_tokens,
+    }[formula.aggregation]
 
 
-@given(st.integers(0, 10**6), st.integers(2, 6))
-def test_the_baseline_may_exclude_the_completion(seed: int, size: int) -> None:
-    rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    expected = [
-        [reward - statistics.fmean(group[:index] + group[index + 1 :]) for index, reward in enumerate(group)]
-        for group in rewards.tolist()
-    ]
-    advantages = losses.group_advantages(rewards, baseline="others", scale="none")
-    torch.testing.assert_close(advantages, torch.tensor(expected).double())
+@pytest.mark.parametrize("name", sorted({*documented(), *FORMULAS}))
+@given(seed=st.integers(0, 10**6))
+def test_algorithms_are_the_formulas_of_their_papers(name: str, seed: int) -> None:
+    """Advantages, loss and gradient in float64; completions have gaps, as of replies between two turns."""
+    formula = FORMULAS[name]
+    config: Any = (PpoConfig if name == "PPO" else GrpoConfig)(**documented().get(name, formula.settings))
+    batch, new = random_batch(seed)
+    mask = batch["mask"]
+    mask[:, 1:] *= batch["old_log_probs"][:, 1:] < -0.3
+    # any numbers
+    rewards = batch["sampled_log_probs"][:, 0].view(2, 4)
+    values = batch["ref_log_probs"]
+    loop: Any = SimpleNamespace(config=config, _advantages=None)
+    penalties = Loop._kl_penalties(loop, batch)
+    if name == "PPO":
+        earned = at_last_tokens(rewards.flatten(), mask) - penalties
+        estimate = generalized_advantages(earned, values, batch, config.gamma, config.lam)
+        batch["advantages"] = whitened(estimate.advantages, mask)
+    else:
+        batch["advantages"] = Loop._advantages_of(loop, config, rewards, penalties, batch, [])
 
+    coefficient = config.kl_coefficient if config.kl_place == "reward" else 0.0
+    kl = coefficient * KL[config.kl_estimator](batch["ref_log_probs"] - batch["sampled_log_probs"])
+    of_tokens = [[row[drawn].tolist() for row, drawn in zip(rows, mask.bool(), strict=True)] for rows in (kl, values)]
+    expected = formula.advantages(Step(rewards.flatten().tolist(), *of_tokens))
+    flat = torch.tensor([value for row in expected for value in row], dtype=torch.float64)
+    torch.testing.assert_close(batch["advantages"][mask == 1], flat)
+    assert not batch["advantages"][mask == 0].any()
 
-def test_advantages_may_be_scaled_by_the_whole_batch() -> None:
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
-    advantages = losses.group_advantages(rewards, epsilon=0.0, scale="batch")
-    centred = [-0.5, 0.5, -1.5, 1.5]
-    scale = statistics.pstdev(centred)
-    assert advantages.flatten().tolist() == pytest.approx([value / scale for value in centred])
+    new.requires_grad_()
+    (part,) = losses.minibatches(batch, 1, torch.Generator(), config.aggregation, config.max_tokens)
+    loss = config.policy_loss()(part, new[part["tokens"][:, 0]])[0]
+    by_paper = loss_by_formula(formula, config, batch, new)
+    # Weights of tokens are float32.
+    assert loss.item() == pytest.approx(by_paper.item(), rel=1e-6, abs=1e-7)
+    gradients = (torch.autograd.grad(value, new)[0] for value in (loss, by_paper))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)
 
 
 def test_truncated_completions_have_no_weight_in_the_loss() -> None:
@@ -214,18 +279,6 @@ def test_truncated_completions_have_no_weight_in_the_loss() -> None:
     (gradient,) = torch.autograd.grad(loss, new)
     assert loss.item() == 0
     assert not gradient.any()
-
-
-def test_importance_weights_have_no_gradient() -> None:
-    """Importance weights of 2 and 3 (capped) multiply the gain and its gradient."""
-    old = torch.log(torch.tensor([[0.4, 0.8]]))
-    sampled = torch.log(torch.tensor([[0.2, 0.1]]))
-    new = old.clone().requires_grad_()
-    batch = {"weights": torch.ones(1, 2), "mask": torch.ones(1, 2), "old_log_probs": old, "sampled_log_probs": sampled}
-    loss, report = losses.policy_loss(0.2, 0.0, importance_cap=3.0)({**batch, "advantages": torch.ones(1)}, new)
-    loss.backward()
-    assert new.grad.tolist() == [pytest.approx([-2.0, -3.0])]
-    assert (report["importance"].item(), "kl" in report) == (pytest.approx(5.0), False)
 
 
 @given(
@@ -249,12 +302,6 @@ def test_importance_weights_token_by_token(seed: int, of: Any, above_cap: Any, c
             if veto is not None and min(ratios) < veto:
                 expected = 0.0
             assert weight == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_baseline_may_be_that_of_the_step() -> None:
-    rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]], dtype=torch.float64)
-    advantages = losses.group_advantages(rewards, baseline="step", scale="none")
-    assert advantages.flatten().tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3, 0.0])
 
 
 def test_weights_need_tokens_and_a_length() -> None:

@@ -13,7 +13,7 @@ import torch
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import BatchReward, GrpoConfig
 from hybrid_engine.rl import rewards as rewards_module
-from hybrid_engine.rl.losses import group_advantages
+from hybrid_engine.rl.losses import token_advantages
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores, reward_violations
 from tests.harness.errors import has_violation
 
@@ -171,21 +171,23 @@ def test_groups_agree_if_their_rewards_are_equal_or_left_out() -> None:
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 100.7, 1e18])
+@pytest.mark.parametrize("baseline", ["group", "step"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_have_no_advantage(value: float, scale: Any) -> None:
-    rewards = torch.tensor([[value] * 8, [0.0, 1.0] * 4])
-    assert not group_advantages(rewards, scale=scale)[0].any()
+def test_equal_rewards_have_no_advantage(value: float, baseline: Any, scale: Any) -> None:
+    mask = torch.ones(16, 3)
+    rewards = torch.full((2, 8), value)
+    assert not token_advantages(rewards, 0 * mask, mask, baseline=baseline, scale=scale).any()
 
 
-@pytest.mark.parametrize("baseline", ["group", "others"])
+@pytest.mark.parametrize("baseline", ["group", "others", "step"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_completion_that_is_left_out_counts_in_no_advantage(baseline: Any, scale: Any) -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0], [0.0, 5.0, 1.0]])
-    expected = group_advantages(rewards, baseline=baseline, scale=scale)
-    with_gap = torch.cat([rewards, torch.full((2, 1), math.nan)], dim=1)
-    advantages = group_advantages(with_gap, baseline=baseline, scale=scale)
-    torch.testing.assert_close(advantages[:, :3], expected)
-    assert not advantages[:, 3].any()
+    rewards = torch.tensor([[1.0, 2.0, 4.0, math.nan], [0.0, 5.0, 1.0, math.nan]])
+    mask = torch.ones(8, 1)
+    expected = token_advantages(rewards[:, :3], 0 * mask[:6], mask[:6], baseline=baseline, scale=scale)
+    advantages = token_advantages(rewards, 0 * mask, mask, baseline=baseline, scale=scale)
+    torch.testing.assert_close(advantages.view(2, 4)[:, :3], expected.view(2, 3))
+    assert not advantages[3::4].any()
 
 
 def test_functions_and_weights_are_checked() -> None:

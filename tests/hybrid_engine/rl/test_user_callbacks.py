@@ -180,8 +180,8 @@ def test_a_reward_is_a_number_whose_square_is_finite_in_float32() -> None:
     rewards = rewards_of(NUMBERS, [str(place) for place in range(len(NUMBERS))])
     assert rewards == [1, 0.5, 1, -1e18, 0.5, 0.5, -3, 1, 1, 0.5, 1, 1]
     assert {type(reward) for reward in rewards} == {float}
-    for scale in (True, False):
-        advantages = group_advantages(torch.tensor([[1e18] * 63 + [-1e18]]), scale=scale)
+    for scaled in (True, False):
+        advantages = group_advantages(torch.tensor([[1e18] * 63 + [-1e18]]), scaled=scaled)
         assert torch.isfinite(advantages).all()
         assert torch.isfinite(advantages.square().sum())
 
