@@ -21,8 +21,7 @@ def packing_violations(config: LoopConfig, no_packing: str) -> Iterator[Violatio
     `no_packing`: `BatchLimits.no_packing` of the model.
     """
     if config.pack and no_packing:
-        key = f"{config.name}.pack"
-        yield Violation(key, no_packing, "Leave it out", code="packing-unsupported")
+        yield Violation(config.key("pack"), no_packing, "Leave it out", code="packing-unsupported")
 
 
 @dataclass(frozen=True)
@@ -64,4 +63,4 @@ class PackedCalls:
 
     @property
     def _multiple(self) -> int:
-        return self.limits.dp_size * self.limits.micro_batch_size
+        return self.limits.dp_size * self.limits.rows_of_rank

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
+from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.stages import chunks_of
 from hybrid_engine.models.config_json import positions_of
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
@@ -47,6 +49,12 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "advantages": ("rewards", "groups"),
 }
 """Callback -> names of the arguments that it is called with."""
+_REPLACED = {
+    "loss": "clip_ratio clip_ratio_high ratio clipping dual_clip "
+    "importance_of above_importance_cap",
+    "advantages": "baseline scale_rewards",
+}
+"""Function of the caller -> settings that are of the one in its place."""
 _KNOWN_ARGUMENTS = (*_PARAMETERS, "reward", "config", "out", "trackers", "on_phase")
 
 
@@ -98,7 +106,8 @@ class RunLimits:
 
     Attributes:
         micro_batch_sizes: keys of the micro batch sizes of actor and critic -> sequences.
-        dp_size: number of data parallel ranks.
+        micro_batch_multiple: the number of micro batches of all data parallel ranks together is a
+            multiple of this.
         seq_length: tokens of a row in training.
         has_critic: True if there is a `critic_config`.
         tokenizer: tokenizer of texts and chats.
@@ -109,7 +118,7 @@ class RunLimits:
     """
 
     micro_batch_sizes: Mapping[str, int]
-    dp_size: int
+    micro_batch_multiple: int
     seq_length: int
     has_critic: bool
     tokenizer: ModelTokenizer
@@ -123,7 +132,7 @@ class RunLimits:
         limits = worker.actor.engine.limits
         return cls(
             _micro_batch_sizes(worker.config, limits.micro_batch_size),
-            limits.dp_size,
+            limits.dp_size * limits.micro_batch_multiple,
             worker.config.actor_config.seq_length,
             worker.config.critic_config is not None,
             worker.inference.tokenizer,
@@ -138,14 +147,21 @@ class RunLimits:
         from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
 
         longest = _longest_sequence(engines)
-        vocab_size = engines.table().dims.vocab_size
+        dims = engines.table().dims
+        sizes = engines.train_sizes(world_size)
+        multiple = sizes.data
+        if isinstance(sizes, TrainParallelism):
+            chunks = chunks_of(sizes, dims.num_layers, dims.num_mtp_layers)
+            # Virtual stages take micro batches in groups, as in `BatchLimits`.
+            if len(chunks) > sizes.pipeline:
+                multiple *= sizes.pipeline
 
         def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-            check_token_ids(prompts, max_tokens, longest, vocab_size)
+            check_token_ids(prompts, max_tokens, longest, dims.vocab_size)
 
         return cls(
             _micro_batch_sizes(engines, engines.actor_config.micro_batch_size),
-            engines.train_sizes(world_size).data,
+            multiple,
             engines.actor_config.seq_length,
             engines.critic_config is not None,
             ModelTokenizer(str(engines.model)),
@@ -224,22 +240,25 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
     config = arguments.config
     violations = argument_violations(arguments)
     if "evaluate" not in arguments.callbacks and config.evaluate_first:
-        key = f"{config.name}.evaluate_first"
         problem = "is set, but there is no `evaluate`"
-        violations.append(Violation(key, problem, "Pass one", code="needs-evaluate"))
+        violations.append(
+            Violation(config.key("evaluate_first"), problem, "Pass one", code="needs-evaluate")
+        )
     # Figures of `evaluate` are not in every row; these columns are.
     is_uneven = config.save_every % config.evaluate_every != 0 and config.keep_best != "reward"
     if config.keep_best is not None and "evaluate" in arguments.callbacks and is_uneven:
-        key = f"{config.name}.save_every"
         problem = (
             f"is {config.save_every}, no multiple of evaluate_every, {config.evaluate_every}, so "
             "there are checkpoints without a figure for keep_best"
         )
-        violations.append(Violation(key, problem, "Change one of them", code="not-divisible"))
+        violations.append(
+            Violation(config.key("save_every"), problem, "Change one of them", code="not-divisible")
+        )
     if config.best == "lowest" and config.keep_best is None:
-        key = f"{config.name}.best"
         problem = "is set, but keep_best is not"
-        violations.append(Violation(key, problem, "Set keep_best", code="needs-keep-best"))
+        violations.append(
+            Violation(config.key("best"), problem, "Set keep_best", code="needs-keep-best")
+        )
     return violations
 
 
@@ -387,48 +406,66 @@ def _signature_violations(
 def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
     """Yield settings that contradict other arguments."""
     config = arguments.config
-    if "environment" not in arguments.callbacks and config.max_tokens_per_turn is not None:
-        key = f"{config.name}.max_tokens_per_turn"
+    callbacks = arguments.callbacks
+    if "environment" not in callbacks and config.max_tokens_per_turn is not None:
         problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
         remedy = "Pass an environment, or set max_tokens"
-        yield Violation(key, problem, remedy, code="needs-environment")
+        yield Violation(
+            config.key("max_tokens_per_turn"), problem, remedy, code="needs-environment"
+        )
     if (
         config.importance_cap is None
         and {"importance_of", "above_importance_cap"} & config.model_fields_set
     ):
-        key = f"{config.name}.importance_cap"
         problem = "is not set, and settings of its weights are"
-        yield Violation(key, problem, "Set it, such as to 2", code="has-no-effect")
+        yield Violation(
+            config.key("importance_cap"), problem, "Set it, such as to 2", code="has-no-effect"
+        )
     if config.kl_place == "reward" and not config.kl_coefficient:
-        key = f"{config.name}.kl_place"
         problem = "is reward, but kl_coefficient is 0"
-        yield Violation(key, problem, "Set both or neither", code="has-no-effect")
-    if config.pack and (config.importance_of == "sequence" or config.importance_veto is not None):
-        key = f"{config.name}.pack"
-        problem = "is true, but importance weights of a completion need one sequence a row"
-        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
-    if config.pack and config.ratio == "sequence":
-        key = f"{config.name}.pack"
-        problem = "is true, but a ratio for a sequence needs one sequence a row"
-        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
-    if config.pack and "loss" in arguments.callbacks:
-        key = f"{config.name}.pack"
-        problem = "is true, but a `loss` of your own may take a row for a sequence"
-        yield Violation(key, problem, "Use one of the two", code="conflicting-keys")
+        yield Violation(
+            config.key("kl_place"), problem, "Set both or neither", code="has-no-effect"
+        )
+    if config.clipping == "cispo" and config.dual_clip is not None:
+        problem = f"is {config.dual_clip}, but clipping is cispo, which has no such bound"
+        yield Violation(
+            config.key("dual_clip"),
+            problem,
+            "Leave it out, or set clipping to ppo",
+            code="has-no-effect",
+        )
+    for name in sorted(_REPLACED.keys() & callbacks):
+        for key in sorted(config.model_fields_set.intersection(_REPLACED[name].split())):
+            problem = f"is set, but `{name}` is a function of your own, which does not read it"
+            yield Violation(
+                config.key(key), problem, f"Leave it out, or `{name}`", code="has-no-effect"
+            )
+    of_rows = {
+        "importance weights of a completion": config.importance_of == "sequence"
+        or config.importance_veto is not None,
+        "a ratio for a sequence": config.ratio == "sequence",
+        "a `loss` of your own": "loss" in callbacks,
+    }
+    for name, is_set in of_rows.items():
+        if config.pack and is_set:
+            problem = f"is true, but {name} needs one sequence a row"
+            yield Violation(
+                config.key("pack"), problem, "Use one of the two", code="conflicting-keys"
+            )
     if config.overlong_tokens > config.max_tokens:
-        key = f"{config.name}.overlong_tokens"
         problem = f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}"
-        yield Violation(key, problem, "Lower it", code="beyond-max-tokens")
+        yield Violation(
+            config.key("overlong_tokens"), problem, "Lower it", code="beyond-max-tokens"
+        )
     if isinstance(config, PpoConfig):
-        if "advantages" in arguments.callbacks:
+        if "advantages" in callbacks:
             problem = "are a function, but PPO's come from its critic"
             remedy = "Use GrpoConfig, or leave them out"
             yield Violation("advantages", problem, remedy, code="conflicting-keys")
         if config.reward_failures == "skip":
             problem = "is skip, but the critic learns from every completion"
             remedy = "Use end, with reward_retries, or GrpoConfig"
-            key = f"{config.name}.reward_failures"
-            yield Violation(key, problem, remedy, code="conflicting-keys")
+            yield Violation(config.key("reward_failures"), problem, remedy, code="conflicting-keys")
 
 
 def _critic_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
@@ -447,7 +484,7 @@ def _stop_violations(
     except ConfigError as error:
         problem = f"strings need a tokenizer: {error.findings[0].problem}"
         remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
-        yield Violation(f"{config.name}.stop", problem, remedy, code="needs-tokenizer")
+        yield Violation(config.key("stop"), problem, remedy, code="needs-tokenizer")
 
 
 def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
@@ -457,14 +494,17 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Itera
         sizes.pop("critic_config.micro_batch_size", None)
     count = config.completions_per_step
     for name, size in sizes.items():
-        factor = config.minibatches * size * limits.dp_size
+        # Packing adds rows of padding.
+        factor = config.minibatches * (1 if config.pack else size * limits.micro_batch_multiple)
         if count % factor:
-            key = f"{config.name}.minibatches"
             problem = (
                 f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {factor}"
             )
-            remedy = f"minibatches x {name} x data parallel ranks: change one of them"
-            yield Violation(key, problem, remedy, code="not-divisible")
+            remedy = (
+                f"minibatches x {name} x data parallel ranks (x pipeline ranks, with virtual "
+                "stages): change one of them, or set pack, which needs a multiple of minibatches"
+            )
+            yield Violation(config.key("minibatches"), problem, remedy, code="not-divisible")
 
 
 def _schedule_violations(

@@ -55,6 +55,8 @@ class BatchLimits:
         routing: of the model, if it takes `routed_experts` of a batch; otherwise it ignores them.
         no_replay: reason why `routed_experts` are refused; "" if they are not.
         no_images: reason why images are unsupported; "" if they are supported.
+        micro_batch_multiple: the number of micro batches of a rank must be a multiple of this, with
+            virtual pipeline stages that of the stages.
     """
 
     vocab_size: int
@@ -67,6 +69,12 @@ class BatchLimits:
     routing: Routing | None = None
     no_replay: str = ""
     no_images: str = "this model is trained on text alone"
+    micro_batch_multiple: int = 1
+
+    @property
+    def rows_of_rank(self) -> int:
+        """Number of which the rows of a data parallel rank must be a multiple."""
+        return self.micro_batch_size * self.micro_batch_multiple
 
 
 def own_share(
@@ -213,12 +221,12 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Iterator[Violation]:
     num_rows, length = shape
-    rows_per_step = num_parts * limits.micro_batch_size
+    rows_per_step = num_parts * limits.rows_of_rank
     if num_rows % rows_per_step:
-        ranks = f"{num_parts} data parallel ranks in " if num_parts > 1 else ""
         problem = (
-            f"{num_rows} rows cannot be divided into {ranks}micro batches of "
-            f"{limits.micro_batch_size}"
+            f"{num_rows} rows are not a multiple of {rows_per_step}: data parallel ranks, "
+            f"{num_parts}, x micro_batch_size, {limits.micro_batch_size}, x micro batches that "
+            f"virtual stages take together, {limits.micro_batch_multiple}"
         )
         # rounded up
         num_padded_rows = -(-num_rows // rows_per_step) * rows_per_step

@@ -2,21 +2,20 @@
 
 Of prompts and completions:
 
-    num_parts = dp_size * micro_batch_size
-    packed = pack(prompts, completions, seq_length, multiple_of=num_parts)
+    multiple = limits.dp_size * limits.rows_of_rank     # of worker.actor.engine.limits
+    packed = pack(prompts, completions, seq_length, multiple_of=multiple)
     packed.batch["advantages"] = packed.spread(advantages)      # one value a sequence -> [R, S]
     packed.batch["old_log_probs"] = worker.compute_log_probs(packed.batch)
     packed.unpack(packed.batch["old_log_probs"])                # [R, S] -> one tensor a sequence
 
 Of a batch with one sequence a row, for one call; results return to its rows:
 
-    packed = pack_rows(batch, multiple_of=num_parts)
+    packed = pack_rows(batch, multiple_of=multiple)
     batch["old_log_probs"] = packed.restore(worker.compute_log_probs(packed.batch))     # [B, S]
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -168,7 +167,7 @@ def pack_rows(
             [B, S, ...], one value a token.
         seq_length: columns of the packed rows; default: S.
         multiple_of: the number of rows is a multiple of this. `update` requires data parallel
-            ranks times micro batch size. Added rows are padding, with weights of 0.
+            ranks times `BatchLimits.rows_of_rank`. Added rows are padding, with weights of 0.
         pad_token_id: token id of padding.
 
     Raises BatchError for rows of several sequences, keys that do not define them as
@@ -195,12 +194,12 @@ def pack_rows(
         raise BatchError([Violation("tokens", problem, remedy, code="sequence-too-long")])
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
-    places = _first_fit(lengths, size)
-    num_used_rows = max((place.row + 1 for place in places), default=0)
+    places = _placed(lengths, size) or []
+    num_used_rows = len({place.row for place in places})
     num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
     if num_rows > num_used_rows:
         # a micro batch is computed as long as its longest row, so sequences move to added rows
-        places = _balanced(lengths, num_rows, size) or places
+        places = _placed(lengths, size, num_rows) or places
 
     taken = _positions(sources)
     placed = _positions(places)
@@ -256,34 +255,24 @@ def _positions(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.repeat_interleave(lengths), starts.repeat_interleave(lengths) + offsets
 
 
-def _balanced(lengths: Sequence[int], num_rows: int, size: int) -> list[RowSlice] | None:
-    """Return a place for each length: the longest first, into the row with the fewest tokens.
+def _placed(lengths: Sequence[int], size: int, num_rows: int = 0) -> list[RowSlice] | None:
+    """Return a place for each length: the longest first, into the first row with room for it.
 
-    Returns None if one does not fit there.
+    Of `num_rows` rows, if any, into the row with the fewest tokens; None if one does not fit there.
     """
-    used = [(0, row) for row in range(num_rows)]
-    places: dict[int, RowSlice] = {}
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        length = lengths[index]
-        num_used, row = used[0]
-        if num_used + length > size:
-            return None
-        heapq.heapreplace(used, (num_used + length, row))
-        places[index] = RowSlice(row, num_used, length)
-    return [places[index] for index in range(len(lengths))]
-
-
-def _first_fit(lengths: Sequence[int], size: int) -> list[RowSlice]:
-    """Return a place for each length: the longest first, into the first row with room for it."""
-    used: list[int] = []
+    used = [0] * num_rows
     places: dict[int, RowSlice] = {}
     # the sort is stable, so sequences of one length keep their order
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
-        fitting = (row for row, num_used in enumerate(used) if num_used + length <= size)
-        row = next(fitting, len(used))
-        if row == len(used):
-            used.append(0)
+        if num_rows:
+            row = min(range(num_rows), key=used.__getitem__)
+            if used[row] + length > size:
+                return None
+        else:
+            fitting = (row for row, num_used in enumerate(used) if num_used + length <= size)
+            row = next(fitting, len(used))
+            used += [0] * (row == len(used))
         places[index] = RowSlice(row, used[row], length)
         used[row] += length
     return [places[index] for index in range(len(lengths))]

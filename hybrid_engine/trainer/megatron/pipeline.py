@@ -242,6 +242,10 @@ class Pipeline:
             seq_length,
             self._row_multiple,
             self._inputs.no_packing,
+            # Virtual stages take micro batches in groups.
+            micro_batch_multiple=transformer_config.microbatch_group_size_per_vp_stage
+            if len(model.chunks) > 1
+            else 1,
         )
 
     def step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:

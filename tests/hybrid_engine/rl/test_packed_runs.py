@@ -26,6 +26,12 @@ ALGORITHMS = {
         {"fsdp": {}, "make_vocab_size_divisible_by": 128},
     ),
     "ppo": (PpoConfig, {}, {"tensor_model_parallel_size": 2}),
+    # Virtual stages take an even number of micro batches.
+    "virtual stages": (
+        GrpoConfig,
+        {},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
 }
 EQUAL = ("reward", "reward_std", "response_tokens", "truncated", "groups_agreeing")
 CLOSE = ("loss", "policy_loss", "kl", "entropy", "grad_norm", "value_loss", "clip_fraction", "explained_variance")
@@ -55,7 +61,7 @@ def run(model: Path, name: str, *, pack: bool) -> tuple[list[dict[str, Any]], li
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_packed_rows_give_the_same_steps(engines: Ranks, tmp_path: Path, name: str) -> None:
-    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
     calls = {pack: (run_in_order, (model, name, pack)) for pack in (False, True)}
     results = engines.launch_in_turn(2, calls)
     (padded, sizes), (packed, packed_sizes) = (results[pack][0] for pack in (False, True))

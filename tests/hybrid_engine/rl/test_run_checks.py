@@ -85,6 +85,17 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
             "GrpoConfig.pack",
             "conflicting-keys",
         ),
+        (
+            {"config": GrpoConfig(clipping="cispo", dual_clip=3.0, max_tokens=8)},
+            "GrpoConfig.dual_clip",
+            "has-no-effect",
+        ),
+        ({"config": GrpoConfig(ratio="sequence", max_tokens=8), "loss": print}, "GrpoConfig.ratio", "has-no-effect"),
+        (
+            {"config": GrpoConfig(baseline="step", max_tokens=8), "advantages": print},
+            "GrpoConfig.baseline",
+            "has-no-effect",
+        ),
         ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
         ({"reward": None}, "reward", "not-callable"),
         ({"reward": {"length": 5}}, "reward length", "not-callable"),
@@ -196,3 +207,12 @@ def test_a_model_that_computes_one_sequence_a_row_is_not_packed() -> None:
     mamba = dataclasses.replace(limits, no_packing="MambaLayer mixes tokens of different sequences")
     (violation,) = run_checks.limit_violations(arguments, mamba)
     assert (violation.key, violation.code) == ("GrpoConfig.pack", "packing-unsupported")
+
+
+def test_virtual_stages_take_micro_batches_in_groups() -> None:
+    actor = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    engines = load_config({"model": str(MODEL), "random_weights": True, "actor_config": actor}, 2)
+    limits = run_checks.RunLimits.of_config(engines, 2)
+    for pack, num_violations in ((False, 1), (True, 0)):
+        config = GrpoConfig(prompts_per_step=1, samples_per_prompt=3, pack=pack)
+        assert len([*run_checks._size_violations(config, limits)]) == num_violations

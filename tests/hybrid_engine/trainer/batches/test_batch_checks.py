@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,6 +31,8 @@ def test_a_global_batch_is_split_and_a_local_one_is_not() -> None:
     assert own_share(whole, LIMITS)["advantages"].tolist() == [2, 3]
     assert own_share(whole, LIMITS)["text"].shape == (2, 3, 2)
     assert own_share(whole, LIMITS, "local") is whole
+    with pytest.raises(BatchError, check=has_violations(("tokens", "not-divisible"))):
+        own_share(whole, replace(LIMITS, micro_batch_multiple=2))
     with pytest.raises(BatchError, check=has_violations(("data", "unknown-value"))):
         own_share(whole, LIMITS, "shared")  # type: ignore[arg-type]
 
