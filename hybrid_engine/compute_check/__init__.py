@@ -2,6 +2,7 @@
 
     probes.py          what both sides implement: limits, log-probabilities, layers
     gap.py             tokens that both sides compute; which difference rounding explains
+    routes.py          experts that both sides select for the tokens
     attention.py       settings of each layer's attention, and their differences
     logprob_check.py   the comparison at set-up and in switches
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.compute_check.routes import MOST_MISROUTED, misrouted
 
 NUM_ROWS = 2
 """Sequences per probe."""
@@ -97,10 +99,15 @@ class Gap:
         spread = self.trained.log_probs.double().std().item()
         return self.rounding.share * max(self.rounding.least_spread, spread)
 
+    @cached_property
+    def misrouted(self) -> list[float]:
+        """Share of the misrouted tokens of each layer with experts; empty if they are unknown."""
+        return misrouted(self.trained.routes, self.served.routes, self.rounding.share)
+
     @property
     def is_rounding(self) -> bool:
         """True if rounding explains the difference; False for NaN."""
-        return self.size <= self.tolerance
+        return self.size <= self.tolerance and max(self.misrouted, default=0.0) <= MOST_MISROUTED
 
     @property
     def is_zero(self) -> bool:
@@ -124,13 +131,17 @@ class Gap:
         row, column = divmod(farthest, differences.shape[1])
         token_id = int(self.tokens[row, column + 1])
         by_trainer = self.trained.log_probs[row, column].item()
+        most = max(self.misrouted, default=0.0)
+        routes = f"; at most {most:.2%} of the tokens of a layer are misrouted" * bool(
+            self.misrouted
+        )
         by_other = self.served.log_probs[row, column].item()
         return (
             f"log-probabilities of {differences.numel()} tokens are {self.size:.3g} nats apart "
             f"(quantile {self.rounding.quantile:g}), rounding of {dtype} explains "
             f"{self.tolerance:g}; "
             f"furthest apart is token {token_id} at position {column + 1} of sequence {row}, "
-            f"{by_trainer:.4f} by the trainer and {by_other:.4f} by {self.name}"
+            f"{by_trainer:.4f} by the trainer and {by_other:.4f} by {self.name}{routes}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.routes import LayerRoutes
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class ProbeAnswer:
         log_probs: [B, L - 1] float32 on the host: log-probability of every token but the first,
             given its prefix.
         dtype: coarsest dtype in which the side computes.
+        routes: experts of the tokens in each layer with experts; empty if they are unknown.
     """
 
     log_probs: torch.Tensor
     dtype: torch.dtype
+    routes: Sequence[LayerRoutes] = ()
 
 
 @runtime_checkable

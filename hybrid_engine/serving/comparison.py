@@ -19,6 +19,7 @@ import torch
 from hybrid_engine.compute_check.gap import NUM_ROWS, ROUNDING
 from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, TrainerCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import MessageError, ServerError, clipped
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
@@ -49,10 +50,12 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         log_probs: [B, L - 1], in nats.
         dtype: dtype in which the server computes.
+        routes: [layers, B * L, k] experts of each token in the layers with experts.
     """
 
     log_probs: list[list[float]]
     dtype: str
+    routes: list[list[list[int]]] = []
 
     def probed(self, tokens: torch.Tensor) -> ProbeAnswer:
         """Convert to a `ProbeAnswer`. Raises ServerError if the shape or the dtype is wrong."""
@@ -64,7 +67,9 @@ class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
                 f"in {clipped(self.dtype)}, expected {rows} rows of {columns}",
                 code="unexpected-log-probabilities",
             )
-        return ProbeAnswer(torch.tensor(self.log_probs, dtype=torch.float32), _DTYPES[self.dtype])
+        log_probs = torch.tensor(self.log_probs, dtype=torch.float32)
+        routes = [LayerRoutes(torch.tensor(layer)) for layer in self.routes]
+        return ProbeAnswer(log_probs, _DTYPES[self.dtype], routes)
 
 
 def describe(server: object) -> ServerDescription:

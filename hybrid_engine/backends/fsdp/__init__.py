@@ -14,6 +14,7 @@
                          weights or delivered separately
     sharded_model.py     `ShardedModel`: the model as the switch sees it, and the state that can be
                          offloaded (port `Trainer`)
+    reference.py         transformers' class with the weights of another trainer, for comparison
     internals.py         undocumented names of torch and transformers
 
 Nothing of Megatron is imported. The user keeps the model, its forward pass, its optimizer and the

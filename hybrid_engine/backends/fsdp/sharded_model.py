@@ -41,6 +41,7 @@ from hybrid_engine.compute_check.probes import (
     attributes_set,
     following_log_probs,
 )
+from hybrid_engine.compute_check.routes import RouteWatch
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
@@ -176,12 +177,14 @@ class ShardedModel(GuardedState):
         hook = inner.get_input_embeddings().register_forward_hook(
             lambda _module, _inputs, output: dtypes.append(output.dtype)
         )
+        watch = RouteWatch(self.table.dims.num_experts)
         try:
             device = next(self.model.parameters()).device
             # Eager, because a compilation for this length would be used once.
             with (
                 attributes_set(self.model.modules(), training=False),
                 torch.compiler.set_stance("force_eager"),
+                watch,
             ):
                 logits = self.model(tokens.to(device), use_cache=False).logits
         finally:
@@ -190,7 +193,7 @@ class ShardedModel(GuardedState):
         log_probs = following_log_probs(logits, tokens, self.table.dims.vocab_size)
         # Hidden states may have a coarser dtype than the logits.
         coarsest = max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps)
-        return ProbeAnswer(log_probs.cpu(), coarsest)
+        return ProbeAnswer(log_probs.cpu(), coarsest, watch.routes)
 
     def attention(self) -> Mapping[int, Attention]:
         """Return the attention of every decoder layer; see `probes.Probed`.

@@ -24,6 +24,7 @@ from hybrid_engine.compute_check.probes import (
     attributes_set,
     following_log_probs,
 )
+from hybrid_engine.compute_check.routes import LayerRoutes, RouteWatch
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
@@ -50,8 +51,10 @@ def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeL
 
 
 @torch.no_grad()
-def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tensor) -> ProbeAnswer:
-    """Return the log-probabilities of `tokens` [B, L] on every pipeline stage.
+def probe(
+    chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tensor, num_experts: int = 0
+) -> ProbeAnswer:
+    """Return the log-probabilities of `tokens` [B, L] on every pipeline stage, and the routes.
 
     All data parallel ranks compute all tokens. Collective.
     """
@@ -64,7 +67,8 @@ def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tens
         rows *= -(-num_stages // len(rows))
     models = unwrap_model(list(chunks))
     run_schedule = get_forward_backward_func()
-    with _evaluating(chunks, models):
+    watch = RouteWatch(num_experts)
+    with _evaluating(chunks, models), watch:
         results = run_schedule(
             forward_step_func=_forward_step(models, vocab_size),
             data_iterator=[iter(rows) for _ in chunks] if is_interleaved else iter(rows),
@@ -77,7 +81,38 @@ def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tens
     log_probs = [result["log_probs"] for result in results][: len(tokens)]
     shape = (tokens.shape[0], tokens.shape[1] - 1)
     dtype = next(models[0].parameters()).dtype
-    return ProbeAnswer(from_last_stage(log_probs, shape).cpu(), dtype)
+    return ProbeAnswer(
+        from_last_stage(log_probs, shape).cpu(), dtype, _routes(watch.routes, models, tokens)
+    )
+
+
+def _routes(
+    calls: Sequence[LayerRoutes], models: Sequence[Any], tokens: torch.Tensor
+) -> list[LayerRoutes]:
+    """Return the routes of each layer of the whole model, of this rank's part of the tokens.
+
+    None with pipeline stages, which have different layers.
+
+    Args:
+        calls: routes of every call of a router: of all layers for a sequence, then for the next.
+        models: this rank's chunks.
+        tokens: [B, L] token ids.
+    """
+    num_sequences, length = tokens.shape
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 or len(calls) % num_sequences:
+        return []
+    numbers = torch.arange(tokens.numel()).view(num_sequences, length)
+    if models[0].config.sequence_parallel:
+        num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+        numbers = numbers.chunk(num_ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    num_layers = len(calls) // num_sequences
+    layers = []
+    for layer in range(num_layers):
+        rows = calls[layer::num_layers]
+        experts = torch.cat([row.experts for row in rows])
+        scores = torch.cat([row.scores for row in rows if row.scores is not None])
+        layers.append(LayerRoutes(experts, scores, numbers.flatten()))
+    return layers
 
 
 def _forward_step(

@@ -188,7 +188,8 @@ class LiveModel(GuardedState):
         """See `probes.Probed`. Finishes pending gathers first; the model is in evaluation mode."""
         self.guard(["param"])
         self.weights.finish_pending()
-        return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
+        dims = self.weights.model.table.dims
+        return forward_probe.probe(self.chunks, dims.vocab_size, tokens, dims.num_experts)
 
     def attention(self) -> Mapping[int, Attention]:
         return self.weights.model.attention()

@@ -15,6 +15,7 @@
     lora.py             LoRA from memory, and LoRA that arrives with a switch
     quantised_layers.py which layers a quantization method has left as they are
     live_attention.py   windows, scales and rotary frequencies of vLLM's layers
+    routes.py           experts that vLLM's routers select
     native_load.py      weights that vLLM itself loads from a checkpoint, for comparison
     stock.py            vLLM without this backend's load format, observed for `certify`
     internals.py        every private name of vLLM and torch that is used here, with the reason

@@ -57,6 +57,7 @@ from hybrid_engine.backends.vllm.replica_exchange import (
     stream_seeds,
 )
 from hybrid_engine.backends.vllm.requests import asked_for, one_thread, sampling_of, sampling_params
+from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
 from hybrid_engine.backends.vllm.weights.loader import capturing
@@ -314,12 +315,15 @@ class InferenceEngine:
         state = self._generator_state
         near_end = self.near_end
         self.near_end = None
+        model = internals.model_runner_of(self.llm).model
         try:
-            rows = self.prompt_logprobs(tokens.tolist(), self.trained_lora)
+            with captured_routes(model, tokens.numel()) as routes:
+                rows = self.prompt_logprobs(tokens.tolist(), self.trained_lora)
         finally:
             self._generator_state = state
             self.near_end = near_end
-        return ProbeAnswer(torch.stack(rows), self.llm.llm_engine.model_config.dtype)
+        dtype = self.llm.llm_engine.model_config.dtype
+        return ProbeAnswer(torch.stack(rows), dtype, routes)
 
     def attention(self) -> Mapping[int, Attention]:
         """See the port."""

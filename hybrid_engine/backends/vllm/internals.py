@@ -218,6 +218,10 @@ ROUTE_WORKER = Internal(
     f"{_ROUTES}.worker:get_aux_output_connector",
     "captures the experts of each token in a worker",
 )
+BASE_ROUTER = Internal(
+    "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+    "selects the experts of tokens, and passes them to a function",
+)
 LORA_REQUEST = Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request")
 LORA_MODEL = Internal(
     "vllm.lora.lora_model:LoRAModel.from_lora_tensors",

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import probe_limits
-from hybrid_engine.backends.vllm.server.receiver import layers_of
+from hybrid_engine.backends.vllm.server.receiver import begin_capture, end_capture, layers_of
 from hybrid_engine.compute_check.logprob_check import Description
 from hybrid_engine.errors import StateError
 from hybrid_engine.serving.comparison import ServerDescription, token_ids
@@ -43,11 +43,18 @@ def probe(core: Any, tokens: object) -> str:
     Raises MessageError for tokens that are not valid token ids of the model.
     """
     rows = token_ids(tokens, probe_limits(core.vllm_config))
-    with _alone(core):
-        log_probs = _run(core, rows)
+    call = core.model_executor.collective_rpc
+    call(begin_capture, args=(sum(map(len, rows)),))
+    try:
+        with _alone(core):
+            log_probs = _run(core, rows)
+    finally:
+        # Workers of one pipeline stage have the same routes.
+        first, *others = call(end_capture)
     core._reset_caches()
+    routes = first if all(other == first for other in others) else []
     dtype = str(core.vllm_config.model_config.dtype)
-    return json.dumps({"log_probs": log_probs, "dtype": dtype})
+    return json.dumps({"log_probs": log_probs, "dtype": dtype, "routes": routes})
 
 
 @contextmanager

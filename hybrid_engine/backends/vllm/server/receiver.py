@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.live_attention import live_attention
 from hybrid_engine.backends.vllm.requests import zero_caches
+from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.weight_memory import (
@@ -25,6 +27,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     WeightMemory,
 )
 from hybrid_engine.compute_check.logprob_check import AlikeLayers, grouped
+from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import HybridEngineError, MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
@@ -64,6 +67,9 @@ class HybridEngineReceiver(_TransferEngine):
                 "start the server without --kv-transfer-config",
                 code="kv-connector",
             )
+        self._model = model
+        self._capture = ExitStack()
+        self._routes: list[LayerRoutes] = []
         self._caches = WorkerCaches()
         memory = WeightMemory()
         if device.type == "cpu":
@@ -82,6 +88,15 @@ class HybridEngineReceiver(_TransferEngine):
         """Attach to vLLM's worker, which is ready, and free the memory of its missing weights."""
         self._caches.sleeper.worker = worker
         self._weights.release()
+
+    def begin_capture(self, num_tokens: int) -> None:
+        """Capture the experts of the next tokens, until `end_capture`."""
+        self._routes = self._capture.enter_context(captured_routes(self._model, num_tokens))
+
+    def end_capture(self) -> list[list[list[int]]]:
+        """Return the experts of each token in each layer with experts; none if unknown."""
+        self._capture.close()
+        return [layer.experts.tolist() for layer in self._routes]
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Any:
         return _read(Invitation, init_dict)
@@ -166,6 +181,17 @@ def layers_of(worker: Any) -> tuple[AlikeLayers, ...]:
     """
     engine = worker.weight_transfer_engine
     return engine.layers if isinstance(engine, HybridEngineReceiver) else ()
+
+
+def begin_capture(worker: Any, num_tokens: int) -> None:
+    """Capture the experts of the next `num_tokens` tokens in a worker."""
+    worker.weight_transfer_engine.begin_capture(num_tokens)
+
+
+def end_capture(worker: Any) -> list[list[list[int]]]:
+    """Return the experts that were captured in a worker."""
+    routes: list[list[list[int]]] = worker.weight_transfer_engine.end_capture()
+    return routes
 
 
 def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, int]:
