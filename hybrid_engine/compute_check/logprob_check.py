@@ -18,7 +18,8 @@ rounding; therefore the layers are compared as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,7 +33,15 @@ from hybrid_engine.compute_check.attention import (
     unread_layers,
 )
 from hybrid_engine.compute_check.gap import Gap, max_length_of, tokens_within
-from hybrid_engine.compute_check.probes import ProbeAnswer, Probed, ProbeLimits, WithAttention
+from hybrid_engine.compute_check.probes import (
+    ProbeAnswer,
+    Probed,
+    ProbedWithImages,
+    ProbeImage,
+    ProbeLimits,
+    WithAttention,
+    WithImagePrompt,
+)
 from hybrid_engine.errors import ComputationError, HybridEngineError, shortened
 from hybrid_engine.ports import InferenceCaches, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -215,35 +224,38 @@ class TrainerCheck:
         assert self.tokens is not None, "call this only if tokens were chosen"
         # `agree` chooses tokens only for a `Probed`.
         trainer: Probed = self._trainer  # type: ignore[assignment]
+        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing():
+            self._trained = trainer.probe(self.tokens)
+        if self._reference is not None:
+            with self._probing():
+                answer = self._reference.probe(self.tokens)
+            with self._job.agreement.phase("compute", SHORT_PATIENCE):
+                gap = self._gap(answer, "transformers")
+                self._require_same(gap, self._reference.computed_settings())
+
+    @contextmanager
+    def _probing(self) -> Iterator[None]:
+        """Let the trainer compute inside, and restore random generators afterwards."""
         devices = [self._job.device] if self._job.device.type == "cuda" else []
         self.is_probing = True
         try:
-            # Random generators are restored afterwards.
-            with (
-                self._job.agreement.phase("compute", SHORT_PATIENCE),
-                torch.random.fork_rng(devices),
-            ):
-                self._trained = trainer.probe(self.tokens)
-            if self._reference is not None:
-                answer = self._reference.probe(self.tokens)
-                with self._job.agreement.phase("compute", SHORT_PATIENCE):
-                    self._require_same(answer, self._reference.computed_settings(), "transformers")
+            with torch.random.fork_rng(devices):
+                yield
         finally:
             self.is_probing = False
 
-    def _require_same(
-        self, answer: ProbeAnswer, settings: Mapping[str, Any], name: str = "vLLM"
-    ) -> None:
-        """Raise ComputationError if an answer differs from the trainer's by more than rounding.
-
-        Args:
-            answer: of another side to the same tokens.
-            settings: settings of that side.
-            name: of that side.
-        """
+    def _gap(self, answer: ProbeAnswer, name: str = "vLLM") -> Gap:
+        """Return the difference between the trainer's answer and that of the side `name`."""
         assert self.tokens is not None, "tokens were chosen"
         assert self._trained is not None, "the trainer was probed"
-        gap = Gap(self.tokens, self._trained, answer, name)
+        return Gap(self.tokens, self._trained, answer, name)
+
+    def _require_same(self, gap: Gap, settings: Mapping[str, Any]) -> None:
+        """Raise ComputationError if two answers differ by more than rounding.
+
+        `settings`: settings of the other side.
+        """
+        name = gap.name
         if self._when == "exact" and not gap.is_zero:
             raise ComputationError(
                 f"{name} does not compute what the trainer computes bit by bit: {gap.inequality}. "
@@ -298,8 +310,33 @@ class LogprobCheck(TrainerCheck):
     ) -> None:
         super().__init__(trainer, job, when, reference)
         self._inference = inference
+        self._image: ProbeImage | None = None
+        self._trained_image: ProbeAnswer | None = None
         if when != "off":
             self.agree([described(inference)])
+            self._image = self._image_for_all()
+
+    def _image_for_all(self) -> ProbeImage | None:
+        """Return the prompt with an image that both sides compute; None unless all ranks can."""
+        inference = self._inference
+        image = None
+        with self._job.agreement.phase(_PHASE):
+            if (
+                self.tokens is not None
+                and self._reference is None
+                and isinstance(self._trainer, ProbedWithImages)
+                and isinstance(inference, WithImagePrompt)
+            ):
+                image = inference.image_prompt()
+        (is_missing,) = self._job.agreement.any_of([image is None], _PHASE)
+        return None if is_missing else image
+
+    def probe_trainer(self) -> None:
+        super().probe_trainer()
+        if self._image is not None:
+            with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing():
+                trainer: ProbedWithImages = self._trainer  # type: ignore[assignment]
+                self._trained_image = trainer.probe_image(self._image)
 
     @property
     def is_due(self) -> bool:
@@ -325,11 +362,22 @@ class LogprobCheck(TrainerCheck):
                     inference: Probed = self._inference  # type: ignore[assignment]
                     answer = inference.probe(self.tokens)
                     self._inference.reset_caches()
-                    self._require_same(answer, inference.computed_settings())
+                    self._require_same(self._gap(answer), inference.computed_settings())
+                    if self._image is not None:
+                        self._compare_images(self._image)
         finally:
             self._trained = None
         if self._when == "first":
             self._when = "off"
+
+    def _compare_images(self, image: ProbeImage) -> None:
+        """Compare the log-probabilities of a prompt with an image."""
+        inference: Any = self._inference
+        assert self._trained_image is not None, "the trainer was probed"
+        answer = inference.probe_image(image)
+        inference.reset_caches()
+        gap = Gap(image.tokens, self._trained_image, answer, "vLLM, given an image,")
+        self._require_same(gap, inference.computed_settings())
 
 
 def exactness(device: torch.device) -> str:

@@ -46,6 +46,21 @@ class ProbeAnswer:
     routes: Sequence[LayerRoutes] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class ProbeImage:
+    """A prompt with an image, for models that take images.
+
+    Attributes:
+        tokens: [1, L] token ids as the model computes them.
+        inputs: tensors that the model's processor makes of the image.
+        prompt: the same in the inference engine's form.
+    """
+
+    tokens: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    prompt: Any
+
+
 @runtime_checkable
 class Probed(Protocol):
     """Interface of a side that can be probed.
@@ -66,6 +81,25 @@ class Probed(Protocol):
 
     def computed_settings(self) -> Mapping[str, Any]:
         """Return settings that affect the computation, with their names in config.json if any."""
+
+
+@runtime_checkable
+class ProbedWithImages(Protocol):
+    """Interface of a side that computes images; both are compared if the engine has a prompt."""
+
+    def probe_image(self, image: ProbeImage) -> ProbeAnswer:
+        """Compute log-probabilities of `image.tokens`; otherwise as `Probed.probe`."""
+
+
+@runtime_checkable
+class WithImagePrompt(ProbedWithImages, Protocol):
+    """Interface of an inference engine of a model that takes images."""
+
+    def image_prompt(self) -> ProbeImage | None:
+        """Return a made-up prompt with an image, the same on all ranks.
+
+        None if the model takes no images here, or lacks a processor or a chat template.
+        """
 
 
 @runtime_checkable

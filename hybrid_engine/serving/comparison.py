@@ -164,8 +164,8 @@ class ServerComparison(TrainerCheck):
         assert self.tokens is not None, "servers were probed"
         pairs = zip(answers, self._servers, strict=True)
         for number, (answer, server) in enumerate(pairs):
-            probed = answer.probed(self.tokens)
-            self._require_same(probed, server.settings, f"server {number}")
+            gap = self._gap(answer.probed(self.tokens), f"server {number}")
+            self._require_same(gap, server.settings)
 
     def conclude(self) -> None:
         """Finish a successful comparison.

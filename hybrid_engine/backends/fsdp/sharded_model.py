@@ -13,6 +13,7 @@ resized to 0 bytes and back.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from hybrid_engine.backends.training_side import GuardedState, is_frozen, steppe
 from hybrid_engine.compute_check.attention import Attention
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
+    ProbeImage,
     ProbeLimits,
     attributes_set,
     following_log_probs,
@@ -50,6 +52,11 @@ _driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] =
     weakref.WeakKeyDictionary()
 )
 """Model -> the `ShardedModel` that drives it."""
+
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+"""Kind of a token -> its number among transformers' kinds of tokens."""
+_NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""Names of the kinds of tokens in the forward of models of images; each model has one or none."""
 
 
 class ShardedModel(GuardedState):
@@ -166,9 +173,35 @@ class ShardedModel(GuardedState):
         longest = getattr(transformers_model(self.model).config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
 
+    def image_inputs(
+        self, tokens: torch.Tensor, images: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return what the model takes beside `tokens` [B, L]: the images, and where they are.
+
+        `images`: tensors of a processor of transformers, such as `pixel_values`.
+        """
+        # 0 for text; positions, or attention within an image, follow from it.
+        kinds = torch.zeros_like(tokens)
+        for kind, token in self.table.placeholders.items():
+            kinds[tokens == token] = _KINDS[kind]
+        inputs = {**images, **dict.fromkeys(_NAMES_OF_KINDS, kinds)}
+        # Processors also return counts that only vLLM reads.
+        taken = inspect.signature(transformers_model(self.model).forward).parameters
+        return {name: inputs[name] for name in inputs if name in taken}
+
+    def probe_image(self, image: ProbeImage) -> ProbeAnswer:
+        """Compute log-probabilities of a prompt with an image; see `probes.ProbedWithImages`."""
+        device = next(self.model.parameters()).device
+        images = {name: tensor.to(device) for name, tensor in image.inputs.items()}
+        return self.probe(image.tokens, self.image_inputs(image.tokens.to(device), images))
+
     @torch.no_grad()
-    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+    def probe(
+        self, tokens: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None = None
+    ) -> ProbeAnswer:
         """Compute log-probabilities of `tokens` [B, L]; see `probes.Probed`.
+
+        `inputs`: further arguments of the model's forward pass.
 
         The model computes in evaluation mode, with its adapters and mixed precision.
         """
@@ -186,7 +219,7 @@ class ShardedModel(GuardedState):
                 torch.compiler.set_stance("force_eager"),
                 watch,
             ):
-                logits = self.model(tokens.to(device), use_cache=False).logits
+                logits = self.model(tokens.to(device), use_cache=False, **inputs or {}).logits
         finally:
             hook.remove()
             reshard(self.model)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +35,12 @@ import torch
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
-from hybrid_engine.backends.vllm.images import ImagePrompt, image_faults, image_refusal
+from hybrid_engine.backends.vllm.images import (
+    ImagePrompt,
+    image_faults,
+    image_refusal,
+    noise_chat,
+)
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import (
@@ -72,9 +78,9 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     without_what_stays,
 )
 from hybrid_engine.compute_check.attention import Attention
-from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ArgumentError, ModelError, StateError
+from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -90,6 +96,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from hybrid_engine.backends.vllm.requests import AnySampling, Samplings
+
+logger = logging.getLogger("hybrid_engine")
 
 
 class InferenceEngine:
@@ -312,13 +320,33 @@ class InferenceEngine:
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """See the port. Uses the trained LoRA, draws nothing, and does not call `near_end`."""
+        return self._probe(tokens.tolist(), tokens.numel())
+
+    def image_prompt(self) -> ProbeImage | None:
+        """See `probes.WithImagePrompt`."""
+        if self._no_images or not self._placeholders:
+            return None
+        try:
+            prompt = self.tokenizer.encode_images(noise_chat(), {})
+            self.check_prompts([prompt], 1)
+        except (ConfigError, ArgumentError, ValueError) as error:
+            if self.job.rank == 0:
+                logger.warning("[Reshard] images are not compared: %s", error)
+            return None
+        return ProbeImage(torch.tensor([prompt]), prompt.inputs, prompt)
+
+    def probe_image(self, image: ProbeImage) -> ProbeAnswer:
+        """See `probes.ProbedWithImages`."""
+        return self._probe([image.prompt], image.tokens.numel())
+
+    def _probe(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> ProbeAnswer:
         state = self._generator_state
         near_end = self.near_end
         self.near_end = None
         model = internals.model_runner_of(self.llm).model
         try:
-            with captured_routes(model, tokens.numel()) as routes:
-                rows = self.prompt_logprobs(tokens.tolist(), self.trained_lora)
+            with captured_routes(model, num_tokens) as routes:
+                rows = self.prompt_logprobs(prompts, self.trained_lora)
         finally:
             self._generator_state = state
             self.near_end = near_end

@@ -11,6 +11,7 @@ it after that, with the processor's tensors.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch
 
 from hybrid_engine.errors import ArgumentError, Violation
 from hybrid_engine.messages import Record
+
+_NOISE_SIZE = 64
+"""Pixels of each side of the image of `noise_chat`."""
 
 
 class PackedImage(Record, frozen=True):
@@ -80,6 +84,16 @@ def unpacked(images: Sequence[PackedImage]) -> list[Any]:
 def has_images(chat: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a message of a chat has an image."""
     return next(_image_parts(chat), None) is not None
+
+
+def noise_chat() -> list[dict[str, Any]]:
+    """Return a chat with an image of noise, always the same."""
+    from PIL import Image
+
+    noise = random.Random(0).randbytes(3 * _NOISE_SIZE**2)
+    image = Image.frombytes("RGB", (_NOISE_SIZE, _NOISE_SIZE), noise)
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
+    return [{"role": "user", "content": parts}]
 
 
 def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -5,9 +5,7 @@ The counterpart of trainer/megatron/train_engine.py.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,10 +30,6 @@ from hybrid_engine.trainer.data_parallel import DataParallelRanks
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
 
 _NO_IMAGES = "the model has no token for images in its config.json"
-_KINDS = {"image": 1, "video": 2, "audio": 3}
-"""Kind of a token -> its number among transformers' kinds of tokens."""
-_NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""Names of the kinds of tokens in the forward of models of images; each model has one or none."""
 
 
 class FsdpTrainEngine:
@@ -174,28 +168,14 @@ class FsdpTrainEngine:
         return ""
 
     def _logits(self, rows: Rows) -> torch.Tensor:
-        inputs = {} if rows.images is None else self._image_inputs(rows)
+        inputs: dict[str, torch.Tensor] = {}
+        if rows.images is not None:
+            inputs = self.model.image_inputs(rows.tokens, rows.images.joined(self._device))
         if rows.sequence_ids is not None:
             # transformers recognizes a new sequence in a row by a position that restarts at 0
             inputs["position_ids"] = rows.position_ids
         logits: torch.Tensor = self.model.model(rows.tokens, use_cache=False, **inputs).logits
         return logits.float()
-
-    def _image_inputs(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Return what the model takes beside the tokens: the images, and where they are."""
-        assert rows.images is not None
-        inputs = rows.images.joined(self._device)
-        # 0 for text; positions, or attention within an image, follow from it.
-        kinds = torch.zeros_like(rows.tokens)
-        for kind, token in self.model.table.placeholders.items():
-            kinds[rows.tokens == token] = _KINDS[kind]
-        inputs |= dict.fromkeys(_NAMES_OF_KINDS, kinds)
-        # Processors also return counts that only vLLM reads.
-        return {name: inputs[name] for name in inputs if name in self._parameters_of_forward}
-
-    @cached_property
-    def _parameters_of_forward(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(transformers_model(self.model.model).forward).parameters
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""

@@ -63,7 +63,7 @@ def test_images_are_refused_where_vllm_would_compute_them_otherwise(tmp_path: Pa
 
 def test_replicas_exchange_prompts_with_images(tmp_path: Path) -> None:
     observed = observed_by("replicas", QWEN3_VL, tmp_path)
-    assert observed == {"same": True, "inputs": [["image_grid_thw", "pixel_values"]] * 3}
+    assert observed == {"refused": True, "same": True, "inputs": [["image_grid_thw", "pixel_values"]] * 3}
 
 
 def test_a_frozen_vision_tower_is_sent_once(tmp_path: Path) -> None:

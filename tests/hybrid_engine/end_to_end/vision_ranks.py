@@ -23,8 +23,10 @@ from PIL import Image
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of
-from hybrid_engine.errors import ArgumentError, BatchError
+from hybrid_engine.compute_check.probes import attributes_set
+from hybrid_engine.errors import ArgumentError, BatchError, ComputationError
 from hybrid_engine.rl import converse
+from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches import build_batch, pack
 from hybrid_engine.trainer.batches.image_rows import images_in
 from tests.zoo.vision_models import IMAGE, VIDEO
@@ -197,14 +199,21 @@ def refusals(worker: ActorHybridWorker, batch: dict[str, torch.Tensor], flat: An
 
 
 def replicas(model: Path, directory: Path) -> dict[str, Any]:
-    """Generate on two replicas: the same completions as without an exchange of prompts."""
+    """Generate on two replicas: the same completions as without an exchange of prompts.
+
+    First the trainer computes images in another way, and text as before.
+    """
     worker = ActorHybridWorker(configuration(model, {"infer_tensor_parallel_size": 1}))
+    tower = worker.train.model.get_submodule("model.visual")  # type: ignore[attr-defined]
+    with attributes_set(tower.modules(), eps=0.5), pytest.raises(ComputationError) as caught:
+        worker.sharding.enter(State.INFER)
     prompts = [chat_of(image_of(number)) for number in range(3)]
     with worker.rollout_context():
         of_all = worker.generate_sequences(prompts, SAMPLED)
         of_rank = worker.generate_sequences(prompts[: 1 + worker.rank], SAMPLED, data="local")
     worker.shutdown()
     return {
+        "refused": "vLLM, given an image, does not compute" in str(caught.value),
         "same": of_all[0] == of_rank[0] or worker.rank == 1,
         "inputs": [sorted(group[0].image_inputs) for group in of_all],
     }
