@@ -57,6 +57,23 @@ _MAX_PROBLEMS = 5
 _MAX_POINTER_NBYTES = 1000
 
 
+# -- random generators of a rank -------------------------------------------------------------------
+
+
+def generator_states() -> dict[str, torch.Tensor]:
+    """Return the states of torch's default generators: `cpu`, and `cuda` with a GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Set torch's default generators to states of `generator_states`."""
+    for kind, state in states.items():
+        (torch.cuda if kind == "cuda" else torch).set_rng_state(state)
+
+
 # -- saving ----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,14 @@ from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, differences, save
+from hybrid_engine.trainer.checkpoint_directory import (
+    SavedCheckpoint,
+    below,
+    differences,
+    generator_states,
+    restore_generators,
+    save,
+)
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 
 _VALUES = "values"
@@ -103,11 +110,9 @@ class ShardedCheckpoints:
             for name, tensor in _model_tensors(engine).items():
                 local_of(tensor).copy_(local_of(state[_MODEL + name]))
             _restore_optimizer(engine, optimizer_state, values)
-            for name, generator_state in below(state, _GENERATOR).items():
-                if name.startswith("cuda."):
-                    torch.cuda.set_rng_state(generator_state)
-                else:
-                    torch.set_rng_state(generator_state)
+            generators = below(state, _GENERATOR).items()
+            # without the number of the rank that saved it
+            restore_generators({name.partition(".")[0]: value for name, value in generators})
 
 
 # -- contents of a checkpoint ----------------------------------------------------------------------
@@ -121,7 +126,9 @@ def _tensors_of(engine: FsdpTrainEngine, rank: int) -> dict[str, torch.Tensor]:
         # before the first step a parameter has no state
         for key, value in optimizer_state.get(parameter, {}).items():
             state[f"{_OPTIMIZER}{name}.{key}"] = value
-    return state | _generators(rank)
+    return state | {
+        f"{_GENERATOR}{kind}.{rank}": value for kind, value in generator_states().items()
+    }
 
 
 def _values_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
@@ -151,13 +158,6 @@ def _parameters(engine: FsdpTrainEngine) -> dict[str, torch.nn.Parameter]:
         for name, tensor in _model_tensors(engine).items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-
-
-def _generators(rank: int) -> dict[str, torch.Tensor]:
-    states = {f"{_GENERATOR}cpu.{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"{_GENERATOR}cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
 
 
 # -- comparison with this model, and memory --------------------------------------------------------
@@ -203,7 +203,7 @@ def _allocate(
         like = parameter if entry.size else torch.empty(())
         state[_OPTIMIZER + key] = torch.empty_like(like, dtype=dtype, device="cpu")
     # a checkpoint of a GPU can be loaded on a CPU, which has fewer generators
-    kinds = {name.removeprefix(_GENERATOR).partition(".")[0] for name in _generators(rank)}
+    kinds = generator_states()
     for key, entry in saved.entries(_GENERATOR).items():
         kind, _, saved_rank = key.partition(".")
         # further ranks reuse the generators of the first ones

@@ -5,7 +5,7 @@ Every rank has its own keys in the checkpoint (trainer/checkpoint_directory.py):
     rank0/model.0.decoder.final_layernorm.weight     of the first chunk of its model
     rank0/optimizer.0.17.exp_avg                     state of parameter 17 of its first optimizer
     rank0/main_param.optimizer.param_groups[0]…      fp32 copies of parameters
-    rank0/generator, rank0/tracker.…                 random generators of torch and of Megatron
+    rank0/generator.cpu, generator.cuda, tracker.…   random generators of torch and of Megatron
     rank0/values                                     layout, hyperparameters, counters
 
 megatron-core's dist_checkpointing is not used, because 0.16.1 cannot restore its own checkpoints of
@@ -32,7 +32,14 @@ from hybrid_engine.backends.training_side import require_finite_to_save, stepped
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, differences, save
+from hybrid_engine.trainer.checkpoint_directory import (
+    SavedCheckpoint,
+    below,
+    differences,
+    generator_states,
+    restore_generators,
+    save,
+)
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from megatron_patches import optimizers
@@ -40,7 +47,7 @@ from megatron_patches import optimizers
 _VALUES = "values"
 _OPTIMIZER = "optimizer."
 _MAIN_PARAM = "main_param."
-_GENERATOR = "generator"
+_GENERATOR = "generator."
 _TRACKER = "tracker."
 
 _KEYS_OF_CONFIGURATION = ("max_lr", "min_lr")
@@ -130,7 +137,7 @@ class RankCheckpoints:
             for main_param in _main_params(actor.optimizer):
                 main_param.tensor.copy_(state[_MAIN_PARAM + main_param.path])
             self._optimizer.resume_schedule(values["num_scheduled_updates"])
-            torch.set_rng_state(state[_GENERATOR])
+            restore_generators(below(state, _GENERATOR))
             get_cuda_rng_tracker().set_states(below(state, _TRACKER))
 
     def _live_state(self) -> dict[str, Any]:
@@ -153,7 +160,8 @@ class RankCheckpoints:
             state[_MAIN_PARAM + main_param.path] = main_param.tensor
         for name, value in get_cuda_rng_tracker().get_states().items():
             state[_TRACKER + name] = value
-        state[_GENERATOR] = torch.get_rng_state()
+        for kind, value in generator_states().items():
+            state[_GENERATOR + kind] = value
         state[_VALUES] = {
             "layout": _layout_of(actor, self._job),
             "param_groups": [saved["param_groups"] for saved in optimizer_states],

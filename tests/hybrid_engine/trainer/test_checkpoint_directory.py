@@ -312,3 +312,14 @@ def test_an_invalid_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pyte
         assert isinstance(caught.value, ConfigError)
         assert caught.value.findings[0].key == "directory"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_generators_of_host_and_device_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.Generator()
+    for name, function in (("get", device.get_state), ("set", device.set_state)):
+        monkeypatch.setattr(f"torch.cuda.{name}_rng_state", function)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    states = checkpoint_directory.generator_states()
+    expected = torch.rand(2), torch.rand(2, generator=device)
+    checkpoint_directory.restore_generators(states)
+    assert all(map(torch.equal, expected, (torch.rand(2), torch.rand(2, generator=device))))
