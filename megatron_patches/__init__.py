@@ -4,6 +4,7 @@
                    │            └── revert() restores every original
                    │ imports on demand the patches of
        ├── buffers          group "hooks": allocation of the flat buffers; `iter_buffers` reads them
+       ├── routers          group "routers": experts' tokens are counted without padding
        ├── without_te       group "without_te": by default without Transformer Engine
        ├── cpu/             groups "cpu" (by default without CUDA), "cpu_training" and "cpu_rl";
        │                    never imported on a machine with CUDA

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 GROUPS: Final = {
     "hooks": "megatron_patches.buffers",
+    "routers": "megatron_patches.routers",
     "without_te": "megatron_patches.without_te",
     "cpu": "megatron_patches.cpu.core",
     "cpu_training": "megatron_patches.cpu.training",
@@ -384,11 +385,11 @@ _registry = PatchRegistry()
 
 
 def default_groups() -> tuple[str, ...]:
-    """Return the hooks, and the stand-ins for missing libraries and devices.
+    """Return hooks, corrections, and the stand-ins for missing libraries and devices.
 
     Patches of megatron.training are applied on request only.
     """
-    return ("hooks", *stand_in_groups())
+    return ("hooks", "routers", *stand_in_groups())
 
 
 def stand_in_groups() -> tuple[str, ...]:

@@ -108,16 +108,15 @@ def prepare() -> None:
 
 
 def apply_stand_ins() -> None:
-    """Apply the stand-ins for missing libraries and devices; without CUDA also those of scripts.
+    """Apply corrections, and the stand-ins for what is missing; without CUDA also those of scripts.
 
     Raises:
         PatchSetError: they do not fit the installed Megatron.
     """
-    groups = stand_in_groups()
+    groups: tuple[str, ...] = ("routers", *stand_in_groups())
     if "cpu" in groups:
         groups = (*groups, "cpu_training")
-    if groups:
-        apply(groups, allow_version=allows_version())
+    apply(groups, allow_version=allows_version())
 
 
 def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:

@@ -137,7 +137,6 @@ _COMPILED = (
     "activations:squared_relu",
     "activations:fast_gelu",
     "transformer.attention:Attention._apply_output_gate",
-    "transformer.moe.router:TopKRouter._apply_expert_bias",
     "transformer.torch_norm:L2Norm._norm",
     "transformer.utils:erf_gelu",
     "transformer.utils:gelu_impl",

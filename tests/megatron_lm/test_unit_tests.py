@@ -129,8 +129,8 @@ def source() -> Path:
 
 @pytest.mark.parametrize(("num_ranks", "files"), by_ranks(FILES).items())
 def test_the_same_tests_pass_with_and_without_hooks(source: Path, num_ranks: int, files: list[str]) -> None:
-    without = run(source, files, num_ranks, ["cpu"])
-    with_hooks = run(source, files, num_ranks, ["cpu", "hooks"])
+    without = run(source, files, num_ranks, ["routers", "cpu"])
+    with_hooks = run(source, files, num_ranks, ["routers", "cpu", "hooks"])
     for file in files:
         assert passed(of_file(file, without)), f"nothing passed in {file}, so nothing was compared"
         print(f"{file}: {len(of_file(file, without))} tests, {len(passed(of_file(file, without)))} pass without hooks")

@@ -266,7 +266,7 @@ def differences(before: Snapshot, after: Snapshot) -> set[tuple[str, str]]:
     return {key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)}
 
 
-ALL_GROUPS = ("hooks", "without_te", "cpu")
+ALL_GROUPS = ("hooks", "routers", "without_te", "cpu")
 """All groups that need no source tree."""
 
 
@@ -347,11 +347,11 @@ def test_apply_and_revert_twice() -> None:
 
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert megatron_patches.default_groups() == ("hooks", "without_te")
+    assert megatron_patches.default_groups() == ("hooks", "routers", "without_te")
     monkeypatch.setattr("megatron_patches.patch.find_spec", lambda _name: ModuleSpec("transformer_engine", None))
-    assert megatron_patches.default_groups() == ("hooks",)
+    assert megatron_patches.default_groups() == ("hooks", "routers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert megatron_patches.default_groups() == ("hooks", "cpu")
+    assert megatron_patches.default_groups() == ("hooks", "routers", "cpu")
 
 
 def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

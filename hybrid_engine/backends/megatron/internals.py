@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,11 +57,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher._comm_manager",
         "keeps routing maps and probabilities of the last forward pass",
-    ),
-    PrivateName(
-        "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
-        "undoes Float16Module's rounding of the biases; left to the first forward pass, it would "
-        "give them new storage",
     ),
     PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter.router_replay",
@@ -175,52 +171,70 @@ def mark_of_expert(weight: Any, like: Any, *, counted: bool) -> None:
     weight.shared = not counted
 
 
-def restore_float32_bias(router: TopKRouter) -> None:
-    """Undo Float16Module's rounding of a router's expert bias."""
-    router._maintain_float32_expert_bias()
-
-
 def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
     """Make a router use `choose` in place of its own selection of experts."""
     _chooser_of(router).choose = choose
 
 
-def replayed_choices(router: TopKRouter) -> ReplayedChoices:
-    """Return the queue of choices that a router takes in place of its own selection."""
+def replayed_choices(router: TopKRouter) -> PassInput:
+    """Return the experts that a router takes in place of its own selection, [tokens, k] int64.
+
+    A token with a negative number is left to the router.
+    """
     return _chooser_of(router).replayed
 
 
-class ReplayedChoices:
-    """Experts that a router takes in its next forward passes, [tokens, k] int64 each.
+def padding_mask_of(router: TopKRouter) -> PassInput:
+    """Return the masks [tokens] that a router gets from now on, True for padding."""
+    masks = PassInput()
 
-    A token with a negative number is left to the router. Recomputation in a backward pass repeats
-    forward passes of the router, in their order and after `end`, and takes the same choices.
+    def add_mask(_router: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        mask = masks.take()
+        return None if mask is None else (inputs[0], mask)
+
+    router.register_forward_pre_hook(add_mask)
+    return masks
+
+
+class PassInput:
+    """Tensor that a router takes in its forward passes, by `given`.
+
+    Recomputation in a backward pass repeats forward passes of the router, in their order and after
+    the block of `given`, and takes the same tensors.
+
+    Attributes:
+        current: of the forward pass; None: none, or that of a recomputed pass.
+        recomputed: of the passes that may be recomputed.
     """
 
     def __init__(self) -> None:
-        self._current: torch.Tensor | None = None
-        self._recomputed: deque[torch.Tensor] = deque()
-
-    def begin(self, experts: torch.Tensor) -> None:
-        """Take `experts` from now on; call before the forward pass of a micro batch."""
-        self._current = experts
-        if torch.is_grad_enabled():
-            self._recomputed.append(experts)
-
-    def end(self) -> None:
-        """Take no experts in further forward passes, except in recomputed ones."""
-        self._current = None
+        self.current: torch.Tensor | None = None
+        self.recomputed: deque[torch.Tensor] = deque()
 
     def clear(self) -> None:
-        """Forget all experts; call when no backward pass can follow."""
-        self._current = None
-        self._recomputed.clear()
+        """Forget all tensors; call when no backward pass can follow."""
+        self.current = None
+        self.recomputed.clear()
 
     def take(self) -> torch.Tensor | None:
-        """Return the experts of this forward pass; None: those of the router's own selection."""
-        if self._current is None and self._recomputed:
-            return self._recomputed.popleft()
-        return self._current
+        """Return the tensor of this forward pass; None: there is none."""
+        if self.current is None and self.recomputed:
+            return self.recomputed.popleft()
+        return self.current
+
+
+@contextmanager
+def given(tensors: Mapping[PassInput, torch.Tensor]) -> Iterator[None]:
+    """Give routers tensors for a forward pass in the block, and for its recomputation."""
+    for place, tensor in tensors.items():
+        place.current = tensor
+        if torch.is_grad_enabled():
+            place.recomputed.append(tensor)
+    try:
+        yield
+    finally:
+        for place in tensors:
+            place.current = None
 
 
 class _ExpertChooser:
@@ -234,7 +248,7 @@ class _ExpertChooser:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.choose: ExpertChoice | None = None
-        self.replayed = ReplayedChoices()
+        self.replayed = PassInput()
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any

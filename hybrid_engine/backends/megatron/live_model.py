@@ -53,7 +53,7 @@ from hybrid_engine.backends.megatron.internals import (
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
-    keep_expert_bias_in_float32,
+    keep_router_buffers_in_float32,
     move_loose_parameters,
     move_published_buffers,
 )
@@ -225,7 +225,7 @@ def live_model(
         ModelError: parameters cannot be moved; see `move_loose_parameters`.
     """
     move_loose_parameters([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
-    keep_expert_bias_in_float32(chunks)
+    keep_router_buffers_in_float32(chunks)
     # After the biases have their final dtype, for which they get new storage.
     move_published_buffers(chunks, table)
     if optimizer is not None:

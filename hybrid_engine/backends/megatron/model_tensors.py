@@ -21,7 +21,6 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.computed_sources import ComputedSources, Home
 from hybrid_engine.backends.megatron.adapted_weights import WRAPPED, Adapters, adapter_wrappers
-from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.quantised_parameters import (
     as_elements,
@@ -351,12 +350,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((last + 1,), (1,))
 
 
-def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
-    """Undo Float16Module's rounding of the routers' biases."""
+def keep_router_buffers_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
+    """Undo Float16Module's cast of the routers' biases and counts of tokens.
+
+    Left to Megatron, the first forward pass would give biases new storage, and counts would stay
+    in 16 bits, where a sum stops growing.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
-                restore_float32_bias(module)
+                for buffer in module.buffers():
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.float()
 
 
 def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:

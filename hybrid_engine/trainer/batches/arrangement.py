@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.ports import Batch
@@ -202,8 +203,10 @@ class Rows:
         tokens: [b, L] int64.
         labels: [b, L] int64, all of them token ids; None if the model is to return logits.
         mask: [b, L]: 1 where MTP layers learn; None: everywhere.
-        sequence_ids: [b, L] sequence number of each token, 0 for padding; None: one sequence a
-            row, which needs no mask.
+        ids: [b, L] sequence number of each token, 0 for padding; None: every row is one sequence
+            without padding.
+        sequence_ids: `ids` of rows with several sequences; None: one sequence a row, which needs
+            no mask.
         places: [b, S] column of the computed row for each of the user's tokens; None: unchanged.
         is_real: [b, S] mask of the user's tokens that are not padding; None: all.
         is_labelled: [b, S] mask of the user's labels that are not ignored; None: all.
@@ -216,6 +219,7 @@ class Rows:
     tokens: torch.Tensor
     labels: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
     sequence_ids: torch.Tensor | None = None
     places: torch.Tensor | None = None
     is_real: torch.Tensor | None = None
@@ -223,6 +227,12 @@ class Rows:
     temperature: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     images: ImageRows | None = None
+
+    def has_tokens_after(self, num_tokens: int) -> torch.Tensor:
+        """Return a mask [b, L] of the real tokens that `num_tokens` of their sequence follow."""
+        ids = torch.ones_like(self.tokens) if self.ids is None else self.ids
+        later = pad(ids, (0, num_tokens))[:, num_tokens:]
+        return (ids > 0) & (later == ids)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -380,6 +390,7 @@ def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
         part["tokens"].long().gather(1, sources).where(moved_ids > 0, 0),
         None if labels is None else labels.gather(1, sources),
         mask,
+        moved_ids,
         moved_ids if is_packed else None,
         # padding that was cut off has no column; `restore` sets it to 0, whichever it reads
         places.clamp(max=length - 1) if is_moved else None,

@@ -5,7 +5,8 @@ build    build.py             process groups, model, DDP and optimizer (`Actor`)
          hybrid_layers.py     the same modules as layers of a HybridModel
          model_variants.py    features of some architectures that megatron-core lacks; value head
 train    pipeline.py          training and evaluation through Megatron's pipeline schedules
-         router_replay.py     experts of a batch in place of those that routers would select
+         model_inputs.py      arguments of the forward pass
+         router_inputs.py     experts of a batch for routers, and masks of padding
          train_engine.py      `TrainEngine` for language models, `ValueEngine` for value models
 resume   rank_checkpoint.py   checkpoints for the same layout
 worker   actor.py             builds the parts of `ActorHybridWorker`'s trainer, and of the critic

@@ -41,7 +41,7 @@ from hybrid_engine.backends.megatron.megatron_config import (
 )
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
-    keep_expert_bias_in_float32,
+    keep_router_buffers_in_float32,
     move_loose_parameters,
     move_published_buffers,
 )
@@ -270,7 +270,7 @@ def _build_chunks(
         chunks = [chunk.cuda() for chunk in chunks]
     if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-        keep_expert_bias_in_float32(chunks)
+        keep_router_buffers_in_float32(chunks)
     return chunks
 
 

@@ -1,17 +1,4 @@
-"""Training and evaluation of a Megatron model of any output, through Megatron's pipeline schedules.
-
-Attention inputs of the model, for rows of L tokens in a micro batch of b rows:
-
-    attention                one sequence a row         several sequences a row
-    megatron-core's          causal mask [1, 1, L, L]   mask [b, 1, L, L]: each sequence sees only
-                                                        its tokens
-    Transformer Engine's     none: it is causal         one row of b * L tokens (`thd`), and the
-                                                        offsets at which sequences begin
-
-With megatron-core's attention, rotary positions count along the whole row. Scores depend only on
-differences of positions, so a sequence gets the same log-probabilities as alone in a row, up to
-rounding. The `thd` inputs of Transformer Engine have **never run on a GPU yet**.
-"""
+"""Training and evaluation of a Megatron model of any output, by Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -21,148 +8,28 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import (
-    causal_mask,
-    core_attentions,
-    is_of_transformer_engine,
-    masks_by_itself,
     model_device,
     without_multi_token_prediction,
 )
-from hybrid_engine.backends.megatron.internals import softmax_of
 from hybrid_engine.backends.megatron.live_model import LiveModel
-from hybrid_engine.errors import BatchError, RemoteError, Violation
+from hybrid_engine.errors import RemoteError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.groups import broadcast_bytes
-from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, begins_of, micro_batches
+from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.data_parallel import DataParallelRanks
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
+from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
+from hybrid_engine.trainer.megatron.router_inputs import RouterInputs
 from megatron_patches.optimizers import set_weight_version
-
-
-class ModelInputs:
-    """Arguments of a model's forward pass.
-
-    Args:
-        chunks: of the model.
-
-    Attributes:
-        no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
-    """
-
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._with_te = masks_by_itself(chunks)
-        reasons = _reasons_against_packing(chunks, with_te=self._with_te)
-        self.no_packing = next(reasons, "")
-
-    def shape_of(self, rows: Rows) -> tuple[int, int]:
-        """Return the number and the length of the rows that the model computes for a micro batch.
-
-        Raises BatchError if it cannot compute them.
-        """
-        if rows.sequence_ids is not None and self.no_packing:
-            problem = f"rows have several sequences, but {self.no_packing}"
-            remedy = "Put each sequence into its own row"
-            raise BatchError(
-                [Violation("sequence_ids", problem, remedy, code="packing-unsupported")]
-            )
-        num_rows, length = rows.tokens.shape
-        return (1, num_rows * length) if self._are_joined(rows) else (num_rows, length)
-
-    def _are_joined(self, rows: Rows) -> bool:
-        return self._with_te and rows.sequence_ids is not None
-
-    def arguments(self, rows: Rows) -> dict[str, Any]:
-        """Return the arguments of GPTModel.forward except labels, for any pipeline stage."""
-        # Megatron divides by the mask's sum, which must not be 0
-        mask = None if rows.mask is None else rows.mask.float().clamp_min(1e-8)
-        arguments = {
-            "input_ids": self.in_shape(rows, rows.tokens),
-            "position_ids": self.in_shape(rows, rows.position_ids),
-            "loss_mask": self.in_shape(rows, mask),
-            "attention_mask": None,
-        }
-        if self._are_joined(rows):
-            return {**arguments, "packed_seq_params": _packed_params(rows)}
-        if not self._with_te:
-            arguments["attention_mask"] = _attention_mask(rows)
-        return arguments
-
-    def in_shape(self, rows: Rows, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return values [b, L, ...] of the rows' tokens in the shape of `shape_of`."""
-        if values is None or not self._are_joined(rows):
-            return values
-        return values.reshape(1, -1, *values.shape[2:])
-
-
-def _attention_mask(rows: Rows) -> torch.Tensor:
-    """Return a mask [1 or b, 1, L, L], True where a token (dim 2) must not see another (dim 3)."""
-    is_later = causal_mask(rows.tokens.shape[1], rows.tokens.device)
-    ids = rows.sequence_ids
-    if ids is None:
-        return is_later
-    is_of_other = ids[:, None, :, None] != ids[:, None, None, :]
-    return is_later | is_of_other
-
-
-def _packed_params(rows: Rows) -> PackedSeqParams:
-    """Return the offsets of sequences in the joined rows; stretches of padding count as well."""
-    assert rows.sequence_ids is not None
-    # offsets in the row that joins all rows
-    begins = begins_of(rows.sequence_ids).flatten().nonzero().flatten()
-    offsets = torch.cat([begins, begins.new_tensor([rows.tokens.numel()])]).int()
-    longest = int(offsets.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
-def _reasons_against_packing(chunks: Sequence[torch.nn.Module], *, with_te: bool) -> Iterator[str]:
-    """Yield the reasons why a model cannot compute rows of several sequences."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            mixer = None
-            if isinstance(module, TransformerLayer):
-                mixer = getattr(module, "self_attention", None)
-            if mixer is not None and not isinstance(mixer, (Attention, IdentityOp)):
-                yield f"{type(mixer).__name__} mixes tokens of different sequences"
-            kind = type(module)
-            # layers of state space models, such as Mamba
-            if kind.__module__.startswith("megatron.core.ssm") and kind.__name__.endswith("Layer"):
-                yield f"{kind.__name__} mixes tokens of different sequences"
-        depth = getattr(getattr(chunk, "config", None), "mtp_num_layers", None) or 0
-        if depth > 1:
-            # the mask of `Rows` leaves out only the last token of a sequence
-            yield f"{depth} MTP layers would learn across the borders of sequences"
-    for core in core_attentions(chunks):
-        if with_te and is_of_transformer_engine(core):
-            continue
-        if with_te or not isinstance(core, DotProductAttention):
-            yield f"{type(core).__name__} is not known to support a mask"
-            continue
-        softmax = softmax_of(core)
-        if softmax.window_size is not None:
-            yield "megatron-core's attention ignores masks in layers with a sliding window"
-        if softmax.scaled_masked_softmax_fusion:
-            yield "Megatron's fused softmax ignores masks (masked_softmax_fusion)"
-
 
 MicroLoss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 """Returns (loss, report), which share no memory: Megatron divides the loss in place."""
@@ -202,6 +69,7 @@ class Pipeline:
         micro_batch_size: rows per micro batch.
         seq_length: largest number of tokens in a row; None: no limit.
         conclude: see `Conclude`.
+        replays: see `RouterInputs`.
 
     Attributes:
         data_parallel: the ranks that share a batch.
@@ -217,6 +85,8 @@ class Pipeline:
         micro_batch_size: int,
         seq_length: int | None,
         conclude: Conclude,
+        *,
+        replays: bool = False,
     ) -> None:
         self.data_parallel = DataParallelRanks(
             parallel_state.get_data_parallel_rank(),
@@ -229,11 +99,11 @@ class Pipeline:
         self._optimizer = optimizer
         self._micro_batch_size = micro_batch_size
         self._conclude = conclude
-        self._inputs = ModelInputs(unwrap_model(model.chunks))
-        # sequence parallel ranks have equal parts of a row
         self._row_multiple = 1
         if transformer_config.sequence_parallel:
             self._row_multiple = transformer_config.tensor_model_parallel_size
+        self._inputs = ModelInputs(unwrap_model(model.chunks), self._row_multiple)
+        self._routers = RouterInputs(model.weights.model, transformer_config, replays=replays)
         self.limits = BatchLimits(
             model.weights.model.table.dims.vocab_size,
             micro_batch_size,
@@ -242,6 +112,8 @@ class Pipeline:
             seq_length,
             self._row_multiple,
             self._inputs.no_packing,
+            self._routers.routing,
+            self._routers.refusal,
             # Virtual stages take micro batches in groups.
             micro_batch_multiple=transformer_config.microbatch_group_size_per_vp_stage
             if len(model.chunks) > 1
@@ -314,7 +186,10 @@ class Pipeline:
         # each virtual stage reads all micro batches
         iterators = [iter(parts) for _ in chunks]
         without_mtp = without_multi_token_prediction(unwrap_model(chunks))
-        with without_mtp if forward_only else contextlib.nullcontext():
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._routers.clear)
+            if forward_only:
+                ends.enter_context(without_mtp)
             return forward_backward(
                 forward_step_func=self._forward_step(loss_function),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -339,7 +214,9 @@ class Pipeline:
                 visible_batch = self._output.visible_batch(micro_batch)
                 return loss_function(visible_batch, self._output.result(micro_batch.rows, output))
 
-            return self._output.forward(model, micro_batch.rows, self._inputs), loss
+            rows = micro_batch.rows
+            with self._routers.given(unwrap_model(model), rows, self._inputs):
+                return self._output.forward(model, rows, self._inputs), loss
 
         return forward_step
 

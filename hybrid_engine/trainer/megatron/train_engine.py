@@ -8,8 +8,7 @@ next step, overwrites the memory of the logits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,14 +26,9 @@ from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
+from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 from hybrid_engine.trainer.megatron.model_variants import WithBias
-from hybrid_engine.trainer.megatron.pipeline import (
-    Conclude,
-    ModelInputs,
-    Pipeline,
-    conclude_without_job,
-)
-from hybrid_engine.trainer.megatron.router_replay import RouterReplayer
+from hybrid_engine.trainer.megatron.pipeline import Conclude, Pipeline, conclude_without_job
 
 
 class OutputReader:
@@ -74,7 +68,7 @@ class OutputReader:
 
     @contextmanager
     def reading(self, outputs: Outputs) -> Iterator[None]:
-        """Read `outputs` in every forward pass of the block."""
+        """Read `outputs` in every forward pass of the block, for the visible micro batch."""
         self._outputs = outputs
         try:
             yield
@@ -100,7 +94,9 @@ class LogProbs:
         chunks: of the model.
         config: of the model.
         vocab_size: without padding.
-        replayer: gives routers the experts of a batch; None: they ignore them.
+
+    Attributes:
+        reader: of entropy and most likely tokens.
     """
 
     def __init__(
@@ -108,36 +104,18 @@ class LogProbs:
         chunks: Sequence[torch.nn.Module],
         config: TransformerConfig,
         vocab_size: int,
-        replayer: RouterReplayer | None,
     ) -> None:
         self._config = config
-        self._replayer = replayer
-        self._reader = OutputReader()
+        self.reader = OutputReader()
         hide_padding(chunks, vocab_size)
         for model in unwrap_model(chunks):
             if model.post_process:
-                model.output_layer.register_forward_hook(self._reader)
-
-    @contextmanager
-    def reading(self, outputs: Outputs) -> Iterator[None]:
-        """Read `outputs` in forward passes of the block, for the visible micro batch.
-
-        All backward passes of a batch are in the block: experts are forgotten at its end.
-        """
-        try:
-            with self._reader.reading(outputs):
-                yield
-        finally:
-            if self._replayer is not None:
-                self._replayer.clear()
+                model.output_layer.register_forward_hook(self.reader)
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
         """Return losses [b, S] of the last chunk, or logits if there are no labels."""
         temperature = inputs.in_shape(rows, rows.temperature)
-        replaying: AbstractContextManager[None] = nullcontext()
-        if self._replayer is not None:
-            replaying = self._replayer.replaying(model, rows, inputs)
-        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature), replaying:
+        with self._mtp_loss_of(rows), self.reader.dividing_by(temperature):
             output: torch.Tensor = model(
                 **inputs.arguments(rows), labels=inputs.in_shape(rows, rows.labels)
             )
@@ -172,7 +150,7 @@ class LogProbs:
         """Return the user's micro batch, with the outputs that were read from the logits."""
         rows = micro_batch.rows
         further = {}
-        for name, value in self._reader.take().items():
+        for name, value in self.reader.take().items():
             values_of_rows = value.reshape(*rows.tokens.shape, *value.shape[2:])
             further[name] = rows.restore(values_of_rows)
         return {**micro_batch.batch, **further} if further else micro_batch.batch
@@ -200,7 +178,7 @@ class TrainEngine:
 
     A batch is this data parallel rank's share; see `batches.Batch`. A loss function gets the
     log-probabilities [b, S] of the labels. A model with an optimizer takes `routed_experts` of a
-    batch (router_replay.py); a reference ignores them. Training and scoring raise StateError while
+    batch (router_inputs.py); a reference ignores them. Training and scoring raise StateError while
     memory that they need is offloaded by a `HybridEngine`.
 
     Every step trains the MTP layers of a model, if it has any: Megatron adds their loss to the
@@ -238,17 +216,19 @@ class TrainEngine:
         self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
         config = actor.transformer_config
         self._vocab_size = table.dims.vocab_size
-        # A reference is another policy, which routes tokens itself.
-        replayer = None
-        if actor.optimizer is not None:
-            replayer = RouterReplayer(actor.chunks, config, table, actor.noop_layers)
-        self._output = LogProbs(actor.chunks, config, self._vocab_size, replayer)
+        self._output = LogProbs(actor.chunks, config, self._vocab_size)
         self._pipeline = Pipeline(
-            self.model, self._output, self.optimizer, config, micro_batch_size, seq_length, conclude
+            self.model,
+            self._output,
+            self.optimizer,
+            config,
+            micro_batch_size,
+            seq_length,
+            conclude,
+            # a reference is another policy, which routes tokens itself
+            replays=actor.optimizer is not None,
         )
         self.limits = self._pipeline.limits
-        if replayer is not None:
-            self.limits = replace(self.limits, routing=replayer.routing, no_replay=replayer.refusal)
         self.data_parallel = self._pipeline.data_parallel
 
     def train_step(
@@ -258,7 +238,7 @@ class TrainEngine:
 
         Otherwise as `Pipeline.step`.
         """
-        with self._output.reading(outputs):
+        with self._output.reader.reading(outputs):
             return self._pipeline.step(batch, loss_function)
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
@@ -274,7 +254,7 @@ class TrainEngine:
             further = {name: micro_batch[name] for name in outputs.names}
             return log_probs.sum(), {"log_probs": log_probs.float(), **further}
 
-        with self._output.reading(outputs):
+        with self._output.reader.reading(outputs):
             reports = self._pipeline.run(batch, keep, forward_only=True)
         shape = tuple(batch["tokens"].shape)
         results = {}

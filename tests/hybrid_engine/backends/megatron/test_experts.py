@@ -420,7 +420,7 @@ def pack_sequences(case: Case, path: Path) -> Packed:
 
 @dataclass(frozen=True)
 class Biases:
-    """Router biases in bfloat16 training.
+    """Router biases in bfloat16 training, and types of all buffers of routers.
 
     Attributes:
         stay: whether a step leaves them at the same address.
@@ -446,7 +446,12 @@ def step_in_bfloat16(path: Path) -> Biases:
         run.engine.train_step(batch, negative_log_likelihood)
         run.engine.model.weights.prepare()
         return Biases(
-            dtypes={bias.dtype for bias in biases.values()},
+            dtypes={
+                buffer.dtype
+                for chunk in run.actor.chunks
+                for name, buffer in chunk.module.named_buffers()
+                if ".router." in name
+            },
             stay={name: bias.data_ptr() for name, bias in biases.items()} == addresses,
             moved_by=[float((bias - before[name]).abs().max()) for name, bias in biases.items()],
         )

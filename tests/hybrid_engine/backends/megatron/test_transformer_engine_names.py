@@ -170,7 +170,7 @@ SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]]
 
 def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
     """Return the reason packing is refused, and the arguments the engine would pass."""
-    from hybrid_engine.trainer.megatron.pipeline import ModelInputs
+    from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 
     inputs = ModelInputs(chunks)
     rows = Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
