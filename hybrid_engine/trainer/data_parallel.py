@@ -1,4 +1,4 @@
-"""The ranks that share a batch."""
+"""The ranks that share a batch, and a decision of all ranks."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ class DataParallelRanks:
         shares = [torch.empty_like(share) for _ in range(self.size)]
         dist.all_gather(shares, share, group=self.group)
         return torch.cat(shares).to(tensor.device)
+
+
+def is_true_anywhere(flag: torch.Tensor) -> bool:
+    """Return True if `flag`, on the device, is true on any rank of the job. Collective."""
+    num_true = flag.long()
+    dist.all_reduce(num_true)
+    return bool(num_true)

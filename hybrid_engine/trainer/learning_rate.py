@@ -15,12 +15,16 @@ from typing import Any, Final, Protocol
 import torch
 
 from hybrid_engine.config import OptimizerConfig, ScheduleConfig
-from hybrid_engine.errors import ArgumentError, StateError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, LossError, StateError, Violation, shortened
 
 logger = logging.getLogger("hybrid_engine")
 
 LARGEST = 1e30
 """Largest learning rate, also of `optimizer.lr`: float32 weights cannot use larger ones."""
+
+
+MAX_SKIPPED = 10
+"""Steps in a row whose gradients are not finite, after which training ends."""
 
 
 class Scheduler(Protocol):
@@ -49,6 +53,7 @@ class ScheduledOptimizer:
     def __init__(self, optimizer: Any, schedule: Scheduler | None = None) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
+        self._num_skipped = 0
 
     @property
     def inner(self) -> Any:
@@ -93,8 +98,22 @@ class ScheduledOptimizer:
         for group in groups:
             group["lr"] = float(learning_rate)
 
-    def advance_schedule(self) -> None:
-        """Set the learning rate and the weight decay of the next update, after an update."""
+    def conclude_step(self, successful: bool, max_skipped: int = MAX_SKIPPED) -> None:
+        """Set the learning rate and the weight decay of the next update, after an update.
+
+        A skipped step changes neither. Raises LossError after `max_skipped` of them in a row; all
+        ranks skip the same steps.
+        """
+        if not successful:
+            self._num_skipped += 1
+            if self._num_skipped < max_skipped:
+                return
+            raise LossError(
+                f"the gradients of {self._num_skipped} optimizer steps in a row are not finite, so "
+                "these steps were skipped. Load the last checkpoint, and lower the learning rate",
+                code="every-step-skipped",
+            )
+        self._num_skipped = 0
         if self._schedule is not None:
             self._schedule.step(1)
 

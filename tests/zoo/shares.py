@@ -1,10 +1,13 @@
-"""A rank's part of a batch, for engines without a worker."""
+"""A rank's part of a batch, and a loss whose gradient is not finite, for engines without a worker."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from hybrid_engine.ports import Batch
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, own_share
 
 
@@ -18,3 +21,14 @@ class Limited(Protocol):
 def share_of(engine: Limited, batch: Batch) -> Batch:
     """Return this data parallel rank's consecutive part of a global batch. Raises BatchError."""
     return own_share(batch, engine.limits, needs_labels=False)
+
+
+def spoiled(loss_function: LossFunction) -> LossFunction:
+    """Return the same loss with a gradient of NaN on rank 1."""
+
+    def spoil(micro_batch: Batch, values: torch.Tensor) -> Any:
+        loss, report = loss_function(micro_batch, values)  # type: ignore[misc]
+        # the root of 0 has an infinite derivative
+        return loss + (values * 0).sum().sqrt() * (dist.get_rank() == 1), report
+
+    return spoil

@@ -26,7 +26,7 @@ from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
-from hybrid_engine.trainer.data_parallel import DataParallelRanks
+from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
 
 _NO_IMAGES = "the model has no token for images in its config.json"
@@ -92,7 +92,7 @@ class FsdpTrainEngine:
     ) -> dict[str, float]:
         """Take an optimizer step; see `TrainableScorer.train_step`. Collective.
 
-        `skipped` is always 0: only float16 gradients can overflow.
+        `skipped` is 1 if a gradient of any rank is not finite.
         """
         optimizer = self.optimizer.inner
         # of this step, before a schedule changes it
@@ -115,14 +115,16 @@ class FsdpTrainEngine:
         loss.finish(self._device)
         self._conclude("loss function", loss.fault)
         grad_norm = self._clip_gradients()
-        optimizer.step()
+        successful = not is_true_anywhere(~grad_norm.isfinite())
+        if successful:
+            optimizer.step()
         # frees the gradients, which then need no offload
         optimizer.zero_grad()
-        self.optimizer.advance_schedule()
+        self.optimizer.conclude_step(successful)
         return self._average(reports) | {
-            "skipped": 0.0,
+            "skipped": float(not successful),
             "learning_rate": learning_rate,
-            "grad_norm": grad_norm,
+            "grad_norm": grad_norm.item(),
         }
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
@@ -193,7 +195,7 @@ class FsdpTrainEngine:
         }
         return rows.restore_log_probs(-losses.view(rows.labels.shape)), further
 
-    def _clip_gradients(self) -> float:
+    def _clip_gradients(self) -> torch.Tensor:
         """Scale the gradients down if their norm is too large; return the norm before that."""
         parameters = [
             parameter for parameter in self.model.model.parameters() if parameter.grad is not None
@@ -204,7 +206,7 @@ class FsdpTrainEngine:
             norm = norm.full_tensor()
         if self._clip_grad:
             clip_grads_with_norm_(parameters, self._clip_grad, norm)
-        return norm.item()
+        return norm
 
     def _average(self, reports: Sequence[Report]) -> dict[str, float]:
         """Return the means over micro batches and ranks, all of which report the same names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
+from torch.nn.utils import get_total_norm
 
 from hybrid_engine.backends.megatron.forward_probe import (
     model_device,
@@ -25,10 +27,11 @@ from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
-from hybrid_engine.trainer.data_parallel import DataParallelRanks
-from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
+from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
+from hybrid_engine.trainer.learning_rate import MAX_SKIPPED, ScheduledOptimizer
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 from hybrid_engine.trainer.megatron.router_inputs import RouterInputs
+from megatron_patches.buffers import iter_buffers
 from megatron_patches.optimizers import set_weight_version
 
 MicroLoss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
@@ -99,6 +102,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._micro_batch_size = micro_batch_size
         self._conclude = conclude
+        self._has_loss_scale = transformer_config.fp16
         self._row_multiple = 1
         if transformer_config.sequence_parallel:
             self._row_multiple = transformer_config.tensor_model_parallel_size
@@ -128,8 +132,8 @@ class Pipeline:
             loss_function: see `batches.LossFunction`; its arguments are those of the
                 `ModelOutput`.
 
-        Result and errors as in `TrainableScorer.train_step`. If float16 gradients overflowed,
-        `skipped` is 1, Megatron has lowered its loss scale, and a schedule takes no step.
+        Result and errors as in `TrainableScorer.train_step`. `skipped` is 1 if a gradient of any
+        rank is not finite; in float16 Megatron has then lowered its loss scale.
         """
         optimizer = self._optimizer.inner
         # of this step, before a schedule changes it
@@ -137,24 +141,37 @@ class Pipeline:
         self._model.guard(KINDS)
         # raises if servers would fall too far behind
         self._model.before_step()
-        for chunk in self._model.weights.model.ddp_chunks:
+        chunks = self._model.weights.model.ddp_chunks
+        for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         loss = CheckedLoss(loss_function)
-        reports = self.run(batch, loss, forward_only=False)
-        if reports:
-            # this is the last pipeline stage
-            loss.finish(self.data_parallel.device, self.data_parallel.group)
-        # no rank takes a step if another one has a fault
-        self._conclude("loss function", loss.fault)
-        version = self._model.version
-        successful, grad_norm, _ = optimizer.step()
-        if successful:
-            # set, not counted: the optimizer of a fully frozen stage takes no step
-            set_weight_version(optimizer, version + 1)
+        with contextlib.ExitStack() as undo:
+            # the backward pass moves routers' biases before it is known whether a step follows
+            for buffer in chain(*(model.buffers() for model in unwrap_model(chunks))):
+                undo.callback(buffer.copy_, buffer.clone())
+            reports = self.run(batch, loss, forward_only=False)
+            if reports:
+                # this is the last pipeline stage
+                loss.finish(self.data_parallel.device, self.data_parallel.group)
+            # no rank takes a step if another one has a fault
+            self._conclude("loss function", loss.fault)
+            version = self._model.version
+            successful, grad_norm = False, None
+            # of all gradients, also of those that Megatron's own norm leaves to other ranks
+            norm = get_total_norm([record.grad_data for record in iter_buffers(chunks)])
+            is_faulty = is_true_anywhere(~norm.isfinite().to(self.data_parallel.device))
+            # with a loss scale Megatron's optimizer looks for itself, to lower the scale
+            if self._has_loss_scale or not is_faulty:
+                successful, grad_norm, _ = optimizer.step()
+            if successful:
+                # set, not counted: the optimizer of a fully frozen stage takes no step
+                set_weight_version(optimizer, version + 1)
+                undo.pop_all()
         report = self._average(reports)
-        if successful:
-            self._optimizer.advance_schedule()
+        # from 2**32 the scale can be halved 32 times
+        max_skipped = MAX_SKIPPED + 32 * self._has_loss_scale
+        self._optimizer.conclude_step(successful, max_skipped)
         report["skipped"] = float(not successful)
         report["learning_rate"] = learning_rate
         report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
@@ -240,8 +257,7 @@ class Pipeline:
 def conclude_without_job(phase: str, error: Exception | None) -> None:
     """Raise this rank's error, or RemoteError if another rank has one. Collective."""
     # all ranks take part, with an error or without
-    has_failed = torch.tensor([error is not None], dtype=torch.int64, device=model_device())
-    torch.distributed.all_reduce(has_failed, op=torch.distributed.ReduceOp.MAX)
+    has_failed = is_true_anywhere(torch.tensor(error is not None, device=model_device()))
     if error is not None:
         raise error
     if has_failed:

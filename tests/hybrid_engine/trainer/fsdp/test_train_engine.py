@@ -13,12 +13,21 @@ import torch
 from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
 from tests.harness.errors import has_code
 from tests.harness.launch import Outcomes, Ranks
-from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
+from tests.hybrid_engine.backends.fsdp.actors import (
+    TIED_WITH_ODD_ROWS,
+    actor,
+    assert_same,
+    batch,
+    cross_entropy,
+    state_of,
+    train,
+)
 from tests.zoo import padded_batches
 from tests.zoo.families import FAMILIES, tiny_config, write_config
-from tests.zoo.shares import share_of
+from tests.zoo.shares import share_of, spoiled
 
 # family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers;
 # gpt2: dropout and learned positions
@@ -40,7 +49,9 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             engine = parts.engine
             initial = state_of(engine)["tensors"]
             scores = whole_log_probs(engine, batch(9))
-            reports = [train(engine, step) for step in range(3)]
+            reports = [train(engine, 0)]
+            skip(engine)
+            reports += [train(engine, step) for step in (1, 2)]
             reference = parts.frozen_copy()
             copied = whole_log_probs(reference, batch(9))
             with pytest.raises(StateError, check=has_code("no-optimizer")):
@@ -59,6 +70,17 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 "is refused": is_refused(engine),
             }
     return results
+
+
+def skip(engine: FsdpTrainEngine) -> None:
+    """Check that gradients that are not finite change nothing, and end training after some steps."""
+    before = state_of(engine)
+    skipped = []
+    with pytest.raises(LossError, check=has_code("every-step-skipped")):
+        while True:
+            skipped.append(engine.train_step(share_of(engine, batch(5)), spoiled(cross_entropy))["skipped"])
+    assert skipped == [1.0] * (MAX_SKIPPED - 1)
+    assert_same(before, state_of(engine))
 
 
 def is_refused(engine: FsdpTrainEngine) -> bool:
@@ -142,7 +164,7 @@ def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("family", MODELS)
 def test_steps_equal_the_unsharded_model(on_two: Computed, paths: dict[str, Path], family: str) -> None:
-    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches."""
+    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches, with skipped ones."""
     first, second = (by_family[family] for by_family in on_two)
     model = unsharded_model(paths[family], first["initial"])
     torch.testing.assert_close(first["scores"], log_probs(model, batch(9)).detach(), atol=2e-5, rtol=0)

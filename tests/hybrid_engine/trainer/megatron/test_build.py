@@ -93,9 +93,11 @@ def test_an_unsupported_model_can_hold_weights(
         assert least * whole < refusal.num_elements < most * whole
 
 
-def test_a_frozen_stage_counts_versions() -> None:
+def test_a_frozen_stage_counts_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.trainer.megatron.pipeline import Pipeline
+
+    monkeypatch.setattr("hybrid_engine.trainer.megatron.pipeline.is_true_anywhere", lambda flag: bool(flag))
 
     optimizer = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
 
@@ -106,7 +108,9 @@ def test_a_frozen_stage_counts_versions() -> None:
     stage = Stage(optimizer=optimizer)
     pipeline = MagicMock(
         _model=stage,
-        _optimizer=SimpleNamespace(inner=optimizer, learning_rate=0.1, advance_schedule=lambda: None),
+        _optimizer=SimpleNamespace(inner=optimizer, learning_rate=0.1, conclude_step=lambda *_: None),
+        _has_loss_scale=False,
+        data_parallel=SimpleNamespace(device="cpu"),
         **{"run.return_value": [], "_average.side_effect": lambda _: {}},
     )
     for steps in (1, 2):

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron trainers on two ranks: loaded state and later steps are identical."""
+"""Checkpoints of Megatron trainers on two ranks, and skipped steps: state and later steps are identical."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**PP2, "virtual_pipeline_model_parallel_size": 2},
     ),
     "tp2, adapters": ("qwen3", {}, {**TP2, "lora": {"rank": 4}}),
+    "ep2, biases, no clipping": (
+        "deepseek_v3",
+        {},
+        {"expert_model_parallel_size": 2, "optimizer": {"lr": 1e-2, "clip_grad": 0.0}},
+    ),
 }
 
 
@@ -109,7 +114,7 @@ def checkpoints_of(run: Any, job: Job) -> Any:
 
 
 def configured(settings: dict[str, Any], **changes: Any) -> ActorConfig:
-    return ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 1e-2}, **changes})
+    return ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}, **settings, **changes})
 
 
 def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any]]:
@@ -129,6 +134,7 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
         run.engine.optimizer.set_learning_rate(3e-3)  # must be restored too
         checkpoints_of(run, job).save(root / "trained")
         result["saved"] = state_of(run)
+        skip(run)  # the resumed run does not see this step
         train(run, 2)
         result["continued"] = state_of(run)
     with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:  # other weights
@@ -194,13 +200,31 @@ def train(run: Any, step: int) -> dict[str, float]:
     return run.engine.train_step(share_of(run.engine, batch), negative_log_likelihood)
 
 
+def skip(run: Any) -> None:
+    """Check that a step in which rank 1 alone has gradients that are not finite changes nothing on any rank."""
+    from megatron_patches import iter_buffers
+
+    def spoil(*args: Any, **kwargs: Any) -> None:
+        finalize(*args, **kwargs)
+        for record in iter_buffers(run.actor.chunks):
+            record.grad_data.fill_(torch.nan if dist.get_rank() == 1 else 1.0)
+
+    config = run.actor.transformer_config
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, spoil
+    before = state_of(run)
+    assert train(run, 5)["skipped"] == 1
+    assert_same(before, state_of(run))
+    config.finalize_model_grads_func = finalize
+
+
 def state_of(run: Any) -> dict[str, Any]:
     """Return a copy of all state that a checkpoint must restore."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_patches.optimizers import optimizer_tensors
 
-    tensors = {name: p.detach().clone() for name, p in run.engine.model.weights.model.named_parameters()}
+    model = run.engine.model.weights.model
+    tensors = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_weights())}
     for state in optimizer_tensors(run.actor.optimizer):
         if state.kind != "main_grad":
             tensors[f"{state.path}.{state.key}"] = state.tensor.detach().clone()

@@ -25,7 +25,7 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
-from tests.zoo.shares import share_of
+from tests.zoo.shares import share_of, spoiled
 from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
 
 BATCH = 4
@@ -95,6 +95,7 @@ def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Comp
         engine.model.reload_main_params()  # the optimizer's copies of the weights
         values = engine.data_parallel.gather(engine.values(share))
         reports = [engine.train_step(share, squared_error) for _ in range(NUM_STEPS)]
+        assert engine.train_step(share, spoiled(squared_error))["skipped"] == 1
         final = engine.data_parallel.gather(engine.values(share))
         end_training(actor)
         job.agreement.close()
