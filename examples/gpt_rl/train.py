@@ -35,7 +35,7 @@ from rich.console import Console
 from examples.gpt_rl.settings import Settings, load_settings
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
 from hybrid_engine.rl.config import free_engine_settings
-from hybrid_engine.rl.run_files import RunFiles
+from hybrid_engine.rl.run_files import Lock, RunFiles
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_FOR_OTHERS = 20  # time for the failed rank to report first
@@ -67,12 +67,15 @@ def main() -> None:
         files = run_files(options.out)
         free = free_engine_settings(settings.engine)
         files.check(settings.fingerprint(), options.resume, settings.defaults(), free=free)
-        lock = files.lock() if rank == 0 else None
         options.out.mkdir(parents=True, exist_ok=True)
+        # The file that marks a run comes before the logs, whichever rank is first.
+        lock = Lock(options.out / "lock")
+        lock.close()
+        if rank == 0:
+            lock = files.lock()
         _log_to(options.out / f"log-rank{rank}.txt", terminal)
         run(settings, files, options.resume, Console(file=terminal, quiet=rank != 0))
-        if lock is not None:
-            lock.close()
+        lock.close()
     except Exception as error:
         _fail(error, rank, terminal)
         os._exit(1)  # unlike exit, this cannot hang; ranks that wait for this one fail

@@ -35,7 +35,9 @@ _INVALID_TEXT = (
 
 
 def given_path(path: object, key: str) -> Path:
-    """Return a path argument, with a leading `~` expanded as in a shell.
+    """Return a path argument as an absolute path, with a leading `~` expanded as in a shell.
+
+    Absolute, because a function of the user may change the working directory later.
 
     Raises:
         ArgumentError: the value of `key` is not a path.
@@ -45,7 +47,7 @@ def given_path(path: object, key: str) -> Path:
         if isinstance(path, str | os.PathLike):
             name = os.fspath(path)
             if isinstance(name, str) and name and "\0" not in name:
-                return Path(name).expanduser()
+                return Path(name).expanduser().absolute()
     violation = Violation(
         key,
         f"{shortened(path)} is not a path",

@@ -29,6 +29,8 @@ from hybrid_engine.ranks.torch_internals import groups_and_stores
 _SIGNALS = range(1, 32)
 """Numbers of the POSIX signals; real-time signals are not used to interrupt a call."""
 
+_PR_SET_PDEATHSIG = 1
+
 _are_held = False
 """True while the main thread is inside `signals_held`; nested blocks then do nothing."""
 
@@ -73,6 +75,17 @@ def signals_held() -> Iterator[None]:
             with ExitStack() as handlers:  # not sent again: that would write to the wakeup fd twice
                 for number in reversed(pending):
                     handlers.callback(previous[number], number, None)
+
+
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent `parent` ends for any reason. Linux only.
+
+    A launcher that is itself killed (out of memory, a time limit) cannot end its ranks. Call this
+    early, with a pid that was read before: if the parent ends before the call, no signal is sent.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 own_groups: WeakSet[object] = WeakSet()

@@ -2,9 +2,10 @@
 
     OUT/completions/step-000010.jsonl
 
-One line per completion: prompt, text, token_ids, reward, rewards by function, advantage (mean
-over its tokens), finish_reason, num_tokens, weight_version, and if servers drew it weight_versions
-and logprobs by token. pandas and datasets read the files as they are.
+One line per completion: prompt, its further columns, text, token_ids, reward, rewards by function,
+advantage (mean over its tokens), finish_reason, num_tokens, weight_version, and if servers drew it
+weight_versions and logprobs by token; of a conversation turns, their number, and if it is a chat
+all its messages. pandas and datasets read the files as they are.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ class ScoredCompletion:
     def line(self) -> dict[str, Any]:
         """Return the sample as a JSON object."""
         completion = self.completion
+        columns = self.prompt if isinstance(self.prompt, Mapping) else {}
         values = {
             "prompt": prompt_of(self.prompt),
+            "columns": {name: value for name, value in columns.items() if name != "prompt"},
             "text": self.text,
             "token_ids": list(completion.token_ids),
             "reward": self.reward,
@@ -82,6 +85,7 @@ class ScoredCompletion:
             values["logprobs"] = list(completion.logprobs)
         if isinstance(completion, Conversation):
             values["turns"] = len(completion.turns)
+            values["messages"] = completion.messages
         return values
 
 
@@ -134,8 +138,11 @@ class CompletionLog:
         write_text(self.path(step), "".join(f"{line}\n" for line in lines))
 
     def cut_after(self, last: int) -> None:
-        """Remove the files of steps after `last`. Raises FileError."""
-        if not self.directory.is_dir():
+        """Remove the files of steps after `last`, which are repeated. Raises FileError.
+
+        Not in a directory that is a link: another run may write there, too.
+        """
+        if not self.directory.is_dir() or self.directory.is_symlink():
             return
         with naming("removing completions in", self.directory):
             for path in self.directory.iterdir():

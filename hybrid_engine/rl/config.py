@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -23,7 +23,7 @@ from hybrid_engine.config.keys import (
     Steps,
 )
 from hybrid_engine.config.loading import violations_of
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, first_of
 from hybrid_engine.ports import Batch
 from hybrid_engine.rl.losses import (
     Aggregation,
@@ -42,6 +42,7 @@ _FREE = (
     "evaluate_every",
     "evaluate_first",
     "save_every",
+    "save_minutes",
     "keep_checkpoints",
     "keep_best",
     "best",
@@ -50,6 +51,29 @@ _FREE = (
     "show_completions",
 )
 """Settings that may change within a run: no weight depends on them."""
+
+_FIXED = (
+    "prompts_per_step",
+    "passes",
+    "max_staleness",
+    "ratio",
+    "clipping",
+    "aggregation",
+    "baseline",
+    "scale_rewards",
+    "kl_estimator",
+    "kl_place",
+)
+"""Settings that cannot change within a run: the place in the prompts, and the algorithm."""
+_DRAWN = (
+    "samples_per_prompt",
+    "max_tokens",
+    "max_tokens_per_turn",
+    "temperature",
+    "stop",
+    "stop_token_ids",
+)
+"""The same with `max_staleness`: a checkpoint has completions that were drawn with them."""
 
 
 class LoopConfig(Section):
@@ -143,6 +167,8 @@ class LoopConfig(Section):
     """Call `evaluate` before step 1, too; its figures are a row of step 0."""
     save_every: Count = 50
     """Steps between two checkpoints; the last step always has one."""
+    save_minutes: NonNegative = 30.0
+    """Minutes after which a step is saved, too; 0: only as save_every says."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints that are kept."""
     keep_best: str | None = None
@@ -183,6 +209,21 @@ class LoopConfig(Section):
             raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])
         steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
         return self.model_copy(update={"steps": steps, "passes": None})
+
+    def named_changes(self, names: Collection[str]) -> set[str]:
+        """Return the dotted names of settings that change within a run because they are named.
+
+        Raises ConfigError for settings that cannot.
+        """
+        allowed = {"actor_config.optimizer.clip_grad", *type(self).model_fields}.difference(
+            _FIXED, _DRAWN if self.max_staleness else ()
+        )
+        fixed = sorted({*names} - allowed)
+        if fixed or isinstance(names, Mapping):
+            problem = f"{first_of(fixed, 5) or 'a mapping'} cannot change within a run"
+            remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
+            raise ConfigError([Violation("changed", problem, remedy, code="cannot-change")])
+        return {*names, *(f"{self.name}.{name}" for name in names)}
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ from hybrid_engine.rl.conversations import begin_conversations, converse
 from hybrid_engine.rl.prompt_source import PromptSource, are_listed
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
+from hybrid_engine.rl.user_callbacks import calling
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
@@ -131,14 +132,15 @@ class GroupQueue:
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
-        """Return the numbers of a step's prompts, and the prompts.
+        """Return the numbers of a step's prompts, and the prompts. Collective.
 
         Raises ArgumentError or ConfigError if the caller's function returns invalid ones.
         """
         if number not in self._prompts:
-            names, prompts = self._source.take(number)
-            if self._checks_each_step:
-                require_room(prompts, self._arguments, self._limits)
+            with calling(self._worker.job.agreement, "prompts", f"step {number}"):
+                names, prompts = self._source.take(number)
+                if self._checks_each_step:
+                    require_room(prompts, self._arguments, self._limits)
             self._prompts[number] = names, prompts
         return self._prompts[number]
 

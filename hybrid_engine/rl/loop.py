@@ -18,12 +18,12 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -36,11 +36,9 @@ from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
     HybridEngineError,
-    LostRankError,
     Violation,
     collect,
     first_of,
-    shortened,
 )
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
@@ -53,7 +51,7 @@ from hybrid_engine.rl.conversation_state import Environment
 from hybrid_engine.rl.critic import Critic, at_last_tokens
 from hybrid_engine.rl.group_queue import GroupQueue, randomness
 from hybrid_engine.rl.packed_calls import PackedCalls
-from hybrid_engine.rl.prompt_source import are_listed, source_of
+from hybrid_engine.rl.prompt_source import are_listed, listed, source_of
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
 from hybrid_engine.rl.run_checks import (
     RunArguments,
@@ -74,8 +72,10 @@ from hybrid_engine.rl.step_metrics import (
     completion_figures,
     evaluation_figures,
     require_exact,
+    without_columns,
 )
 from hybrid_engine.rl.stop_signals import StopSignals
+from hybrid_engine.rl.user_callbacks import calling, naming_function
 from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -103,6 +103,7 @@ Called on every rank, with the same arguments; it must return the same on all. O
 len(prompt_token_ids) - 1 + i has token i of a completion.
 """
 OnStep = Callable[[Row], None]
+OnLearned = Callable[[int, Sequence[ScoredCompletion]], None]
 ShouldStop = Callable[[], bool]
 
 
@@ -120,6 +121,7 @@ def train(
     loss: PolicyLoss | None = None,
     advantages: Advantages | None = None,
     trackers: Sequence[str] = ("tensorboard",),
+    changed: Collection[str] = (),
     **chat: Unpack[ChatArguments],
 ) -> list[Row]:
     """Train a model by GRPO or PPO, by the type of `config`; rank 0 prints a line per step.
@@ -134,9 +136,11 @@ def train(
         evaluate, should_stop: as of `Loop.run`.
         on_step: called with the row of each step, on all ranks.
         trackers: names of what records the rows, in addition to metrics.jsonl; see trackers.py.
+        changed: names of settings that may have other values than in the steps so far, such as
+            "learning_rate"; docs/rl.md lists them.
 
-    SIGTERM and SIGUSR1, with which Slurm announces the end of a job, end the run after the present
-    step, with a checkpoint.
+    Ctrl-C, and SIGTERM and SIGUSR1, with which Slurm announces the end of a job, end the run after
+    the present step, with a checkpoint.
 
     Returns the rows of the steps that this call ran.
 
@@ -145,7 +149,7 @@ def train(
     later the errors of `Loop.learn`.
     """
     if are_listed(prompts):
-        prompts = _listed(prompts)
+        prompts = listed(prompts)
     arguments = RunArguments.of(
         prompts,
         reward,
@@ -170,13 +174,13 @@ def train(
             )
         if isinstance(model, ActorHybridWorker):
             require_arguments(arguments)
-            record = RunRecord(model.job, config, model.config, files, ends, trackers)
+            record = RunRecord(model.job, config, model.config, files, ends, trackers, changed)
         else:
             engines = _engines_of(model, arguments)
             job = ends.enter_context(closing(Job.join(engines.generate_config.timeout_seconds)))
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
-            record = RunRecord(job, config, engines, files, ends, trackers)
+            record = RunRecord(job, config, engines, files, ends, trackers, changed)
             model = ends.enter_context(ActorHybridWorker(engines, job=job))
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
@@ -197,14 +201,16 @@ def train(
         )
         ends.enter_context(closing(loop))
         record.begin()
+        ends.enter_context(loop.saving(files))
         rows = []
         # `run` continues when the next row is requested, so a row is recorded before the next step
         # begins.
-        for row in loop.run(files, evaluate=evaluate, should_stop=must_stop):
-            record.add(row, loop.samples)
+        for row in loop.run(files, evaluate=evaluate, should_stop=must_stop, on_learned=record.log):
+            record.add(row)
             rows.append(row)
             if on_step is not None:
-                on_step(row)
+                with calling(model.job.agreement, "on_step", f"step {row['step']}"):
+                    on_step(row)
         # Not after `should_stop`: then the run has no final model yet.
         if files is not None and loop.done == config.steps:
             with model.train_context():
@@ -261,7 +267,9 @@ class Loop:
             prompts = list(prompts)
         self.done = 0
         self.samples: list[ScoredCompletion] = []
-        self._are_weights_unchanged = True
+        # Row of the last step that was learned, until its checkpoint is written.
+        self._unsaved: Row | None = None
+        self._saved_at = time.monotonic()
         self._arguments = RunArguments.of(
             prompts,
             reward,
@@ -278,7 +286,7 @@ class Loop:
         if violations:
             raise ConfigError(violations)
         config = self.config
-        source = source_of(prompts, config.prompts_per_step, config.seed)
+        source = source_of(prompts, config.prompts_per_step, config.seed, config.max_staleness)
         self.queue = GroupQueue(worker, self._arguments, self._limits, source)
         self._rewards = RewardFunctions(reward, config)
         self._calls = PackedCalls(worker.actor.engine.limits, config.pack)
@@ -319,8 +327,11 @@ class Loop:
         *,
         evaluate: Evaluate | None = None,
         should_stop: ShouldStop = lambda: False,
+        on_learned: OnLearned = lambda step, samples: None,
     ) -> Iterator[Row]:
         """Run the remaining steps, saving every `config.save_every` steps; yield the row of each.
+
+        A step is also saved `config.save_minutes` after the last one, or if the next one fails.
 
         Args:
             files: files of the run, after `RunFiles.begin`. Rank 0 must append a row to
@@ -329,6 +340,7 @@ class Loop:
             evaluate: called every `config.evaluate_every` steps; its figures are added to the row.
             should_stop: called on every rank before each step and after it was learned. If it
                 returns True on any rank, the run ends with a checkpoint of the last step.
+            on_learned: called with `samples`, which no checkpoint has, before a step is saved.
 
         Raises ConfigError if the run measures its KL from weights other than those with which the
         worker began.
@@ -339,23 +351,22 @@ class Loop:
             is_due = config.is_due(row["step"], config.evaluate_every)
             row = self.finish(row, evaluate if is_due else None)
             if (is_due or evaluate is None) and config.keep_best not in (None, *row):
-                if files is not None and not is_saved:
-                    self.save(files, row)
                 problem = f"there is no column {config.keep_best!r}"
                 remedy = f"Use one of {first_of(sorted(row), 60)}"
                 key = f"{config.name}.keep_best"
-                raise ConfigError([Violation(key, problem, remedy, code="unknown-column")])
+                with self.worker.job.agreement.phase("reading keep_best"):
+                    raise ConfigError([Violation(key, problem, remedy, code="unknown-column")])
             return row
 
-        is_saved = True
-        row: Row = {}
         newest = None if files is None else self._newest(files)
         if files is not None and newest is not None:
             progress, has_row = newest
-            self._require_same_reference(files, progress)
+            files.require_reference(progress, self._reference_digest)
             self.load(files, progress.step)
-            # Killed between checkpoint and row: the evaluation of that step is repeated.
+            # Killed between checkpoint and row: export and evaluation of that step are repeated.
             if not has_row:
+                if self._exports_step():
+                    self.export(files)
                 yield finished(progress.row)
             elif evaluate is not None and config.is_due(progress.step, config.evaluate_every):
                 # The uninterrupted run ended this step with an evaluation. Repeat its switch, so
@@ -371,30 +382,42 @@ class Loop:
                     config.keep_best,
                 )
             yield first
+        logger.info("saving every %d steps, %g minutes", config.save_every, config.save_minutes)
         must_stop = False
-        while self.done < config.steps and not (must_stop or self._must_stop(should_stop)):
-            try:
-                row = self.learn(self.done + 1)
-            except LostRankError:  # no collective can follow
-                raise
-            except HybridEngineError:
-                # A reward failed, for example. All ranks raise, and the weights are still those of
-                # the step before.
-                if files is not None and not is_saved and self._are_weights_unchanged:
+        while self.done < config.steps and not (must_stop or self._flags(should_stop)[0]):
+            with self.saving(files):
+                self._unsaved = row = self.learn(self.done + 1)
+                on_learned(self.done, self.samples)
+                # Checked before saving, so that a stopped run always has one of its last step.
+                must_stop, is_late = self._flags(should_stop)
+                is_due = config.is_due(self.done, config.save_every)
+                if files is not None and (is_due or must_stop or is_late):
                     self.save(files, row)
-                raise
-            # Checked before saving, so that a stopped run always has one of its last step.
-            must_stop = self._must_stop(should_stop)
-            is_saved = files is None or config.is_due(self.done, config.save_every) or must_stop
-            if files is not None and is_saved:
-                self.save(files, row)
-            # Before `finished`, which moves the training state away.
-            if files is not None and config.export_every and self.done % config.export_every == 0:
-                self.export(files)
-            yield finished(row)
+                # Before `finished`, which moves the training state away.
+                if files is not None and self._exports_step():
+                    self.export(files)
+                row = finished(row)
+            yield row
         # `should_stop` ended the loop before a step, so the last step may have no checkpoint yet.
-        if files is not None and not is_saved:
-            self.save(files, row)
+        if files is not None and self._unsaved is not None:
+            self.save(files, self._unsaved)
+
+    @contextmanager
+    def saving(self, files: RunFiles | None) -> Iterator[None]:
+        """Save the last learned step if the block fails on all ranks.
+
+        A rank that fails alone cannot save, because all ranks write a checkpoint.
+
+        Raises ArgumentError in place of SystemExit, with which a run would look finished.
+        """
+        try:
+            with naming_function("train", f"step {self.done + 1}", (SystemExit,)):
+                yield
+        except HybridEngineError as error:
+            row, self._unsaved = self._unsaved, None
+            if files is not None and row is not None and error.cause_on_rank_0 is not None:
+                self.save(files, row)
+            raise
 
     def learn(self, number: int) -> Row:
         """Draw, score and learn from the completions of step `number`; the first step is 1.
@@ -406,7 +429,6 @@ class Loop:
         """
         worker, config, meter = self.worker, self.config, self._meter
         meter.begin(number)
-        self._are_weights_unchanged = True
         names, prompts = self.queue.prompts_of(number)
         version = worker.train.version
         with worker.rollout_context():
@@ -422,11 +444,11 @@ class Loop:
         learning_rate = self._learning_rate * config.learning_rate_factor(number)
         worker.set_learning_rate(learning_rate)
         report: dict[str, float] = {}
-        self._are_weights_unchanged = False
         # Critic and actor take turns on the device, so the critic's optimizer steps are complete
         # before the actor's training state comes back.
         if self.critic is not None:
             with meter.phase("critic"):
+                self._unsaved = None  # from here on, the state is not that of the step before
                 generator = self._generator(number, "critic's minibatches")
                 of_tokens = at_last_tokens(rewards.flatten(), batch["mask"]) - penalties
                 report |= self.critic.learn(batch, of_tokens, number, generator)
@@ -440,6 +462,7 @@ class Loop:
                 if worker.config.generate_config.check_compute == "exact":
                     require_exact(batch, worker.job.device)
             with meter.phase("update"):
+                self._unsaved = None
                 # At first the critic's values are arbitrary, and so are the advantages.
                 if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
                     report |= self._update(batch, number)
@@ -452,7 +475,7 @@ class Loop:
             "step": number,
             **figures,
             "entropy": losses.weighted_mean(outputs["entropy"], mean_weights(batch["mask"])).item(),
-            **_without_columns(report, figures),
+            **without_columns(report, figures),
             "learning_rate": learning_rate,
             "weight_version": worker.train.version,
             **meter.take(worker),
@@ -469,7 +492,11 @@ class Loop:
         row = dict(row)
         figures: dict[str, float] = {}
         if evaluate is not None:
-            with self.worker.rollout_context(), self._meter.phase("evaluate"):
+            with (
+                self.worker.rollout_context(),
+                self._meter.phase("evaluate"),
+                calling(self.worker.job.agreement, "evaluate", f"step {self.done}"),
+            ):
                 figures = evaluation_figures(evaluate(self.worker))
         add_measurements(row, self._meter.take(self.worker))
         named = {f"held_out_{name}" if name in row else name: figures[name] for name in figures}
@@ -490,6 +517,12 @@ class Loop:
                 if self.worker.rank == 0:
                     self.queue.save(files.checkpoint(step), step)
                     files.complete(Progress(step, row, self._reference_digest))
+        self._unsaved = None
+        self._saved_at = time.monotonic()
+
+    def _exports_step(self) -> bool:
+        every = self.config.export_every
+        return every > 0 and self.done % every == 0
 
     def export(self, files: RunFiles) -> None:
         """Write the present weights as a Hugging Face checkpoint of the last step."""
@@ -524,23 +557,13 @@ class Loop:
         values, has_row = json.loads(text)
         return Progress(**values), has_row
 
-    def _require_same_reference(self, files: RunFiles, progress: Progress) -> None:
-        """Raise ConfigError if the run measures its KL from other weights than the worker's.
-
-        Runs of older versions have no digest of these weights and are accepted.
-        """
-        before, now = progress.reference, self._reference_digest
-        if before is not None and before != now:
-            problem = (
-                f"the run in {files.out} measures its KL from weights with digest {before}; the "
-                f"worker's have {now}"
-            )
-            remedy = "Build a new worker, with the model, seed and weights that the run began with"
-            raise ConfigError([Violation("model", problem, remedy, code="different-reference")])
-
-    def _must_stop(self, should_stop: ShouldStop) -> bool:
-        """Return whether `should_stop` is True on any rank. Collective."""
-        return self.worker.job.agreement.total(int(should_stop())) > 0
+    def _flags(self, should_stop: ShouldStop) -> list[bool]:
+        """Return whether `should_stop` is True, and a checkpoint late, on any rank. Collective."""
+        agreement = self.worker.job.agreement
+        with calling(agreement, "should_stop", f"step {self.done}"):
+            must_stop = bool(should_stop())
+        is_late = 0 < self.config.save_minutes <= (time.monotonic() - self._saved_at) / 60
+        return agreement.any_of([must_stop, is_late], "ending the step")
 
     def _draw_and_score(
         self, number: int, names: Sequence[int], prompts: Sequence[Any]
@@ -604,7 +627,8 @@ class Loop:
                 rewards, penalties, mask, baseline=config.baseline, scale=config.scale_rewards
             )
         totals = rewards - penalties.sum(dim=1).view_as(rewards)
-        advantages = torch.as_tensor(self._advantages(totals, groups), dtype=torch.float32)
+        with calling(self.worker.job.agreement, "advantages", f"step {self.done + 1}"):
+            advantages = torch.as_tensor(self._advantages(totals, groups), dtype=torch.float32)
         problem = f"shape {tuple(advantages.shape)}, rewards have {tuple(rewards.shape)}"
         if advantages.shape in (rewards.shape, mask.shape):
             # Nothing is learned from completions that are left out, whatever their advantage is.
@@ -670,23 +694,6 @@ class Loop:
         return torch.Generator().manual_seed(
             randomness(self.config.seed, number, purpose).getrandbits(30)
         )
-
-
-def _without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the report of a loss; a name that is a column already becomes `loss_NAME`."""
-    taken = {"step", "entropy", *figures}
-    return {f"loss_{name}" if name in taken else name: value for name, value in report.items()}
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """Return prompts as a list. Raises ConfigError for texts, mappings and tables of columns."""
-    is_table = hasattr(prompts, "columns") and hasattr(prompts, "iloc")
-    if not is_table and not isinstance(prompts, str | bytes | Mapping):
-        with contextlib.suppress(TypeError):
-            return list(prompts)
-    problem = f"got {type(prompts).__name__}: {shortened(prompts)}"
-    remedy = 'Pass a list of prompts, a split such as dataset["train"], or a function of the step'
-    raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")])
 
 
 def _engines_of(model: Any, arguments: RunArguments) -> HybridConfig:

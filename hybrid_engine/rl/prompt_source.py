@@ -13,20 +13,20 @@ import functools
 import io
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, Violation, clipped
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
+from hybrid_engine.rl.user_callbacks import naming_function
 
 _FILE = "prompts.pt"
 _MAX_PLACE_NBYTES = 1 << 28
-_MOST_PLACES = 64
-"""Places that are kept: a step is saved at most `max_staleness` + 1 steps after it was taken."""
 
 
 class PromptSource(Protocol):
@@ -98,9 +98,11 @@ class StreamedPrompts:
     IterableDataset that has loaded a place begins each later pass there, too.
     """
 
-    def __init__(self, stream: Any, count: int) -> None:
+    def __init__(self, stream: Any, count: int, max_staleness: int) -> None:
         self._stream = stream
         self._count = count
+        # A step is saved before more than this many later ones are taken.
+        self._most_later = max_staleness + 1
         self._pass = 0
         self._has_passes = hasattr(stream, "set_epoch")
         self._beginning = stream.state_dict() if self._has_passes else None
@@ -125,8 +127,7 @@ class StreamedPrompts:
             remedy = "Pass a stream of prompts"
             raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
         self._places[number] = self._place()
-        for earlier in sorted(self._places)[:-_MOST_PLACES]:
-            del self._places[earlier]
+        self._places.pop(number - self._most_later - 1, None)
         return range(self._count), prompts
 
     def _next_prompts(self) -> list[Any]:
@@ -148,20 +149,20 @@ class StreamedPrompts:
         write_bytes(directory / _FILE, self._places[step])
 
     def load(self, directory: Path, step: int) -> None:
-        """Go on from the place in the checkpoint of a step. Raises FileError."""
+        """Go on from the place in the checkpoint of a step.
+
+        Raises FileError, or ArgumentError if the file has no place that the stream takes.
+        """
         path = directory / _FILE
         remedy = "Resume from the checkpoint before it, or begin a new run"
         with naming("reading the place in the prompts from", path, remedy):
             content = read_regular(path, _MAX_PLACE_NBYTES)
-            try:
-                place = _decoded(content)
-            except Exception as error:  # the reader has errors of many types for damaged contents
-                raise ValueError(clipped(str(error))) from error
-            if not isinstance(place, dict) or place.keys() != {"pass", "state"}:
-                raise ValueError("it has no place")
-        self._pass = place["pass"]
         self._places[step] = content
-        self._iterator = self._begin_pass(place["state"])
+        # The stream may be another one, whose places have other keys.
+        with naming_function("prompts", f"the place in {path}"):
+            place = _decoded(content)
+            self._pass = int(place["pass"])
+            self._iterator = self._begin_pass(place["state"])
 
     def _begin_pass(self, state: Any) -> Iterator[Any]:
         if state is not None:
@@ -198,10 +199,24 @@ def are_listed(prompts: Any) -> TypeGuard[Sequence[Any]]:
     return not callable(prompts) and not is_stream(prompts)
 
 
-def source_of(prompts: Any, count: int, seed: int) -> PromptSource:
-    """Return the source of prompts: a list, a function of the step, or a stream."""
+def listed(prompts: Any) -> list[Any]:
+    """Return prompts as a list. Raises ConfigError for texts, mappings and tables of columns."""
+    is_table = hasattr(prompts, "columns") and hasattr(prompts, "iloc")
+    if not is_table and not isinstance(prompts, str | bytes | Mapping):
+        with suppress(TypeError):
+            return list(prompts)
+    problem = f"got {type(prompts).__name__}: {shortened(prompts)}"
+    remedy = 'Pass a list of prompts, a split such as dataset["train"], or a function of the step'
+    raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")])
+
+
+def source_of(prompts: Any, count: int, seed: int, max_staleness: int = 0) -> PromptSource:
+    """Return the source of prompts: a list, a function of the step, or a stream.
+
+    `max_staleness`: steps whose prompts are taken before a step ends.
+    """
     if is_stream(prompts):
-        return StreamedPrompts(prompts, count)
+        return StreamedPrompts(prompts, count, max_staleness)
     if callable(prompts):
         return CalledPrompts(prompts, count)
     return ListedPrompts(prompts, count, seed)

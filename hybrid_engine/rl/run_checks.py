@@ -55,7 +55,7 @@ _REPLACED = {
     "advantages": "baseline scale_rewards",
 }
 """Function of the caller -> settings that are of the one in its place."""
-_KNOWN_ARGUMENTS = (*_PARAMETERS, "reward", "config", "out", "trackers", "on_phase")
+_KNOWN_ARGUMENTS = (*_PARAMETERS, "reward", "config", "out", "trackers", "changed", "on_phase")
 
 
 @dataclass(frozen=True)

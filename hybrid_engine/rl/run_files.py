@@ -1,7 +1,9 @@
 """Files of a run, from which the same call resumes.
 
-    OUT/lock                        locked by the job that writes here
+    OUT/lock                        locked by the job that writes here; it comes first, and marks
+                                    the directory as a run
     OUT/run.json                    settings that a resumed run must share
+    OUT/run-until-000050.json       those of the steps up to 50, if they were changed after it
     OUT/metrics.jsonl               a row per step
     OUT/events.out.tfevents.*       the same for TensorBoard
     OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
@@ -9,7 +11,7 @@
     OUT/first-checkpoint            written after the first checkpoint, has its step; never removed
     OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json;
                                     the place in a stream of prompts; queue.msgpack, with
-                                    max_staleness
+                                    max_staleness; checksums.json of these files
     OUT/exports/step-000050/        Hugging Face checkpoints, written on request
 
 progress.json is written last and atomically: a checkpoint without it is incomplete, and is removed
@@ -32,6 +34,7 @@ import re
 import shutil
 import socket
 import stat
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +44,13 @@ from weakref import WeakSet
 import pydantic
 
 from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, first_of, shortened
+from hybrid_engine.files.checksums import (
+    CHECKSUMS,
+    checksum_of,
+    read_checksums,
+    require_as_written,
+    write_checksums,
+)
 from hybrid_engine.files.durable import append_text, naming, sync, write_text
 from hybrid_engine.files.reading import open_regular, read_regular
 
@@ -56,8 +66,8 @@ _CHECKPOINT_REMEDY = (
     "Remove its directory to resume from the checkpoint before it, or begin a new run elsewhere"
 )
 
-# Files of an attempt that ended before it wrote run.json.
-_FILES_BEFORE_RUN = re.compile(r"lock|log-rank\d+\.txt")
+_OWNER = b"process "
+"""Beginning of the text in the lock of a run."""
 
 
 @pydantic.dataclasses.dataclass(
@@ -254,7 +264,6 @@ class RunFiles:
         settings: Mapping[str, Any],
         resume: bool = True,
         defaults: Mapping[str, Any] | None = None,
-        unrecorded: Collection[str] = (),
         free: Collection[str] = (),
     ) -> None:
         """Check that the directory is new, or has a run that may be resumed or started over.
@@ -264,9 +273,7 @@ class RunFiles:
             resume: whether the run is to be resumed, not started over.
             defaults: defaults of these settings, as far as there are any. A run that is older than
                 an option resumes with the option's default.
-            unrecorded: sections of the settings that older runs did not record. Such a run resumes
-                with any values of them.
-            free: dotted names of settings that may change, though older runs recorded them.
+            free: dotted names of settings or sections that may change though the run recorded them.
 
         Raises:
             ConfigError: the directory has something else, or the run cannot be resumed.
@@ -279,17 +286,19 @@ class RunFiles:
                     raise self._not_a_run("is not a directory")
                 if os.path.lexists(self.out):
                     names = sorted(path.name for path in self.out.iterdir())
-                foreign = [name for name in names if not _FILES_BEFORE_RUN.fullmatch(name)]
+                foreign = names
+                lock = self.out / "lock"
+                # A killed process may have left the text cut off, or empty.
+                if "lock" in names and _OWNER.startswith(read_regular(lock, 1 << 12)[:8]):
+                    # A run that died early: run.json comes before these.
+                    foreign = [
+                        name for name in names if name.endswith(("checkpoint", "checkpoints"))
+                    ]
                 if foreign:
                     shown = ", ".join(map(clipped, foreign[:3]))
                     raise self._not_a_run(f"holds {shown} but no run.json")
                 return
             recorded = self._settings()
-            settings = {
-                key: value
-                for key, value in settings.items()
-                if key in recorded or key not in unrecorded
-            }
             flat_defaults = flat(defaults or {})
             # A section that the run has not recorded is newer than the run. The run resumes
             # without it if the section changes nothing, that is, has its defaults.
@@ -356,33 +365,49 @@ class RunFiles:
         ]
         old |= {key: defaults[key] for key in new_options if key in defaults}
         # Runs of older versions recorded settings that may change by now.
-        ignored = (old.keys() - new.keys()) & {*free, *defaults}
+        ignored = {*free, *((old.keys() - new.keys()) & defaults.keys())}
         violations = []
-        for key in sorted((old.keys() | new.keys()) - ignored):
-            if old.get(key) != new.get(key):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key) and ignored.isdisjoint([key, *_sections_of(key)]):
                 problem = (
                     f"the run in {self.out} has {shortened(old.get(key))}, "
                     f"this one {shortened(new.get(key))}"
                 )
-                remedy = "Use the old value, or another directory for a new run"
+                remedy = "Use the old value, `changed` of `train`, or another directory"
                 violations.append(Violation(key, problem, remedy, code="differs-from-run"))
         if violations:
             raise ConfigError(violations)
 
+    def require_reference(self, progress: Progress, now: str | None) -> None:
+        """Raise ConfigError if the run measures its KL from other weights than now, by digest.
+
+        Runs of older versions have no digest of these weights and are accepted.
+        """
+        before = progress.reference
+        if before and now and before != now:
+            problem = (
+                f"the run in {self.out} measures its KL from weights with digest {before}; the "
+                f"worker's have {now}"
+            )
+            remedy = "Build a new worker, with the model, seed and weights that the run began with"
+            raise ConfigError([Violation("model", problem, remedy, code="different-reference")])
+
     def progress(self) -> Progress | None:
-        """Return the progress of the newest complete checkpoint, if any. Raises FileError."""
+        """Return the progress of the newest complete checkpoint, if any.
+
+        Raises FileError if a file of that checkpoint has changed since it was written.
+        """
         complete = self._complete_steps()
         if not complete:
             return None
         path = self._progress_file(complete[-1])
         with naming("reading", path, _CHECKPOINT_REMEDY):
-            try:
-                progress = _PROGRESS.validate_json(read_regular(path, _MAX_JSON_NBYTES))
-            except pydantic.ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                place = ".".join(str(part) for part in first["loc"])
-                text = f"{place}: {first['msg']}".removeprefix(": ")
-                raise ValueError(clipped(text)) from error
+            # Those of the engine in weights/ and critic/ have checksums of their own. Runs of older
+            # versions have none here.
+            if os.path.lexists(path.with_name(CHECKSUMS)):
+                for name, checksum in read_checksums(path.parent, _CHECKPOINT_REMEDY).items():
+                    require_as_written(path.with_name(name), checksum, _CHECKPOINT_REMEDY)
+            progress = _PROGRESS.validate_json(read_regular(path, _MAX_JSON_NBYTES))
             # A copy of another checkpoint under this name.
             if progress.step != complete[-1]:
                 raise ValueError(f"it is of step {progress.step}")
@@ -432,7 +457,7 @@ class RunFiles:
         with naming("locking", self.out / "lock", "Remove it"):
             self.out.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.out / "lock")
-            holder = lock.take(f"process {os.getpid()} on {socket.gethostname()}\n")
+            holder = lock.take(f"{_OWNER.decode()}{os.getpid()} on {socket.gethostname()}\n")
             if holder is not None:
                 problem = f"another job is writing {self.out}: {holder}"
                 remedy = "Wait until it has ended, or use another directory"
@@ -476,6 +501,9 @@ class RunFiles:
             with naming("clearing", self.out):
                 for path in [*map(self.out.joinpath, self._others), *events]:
                     path.unlink(missing_ok=True)
+        if progress is not None and self._settings() != settings:
+            before = json.dumps(self._settings(), indent=2) + "\n"
+            write_text(self.out / f"run-until-{progress.step:06d}.json", before)
         # Also in a resumed run: options that are newer than the run are recorded with the values
         # that they have now, since their defaults may change.
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
@@ -483,7 +511,15 @@ class RunFiles:
     def complete(self, progress: Progress) -> None:
         """Mark a checkpoint as complete, after its weights were written; remove older ones."""
         _line_of(progress.row, self._progress_file(progress.step))  # raises if it is too long
-        write_text(self._progress_file(progress.step), json.dumps(asdict(progress)) + "\n")
+        text = json.dumps(asdict(progress)) + "\n"
+        directory = self.checkpoint(progress.step)
+        with naming("reading", directory):
+            checksums = {
+                path.name: checksum_of(path) for path in directory.iterdir() if path.is_file()
+            }
+        checksums["progress.json"] = f"{zlib.crc32(text.encode()):08x}"
+        write_checksums(directory, checksums)
+        write_text(self._progress_file(progress.step), text)
         if not os.path.lexists(self._first_checkpoint_file):
             write_text(self._first_checkpoint_file, f"{progress.step}\n")
         steps = self._complete_steps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -46,7 +46,7 @@ class RunRecord:
     1. The constructor, before the engines are built, refuses everything that would fail later, up
        to the last export.
     2. `begin`, after the engines are built.
-    3. `add`, for each row.
+    3. `log`, after each step was learned, and `add`, for its row.
 
     It is closed with `ends`.
     """
@@ -59,6 +59,7 @@ class RunRecord:
         files: RunFiles | None,
         ends: ExitStack,
         trackers: Sequence[str] = (),
+        changed: Collection[str] = (),
     ) -> None:
         self._agreement = job.agreement
         self._is_writer = job.rank == 0
@@ -78,9 +79,10 @@ class RunRecord:
             }
             self._settings = config.shared() | engine_settings
             defaults = config.defaults() | defaults_of(engines)
-            free = free_engine_settings(engines)
-            # Runs of older versions did not record the engines' settings.
-            files.check(self._settings, defaults=defaults, unrecorded=engine_settings, free=free)
+            # The model's path may change, and its digest may not.
+            free = free_engine_settings(engines) - engine_settings.keys()
+            free |= config.named_changes(changed)
+            files.check(self._settings, defaults=defaults, free=free)
             require_target(files.out / "model", engines.table())
             ends.enter_context(files.lock())
             if files.progress() is None:
@@ -119,8 +121,18 @@ class RunRecord:
                     flush=True,
                 )
 
-    def add(self, row: Row, samples: Sequence[ScoredCompletion] = ()) -> None:
-        """Print and write the row of a step, and its completions if the step is to be logged."""
+    def log(self, step: int, samples: Sequence[ScoredCompletion]) -> None:
+        """Write the completions of a step, and print some, if the step is to be logged."""
+        with self._agreement.phase("writing completions"):
+            every = self._config.log_completions_every
+            if self._is_writer and every and (step == 1 or step % every == 0):
+                if self._config.show_completions:
+                    print_samples(samples[: self._config.show_completions])
+                if self._files is not None:
+                    CompletionLog(self._files.out).write(step, samples)
+
+    def add(self, row: Row) -> None:
+        """Print and write the row of a step."""
         with self._agreement.phase("writing the metrics"):
             if not self._is_writer:
                 return
@@ -133,12 +145,6 @@ class RunRecord:
                 and not name.startswith("bytes")
             )
             print(f"step {step}: {figures}, {row['seconds']:.1f} s", flush=True)
-            every = self._config.log_completions_every
-            if samples and every and (step == 1 or step % every == 0):
-                if self._config.show_completions:
-                    print_samples(samples[: self._config.show_completions])
-                if self._files is not None:
-                    CompletionLog(self._files.out).write(step, samples)
             if self._files is not None:
                 self._files.metrics.append(row)
             for tracker in self._trackers:

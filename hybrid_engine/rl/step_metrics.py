@@ -102,6 +102,12 @@ def require_exact(batch: Mapping[str, torch.Tensor], device: torch.device) -> No
         )
 
 
+def without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the report of a loss; a name that is a column already becomes `loss_NAME`."""
+    taken = {"step", "entropy", *figures}
+    return {f"loss_{name}" if name in taken else name: value for name, value in report.items()}
+
+
 def evaluation_figures(returned: Any) -> dict[str, float]:
     """Convert the figures that the user's `evaluate` returned.
 

@@ -1,4 +1,4 @@
-"""Signals that end a run after its present step."""
+"""Signals that end a run after its present step, and the end of torchrun, which ends it at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from types import FrameType
 from typing import Any, Self
 from weakref import WeakSet
 
+from hybrid_engine.ranks.signals_and_forks import end_with_parent
+
 logger = logging.getLogger("hybrid_engine")
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Schedulers send them before they end a job, such as Slurm with `--signal=USR1@300`."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Schedulers send the first two before they end a job, such as Slurm with `--signal=USR1@300`;
+Ctrl-C sends the last, and torchrun passes it on to its ranks."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 within its context; a second one has its former effect.
+    """Notes SIGTERM, SIGUSR1 and Ctrl-C within its context; a second one has its former effect.
 
     Signals that the program handles itself are left alone, and so are all outside of the main
     thread, and those of forked children, such as the processes of a reward.
@@ -39,10 +42,13 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun holds the store by which ranks find each other, so none can go on without.
+            end_with_parent(os.getppid())
         if threading.current_thread() is threading.main_thread():
             _ACTIVE.add(self)
             for number in SIGNALS:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -52,13 +58,15 @@ class StopSignals:
     def restore(self) -> None:
         """Restore the handlers from before the context."""
         _ACTIVE.discard(self)
-        for number in list(self._previous):
-            signal.signal(number, self._previous.pop(number))
+        # Not popped: a signal may come in between, which looks its handler up.
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
-        logger.warning("%s: the run ends after this step", signal.Signals(number).name)
-        signal.signal(number, self._previous.pop(number))
+        name = signal.Signals(number).name
+        logger.warning("%s: the run ends after this step; once more to end it now", name)
+        signal.signal(number, self._previous[number])
         if number == signal.SIGTERM:
             threading.Thread(target=self._end_if_broken, name="stop signals", daemon=True).start()
 

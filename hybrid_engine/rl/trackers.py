@@ -33,6 +33,7 @@ _RUN_FILE = "tracker-run"
 _MOST_CHARACTERS = 60
 """Characters of the directory's name in the name of a run."""
 _MAX_NAME_NBYTES = 200
+_RUN_NAME = re.compile(r"[A-Za-z0-9_.-]*-[0-9a-f]{8}")
 _NOT_IN_METRICS = re.compile(r"[^A-Za-z0-9_]")
 
 
@@ -278,7 +279,11 @@ def _run_name(out: Path) -> str:
     """Return the name of the run for trackers, the same in every call for a directory."""
     path = out / _RUN_FILE
     if os.path.lexists(path):
-        return read_regular(path, _MAX_NAME_NBYTES).decode().strip()
+        with naming("reading", path, "Remove it to begin another run of the tracker"):
+            found = read_regular(path, _MAX_NAME_NBYTES).decode().strip()
+            if not _RUN_NAME.fullmatch(found):
+                raise ValueError("it has no name of a run")
+        return found
     # Letters that a name may have in every tracker.
     directory = re.sub(r"[^A-Za-z0-9_.-]", "-", out.absolute().name)[:_MOST_CHARACTERS]
     name = f"{directory}-{uuid.uuid4().hex[:8]}"

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 
 from hybrid_engine.errors import (
     ArgumentError,
+    HybridEngineError,
     Violation,
     clipped,
     first_of,
     is_of_package,
     shortened,
 )
+from hybrid_engine.ranks.agreement import Agreement
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -121,7 +123,7 @@ def run_callbacks(
     results: list[Any] = []
     try:
         for place, function, arguments in calls:
-            with _naming(argument, place):
+            with naming_function(argument, place):
                 results.append(function(*arguments))
     except BaseException:
         # Python warns about coroutines that are neither awaited nor closed.
@@ -161,7 +163,7 @@ async def run_callback(
 
     def call() -> Any:
         # Here, because asyncio's futures refuse StopIteration.
-        with _naming(argument, place, _RAISED_BY_COROUTINES):
+        with naming_function(argument, place, _RAISED_BY_COROUTINES):
             return function(*arguments)
 
     async with _event_loop().calls:
@@ -219,7 +221,7 @@ async def _await_all(
     """Await all of `pending` together, for at most `seconds`; cancel the rest on failure."""
 
     async def result_of(index: int) -> Any:
-        with _naming(argument, places[index], _RAISED_BY_COROUTINES):
+        with naming_function(argument, places[index], _RAISED_BY_COROUTINES):
             return await pending[index]
 
     tasks = {index: asyncio.ensure_future(result_of(index)) for index in pending}
@@ -268,7 +270,7 @@ def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
 
 
 @contextmanager
-def _naming(
+def naming_function(
     argument: str,
     place: str,
     kinds: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError),
@@ -292,6 +294,23 @@ def _naming(
             remedy = f"It was raised by {user_frames[0].filename}:{user_frames[0].lineno}"
         violation = Violation(argument, problem, remedy, code="callback-failed")
         raise ArgumentError([violation]) from error
+
+
+@contextmanager
+def calling(agreement: Agreement, argument: str, place: str) -> Iterator[None]:
+    """Call a function of the user on every rank; all raise if it fails on one of them.
+
+    Raises ArgumentError as `run_callbacks`, also for SystemExit. Errors of this package, from calls
+    that the function makes, pass unchanged.
+    """
+    with agreement.phase(f"calling {argument}"):
+        try:
+            yield
+        except HybridEngineError:
+            raise
+        except (Exception, SystemExit) as error:
+            with naming_function(argument, place, (type(error),)):
+                raise
 
 
 def _is_being_cancelled() -> bool:

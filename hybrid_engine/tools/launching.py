@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import selectors
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+from hybrid_engine.ranks.signals_and_forks import end_with_parent
+
 _LOOPBACK = "127.0.0.1"
 _SECONDS_BETWEEN_POLLS = 0.05
 _PIPE_BYTES = 1 << 20  # maximum capacity of a pipe
@@ -37,17 +36,6 @@ class Ended:
 
     status: int | None
     output: str
-
-
-def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent `parent` ends for any reason. Linux only.
-
-    A launcher that is itself killed (out of memory, a time limit) cannot end its ranks. Call this
-    early, with a pid that was read before: if the parent ends before the call, no signal is sent.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_ranks(

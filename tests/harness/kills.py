@@ -1,4 +1,4 @@
-"""Kill a process at every step of its work on files."""
+"""Kill a process at every step of its work on files, also when half of a file is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 STEPS = frozenset({"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"})
@@ -44,8 +46,24 @@ def _run_and_kill(act: Callable[[], object], step: int) -> int:
                     os.kill(os.getpid(), signal.SIGKILL)
                 remaining -= 1
 
+        def write(descriptor: int, data: bytes) -> int:
+            count("os.remove", ())
+            half = real_write(descriptor, data[: len(data) // 2])
+            count("os.remove", ())
+            return half + real_write(descriptor, data[half:])
+
+        def fsync(descriptor: int) -> None:
+            with suppress(OSError):  # a directory, or open for reading
+                contents = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+                os.truncate(descriptor, len(contents) // 2)
+                count("os.remove", ())
+                os.pwrite(descriptor, contents, 0)
+            count("os.remove", ())
+
+        real_write = os.write
         status = 1
         try:
+            os.write, os.fsync = write, fsync  # type: ignore[assignment]
             sys.addaudithook(count)
             act()
             status = 0

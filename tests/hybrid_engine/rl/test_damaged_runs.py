@@ -52,16 +52,6 @@ FILE_DAMAGES: dict[str, Damage] = {
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a moved file": move_and_link,
 }
-PROGRESS_VALUES: dict[str, Any] = {
-    **{f"step {step!r}": {"step": step, "row": ROWS[-1]} for step in (-1, 2.5, True, 7, "20", None, [20], 10**400)},
-    **{f"row {row!r}": {"step": 20, "row": row} for row in ([], None, "row", 5, {}, {"step": 19}, {"step": 20.0})},
-    "without a row": {"step": 20},
-    "without a step": {"row": ROWS[-1]},
-    "another key": {"step": 20, "row": ROWS[-1], "code": "x"},
-    "a reference that is a number": {"step": 20, "row": ROWS[-1], "reference": 5},
-    "a list": [20, ROWS[-1]],
-    "a number": 20,
-}
 RUN_VALUES: dict[str, Any] = {
     **{f"{value!r}": value for value in ([], "run", 5, None, {}, {"seed": 3})},
     "a section that is a number": SETTINGS | {"rl_config": 5},
@@ -102,12 +92,7 @@ DAMAGES_BY_PATH: Mapping[str, Mapping[str, Damage]] = {
             for name, line in ROW_LINES.items()
         },
     },
-    PROGRESS: {
-        **FILE_DAMAGES,
-        **{name: write_json(value) for name, value in PROGRESS_VALUES.items()},
-        "step NaN": write_text('{"step": NaN, "row": {"step": 20}}'),
-        "two steps": write_text('{"step": 20, "step": 10, "row": {"step": 20}}'),
-    },
+    PROGRESS: FILE_DAMAGES,
     "checkpoints": CHECKPOINTS_DAMAGES,
 }
 DAMAGES = {

@@ -21,8 +21,8 @@ import prometheus_client.parser
 import pytest
 import torch
 
-from hybrid_engine.errors import ComputationError, ConfigError
-from hybrid_engine.rl import trackers
+from hybrid_engine.errors import ComputationError, ConfigError, FileError
+from hybrid_engine.rl import Conversation, trackers
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion
 from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
@@ -51,6 +51,7 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     first, second = map(json.loads, log.path(3).read_text().splitlines())
     assert first == {
         "prompt": "2 + 2",
+        "columns": {"answer": 4},
         "text": "[red] 4",
         "token_ids": [1, 2, 3],
         "reward": 1.0,
@@ -63,12 +64,22 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
 
 
+def test_a_conversation_is_logged_whole() -> None:
+    chat = ({"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"})
+    turn: Any = mock.Mock(prompt_token_ids=(3,), token_ids=(5,), versions=(), temperature=1.0)
+    line = sample(completion=Conversation((turn,), messages=chat), prompt=chat[:1]).line()
+    assert (line["turns"], line["messages"], line["columns"]) == (1, chat, {})
+
+
 def test_files_of_steps_that_are_repeated_go(tmp_path: Path) -> None:
     log = CompletionLog(tmp_path)
     log.cut_after(0)
     for step in (1, 10, 20):
         log.write(step, [sample()])
     (log.directory / "notes.txt").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "completions").symlink_to(log.directory)
+    CompletionLog(tmp_path / "linked").cut_after(0)  # files of another run
     log.cut_after(10)
     assert sorted(path.name for path in log.directory.iterdir()) == [
         "notes.txt",
@@ -128,6 +139,10 @@ def test_names_of_runs_can_be_read_again(tmp_path: Path, name: str) -> None:
     assert trackers._run_name(tmp_path / name) == first
     trackers.forget_run(tmp_path / name)
     assert trackers._run_name(tmp_path / name) != first
+    for damaged in (b"", b"../../etc-01234567", b"a\nb-01234567", b"\xff-01234567", b"x" * 10_000):
+        (tmp_path / name / "tracker-run").write_bytes(damaged)
+        with pytest.raises(FileError, check=has_code("file-failed", "tracker-run")):
+            trackers._run_name(tmp_path / name)
 
 
 def test_trackers_are_checked(tmp_path: Path) -> None:
@@ -173,14 +188,19 @@ def _default_handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_default_handlers")
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
-    assert signal.getsignal(number) is signal.SIG_DFL
-    with StopSignals() as signals:
-        assert not signals.came
-        os.kill(os.getpid(), number)
-        assert signals.came
-    assert signal.getsignal(number) is signal.SIG_DFL
+def test_a_signal_while_handlers_are_restored_is_noted() -> None:
+    set_handler = signal.signal
+    arriving = [signal.SIGTERM]
+
+    def interrupted(number: int, handler: Any) -> Any:
+        if arriving:
+            os.kill(os.getpid(), arriving.pop())
+        return set_handler(number, handler)
+
+    with StopSignals(lambda: False) as signals, mock.patch("signal.signal", interrupted):
+        signals.restore()
+    assert signals.came
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_handlers_of_the_program_are_left_alone() -> None:

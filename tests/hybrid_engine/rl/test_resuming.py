@@ -16,7 +16,7 @@ import torch
 from hybrid_engine import ActorHybridWorker, Completion
 from hybrid_engine.backends.fsdp.sharded_tensors import shard_model
 from hybrid_engine.rl import GrpoConfig, train
-from hybrid_engine.rl.run_files import Row
+from hybrid_engine.rl.run_files import Row, RunFiles
 from hybrid_engine.trainer.fsdp import actor as fsdp_actor
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
@@ -107,6 +107,7 @@ def test_a_resumed_run_is_bit_identical(engines: Ranks, tmp_path: Path, trainer:
     assert read_lines(whole) == read_lines(killed)
     assert len(read_lines(whole)) == SETTINGS["steps"]
     assert read_weights(whole) == read_weights(killed)
+    assert all(0 < row["reshard_fill_seconds"] < row["reshard_seconds"] for row in RunFiles(whole).metrics.rows())
     assert read_weights(whole)
 
 

@@ -121,10 +121,3 @@ def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> 
     (moved / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, check=has_violation("model", "differs-from-run")):
         start(tmp_path / "run", moved)
-
-
-def test_an_older_run_without_engine_settings_resumes(tmp_path: Path) -> None:
-    files = begin_run(tmp_path / "run")
-    files.begin({"GrpoConfig": GrpoConfig(seed=1, max_tokens=8).shared()["GrpoConfig"]})
-    with pytest.raises(Exception, match="engines are built"):
-        start(tmp_path / "run")

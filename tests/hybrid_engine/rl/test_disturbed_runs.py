@@ -1,0 +1,185 @@
+"""Runs that are killed, interrupted or fail anywhere go on by the same call, and lose nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hybrid_engine.errors import ArgumentError, ConfigError, FileError, HybridEngineError
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.rl.run_files import RunFiles
+from tests.harness.errors import has_violations
+from tests.harness.kills import kill_at_every_step
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.rl.light_runs import ALONE, LightWorker, contents, run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(out)
+    return contents(out)
+
+
+def saved_step(out: Path) -> int:
+    progress = RunFiles(out).progress()
+    return 0 if progress is None else progress.step
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_kill_at_every_step_of_its_work_on_files(whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    num_kills = 0
+    with mock.patch("os.fsync"):  # only a power cut needs it
+        for num_kills in kill_at_every_step(lambda: run(out), lambda: shutil.rmtree(out, ignore_errors=True)):
+            run(out)
+            assert contents(out) == whole, f"killed before step {num_kills}"
+    print(f"{num_kills} kills")
+    assert num_kills > 150
+
+
+CAUSE = OSError("the network is down")
+
+
+def fail(error: BaseException = CAUSE) -> None:
+    raise error
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def at(where: str, step: int, act: Callable[..., object], *arguments: Any) -> Callable[[str, int], None]:
+    """Return an `on_call` that acts in one place and step."""
+    return lambda place, number: act(*arguments) if (place, number) == (where, step) else None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "error", "step"),
+    [
+        (("tracker", 1, fail), OSError, 0),
+        (("prompts", 3, fail), ArgumentError, 2),
+        (("evaluate", 3, fail), ArgumentError, 3),
+        (("on_step", 3, fail), ArgumentError, 3),
+        (("should_stop", 3, fail), ArgumentError, 2),
+        (("export", 2, fail, FileError("the network is down", code="file-failed")), FileError, 2),
+        (("tracker", 1, sys.exit, 0), SystemExit, 0),
+        (("prompts", 3, sys.exit, CAUSE), ArgumentError, 2),
+        (("evaluate", 3, sys.exit, CAUSE), ArgumentError, 3),
+        (("export", 2, sys.exit, CAUSE), ArgumentError, 2),
+        (("evaluate", 3, send, signal.SIGINT), None, 3),
+        (("evaluate", 3, send, signal.SIGTERM), None, 3),
+        (("evaluate", 3, send, signal.SIGINT, signal.SIGINT), KeyboardInterrupt, 2),
+        (("evaluate", 3, os.chdir, "/"), None, 4),
+    ],
+)
+def test_a_disturbed_run_goes_on(
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    disturbance: tuple[Any, ...],
+    error: type[BaseException] | None,
+    step: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with nullcontext() if error is None else pytest.raises(error) as caught:
+        run(Path("run"), on_call=at(*disturbance))
+    if error in (ArgumentError, FileError):
+        assert str(CAUSE) in str(caught.value)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    out = tmp_path / "run"
+    assert saved_step(out) == step
+    run(out)
+    files = contents(out)
+    assert {name: files.get(name) for name in whole} == whole
+
+
+def run_on_a_rank(out: Path, where: str, rank: int, error: BaseException) -> tuple[str, int]:
+    """Fail in step 3 on one of two ranks; return the error, and the step that is saved."""
+    job = Job.join(60)
+    with pytest.raises(HybridEngineError) as caught:
+        run(out, job, on_call=at(where if job.rank == rank else "", 3, fail, error), save_every=100)
+    job.close()
+    return str(caught.value), saved_step(out)
+
+
+def test_a_failure_of_one_rank_is_known_on_all_and_costs_no_step(engines: Ranks, tmp_path: Path) -> None:
+    steps = {"prompts": 2, "evaluate": 3, "on_step": 3, "should_stop": 2}
+    errors = [SystemExit(str(CAUSE)), CAUSE]
+    names = [(where, rank) for where in steps for rank in (0, 1)]
+    calls: Any = {
+        f"{where} {rank}": (run_on_a_rank, (tmp_path / f"{where}{rank}", where, rank, errors[rank]))
+        for where, rank in names
+    }
+    results = engines.launch_in_turn(2, calls)
+    for where, rank in names:
+        for text, step in results[f"{where} {rank}"]:
+            assert (str(CAUSE) in text, step) == (True, steps[where]), text
+
+
+def test_every_bit_of_a_checkpoint_is_checked(tmp_path: Path) -> None:
+    """`train` reads the progress before the engines are built; their files have checksums of their own."""
+    run(tmp_path)
+    paths = [path for path in RunFiles(tmp_path).checkpoint(4).iterdir() if path.is_file()]
+    assert {path.name for path in paths} == {"checksums.json", "progress.json", "prompts.pt"}
+    accepted = []
+    for path in paths:
+        text = path.read_bytes()
+        for bit in range(8 * len(text)):
+            number = int.from_bytes(text) ^ 1 << bit
+            path.write_bytes(number.to_bytes(len(text)))
+            with suppress(FileError):
+                accepted.append((path.name, bit, saved_step(tmp_path)))
+        path.write_bytes(text)
+    assert accepted == []
+
+
+def test_steps_are_saved_by_the_clock(tmp_path: Path) -> None:
+    saved = []
+    clock = itertools.count(0, 10.0)  # minutes, read as a step begins, when it was learned, and saved
+    with mock.patch("hybrid_engine.rl.loop.time.monotonic", side_effect=lambda: 60 * next(clock)):
+        run(
+            tmp_path,
+            on_call=at("on_step", 3, lambda: saved.append(saved_step(tmp_path))),
+            save_every=100,
+            save_minutes=35,
+        )
+    assert saved == [2]
+
+
+def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> None:
+    run(tmp_path, on_call=at("on_step", 2, send, signal.SIGUSR1))
+    settings = (tmp_path / "run.json").read_text()
+    new: Any = {"learning_rate": 1e-3, "reward_weights": {"reward": 0.5}, "seed": 5}
+    worker = LightWorker(ALONE, optimizer={"clip_grad": 0.5})
+    for changed, *refused in (
+        ([*new], "actor_config.optimizer.clip_grad", "differs-from-run"),
+        (["ratio"], "changed", "cannot-change"),
+        (new, "changed", "cannot-change"),
+    ):
+        with pytest.raises(ConfigError, check=has_violations(tuple(refused))):
+            run(tmp_path, worker=worker, changed=changed, **new)
+    run(tmp_path, worker=worker, changed=[*new, "actor_config.optimizer.clip_grad"], **new)
+    assert (tmp_path / "run-until-000002.json").read_text() == settings
+    assert run(tmp_path, worker=worker, **new) == [], "the new settings are those of the run"
+
+
+def test_a_column_that_no_row_has_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, check=has_violations(("GrpoConfig.keep_best", "unknown-column"))):
+        run(tmp_path, keep_best="acuracy")
+    assert saved_step(tmp_path) == 1
