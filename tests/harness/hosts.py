@@ -32,7 +32,7 @@ from typing import Literal
 import pytest
 
 from hybrid_engine.memory.host_pages import libc, raise_errno
-from hybrid_engine.tools.launching import end_with_parent
+from hybrid_engine.ranks.signals_and_forks import end_with_parent
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LINK = "veth0"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.tools.launching import end_with_parent
+from hybrid_engine.ranks.signals_and_forks import end_with_parent
 
 if TYPE_CHECKING:
     import numpy

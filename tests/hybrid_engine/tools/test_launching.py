@@ -76,7 +76,7 @@ run_ranks(sys.argv[1:], 2, 600)
 """
 ORPHAN = """
 import os
-from hybrid_engine.tools.launching import end_with_parent
+from hybrid_engine.ranks.signals_and_forks import end_with_parent
 end_with_parent(os.getppid())
 print("the parent is there", flush=True)
 end_with_parent(os.getpid())  # not the parent, as after the parent's end
