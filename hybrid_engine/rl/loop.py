@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from hybrid_engine.backends.huggingface import weights_digest
-from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
     HybridEngineError,
     Violation,
-    collect,
     first_of,
 )
 from hybrid_engine.files.documents import given_path
@@ -57,10 +56,10 @@ from hybrid_engine.rl.run_checks import (
     RunArguments,
     RunLimits,
     argument_violations,
+    engines_of,
     limit_violations,
     require_arguments,
     require_runnable,
-    train_violations,
 )
 from hybrid_engine.rl.run_files import Progress, Row, RunFiles
 from hybrid_engine.rl.run_record import RunRecord
@@ -176,7 +175,7 @@ def train(
             require_arguments(arguments)
             record = RunRecord(model.job, config, model.config, files, ends, trackers, changed)
         else:
-            engines = _engines_of(model, arguments)
+            engines = engines_of(model, arguments)
             job = ends.enter_context(closing(Job.join(engines.generate_config.timeout_seconds)))
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
@@ -694,14 +693,3 @@ class Loop:
         return torch.Generator().manual_seed(
             randomness(self.config.seed, number, purpose).getrandbits(30)
         )
-
-
-def _engines_of(model: Any, arguments: RunArguments) -> HybridConfig:
-    """Return the settings of the engines. Raises ConfigError, also for the other arguments."""
-    if isinstance(model, HybridConfig):
-        return model
-    violations: list[Violation] = []
-    engines = collect(violations, load_config, model)
-    if engines is None:
-        raise ConfigError([*violations, *train_violations(arguments)])
-    return engines

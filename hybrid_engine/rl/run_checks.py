@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid_engine.config import GenerateConfig, HybridConfig
+from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
@@ -226,6 +226,17 @@ def require_runnable(
     agreed = job.agreement.gather(violations, list[Violation], "checking the run")[0]
     if agreed:
         raise ConfigError(agreed)
+
+
+def engines_of(model: Any, arguments: RunArguments) -> HybridConfig:
+    """Return the settings of the engines. Raises ConfigError, also for the other arguments."""
+    if isinstance(model, HybridConfig):
+        return model
+    violations: list[Violation] = []
+    engines = collect(violations, load_config, model)
+    if engines is None:
+        raise ConfigError([*violations, *train_violations(arguments)])
+    return engines
 
 
 def require_arguments(arguments: RunArguments) -> None:

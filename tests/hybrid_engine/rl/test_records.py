@@ -203,6 +203,15 @@ def test_a_signal_while_handlers_are_restored_is_noted() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_rank_of_torchrun_ends_with_it() -> None:
+    with (
+        mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1"}),
+        mock.patch("hybrid_engine.rl.stop_signals.end_with_parent") as end,
+        StopSignals(),
+    ):
+        end.assert_called_once_with(os.getppid())
+
+
 def test_handlers_of_the_program_are_left_alone() -> None:
     seen: list[int] = []
     previous = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))

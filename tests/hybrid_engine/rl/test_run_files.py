@@ -51,13 +51,6 @@ def step_names(run: RunFiles) -> list[str]:
     return sorted(path.name.removeprefix("step-") for path in run.checkpoints.iterdir())
 
 
-def test_a_missing_directory_is_accepted(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "new" / "run")
-    run.check(SETTINGS)
-    assert (run.progress(), run.metrics.rows()) == (None, [])
-    assert list(tmp_path.iterdir()) == []  # a check creates nothing
-
-
 @pytest.mark.parametrize(("num_kept", "expected"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
 def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: int, expected: list[str]) -> None:
     run = RunFiles(run.out, num_kept=num_kept)

@@ -57,12 +57,6 @@ def begin_run(out: Path) -> RunFiles:
     return files
 
 
-def test_the_same_call_resumes(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    with pytest.raises(Exception, match="engines are built"):
-        start(tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "optimizer.pt"])
 def test_an_unusable_export_directory_is_refused_before_training(tmp_path: Path, name: str) -> None:
     begin_run(tmp_path / "run")
