@@ -215,3 +215,19 @@ def torch_defaults() -> Iterator[None]:
             ends.callback(torch.set_default_dtype, dtype)
             torch.set_default_dtype(torch.float32)
         yield
+
+
+@contextmanager
+def torch_modes_kept() -> Iterator[None]:
+    """Restore torch's default dtype, default device and gradient mode, which a caller's code sets.
+
+    A default device is restored to the caller's own, or to none.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)

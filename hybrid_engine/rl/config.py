@@ -147,7 +147,7 @@ class LoopConfig(Section):
     """Learn nothing from completions that ended at max_tokens."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus in the loss."""
-    reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+    reward_weights: dict[str, Annotated[float, Field(ge=-1e18, le=1e18)]] = Field(
         default_factory=dict
     )
     """Weights of several rewards, by name; default: 1 each."""

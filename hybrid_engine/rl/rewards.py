@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -190,17 +190,23 @@ class RewardFunctions:
         timeout_seconds: float,
     ) -> list[float]:
         retries = self._config.reward_retries
-        # A list within the attempt: an iterator may fail as well.
-        attempts = _Attempts(reward.function, argument, retries, convert=list)
+        # A list within the attempt: an iterator may fail as well. Others have no order.
+        unordered = Mapping | Set | bytes | str
+        attempts = _Attempts(
+            reward.function,
+            argument,
+            retries,
+            convert=lambda values: values if isinstance(values, unordered) else list(values),
+        )
         prompts = [prompt for _, prompt, _ in samples]
         completions = [completion for *_, completion in samples]
         place = f"{len(samples)} completions"
         (values,) = run_callbacks(
             argument, [(place, attempts, (prompts, completions))], timeout_seconds
         )
-        if len(values) != len(samples):
-            problem = f"returned {len(values)} values for {place}"
-            remedy = "Return a number, or None, for each completion"
+        if not isinstance(values, list) or len(values) != len(samples):
+            problem = f"returned a {type(values).__name__} of {len(values)} for {place}"
+            remedy = "Return a list with a number, or None, for each completion"
             raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
         return self._checked(argument, values, samples)
 
@@ -230,29 +236,35 @@ class RewardFunctions:
         failed: Sequence[int],
         samples: Sequence[tuple[str, Any, Any]],
     ) -> torch.Tensor:
-        """Return the weighted sums [B], less the penalty for length; NaN for failed completions."""
+        """Return the weighted sums [B], less the penalty for length; NaN for failed completions.
+
+        Raises ArgumentError for a sum beyond `MAX_REWARD`.
+        """
         config = self._config
         weights = [config.reward_weights.get(name, 1.0) for name in rewards]
-        parts = torch.tensor([*rewards.values()])  # [functions, B]
-        weighted = parts.nan_to_num(0.0) * torch.tensor(weights)[:, None]
-        totals = weighted.sum(dim=0)
-        totals[list(failed)] = math.nan
+        # [functions, B]; in float64, in which no product and no sum of bounded rewards overflows.
+        parts = torch.tensor([*rewards.values()], dtype=torch.float64)
+        totals = torch.tensor(weights, dtype=torch.float64) @ parts.nan_to_num(0.0)
         if len(failed) == len(samples):
             problem = f"failed for all {len(samples)} completions of the step"
             remedy = "See the warnings above"
             raise ArgumentError([Violation("reward", problem, remedy, code="callback-failed")])
-        without = parts.isnan().all(dim=0) & ~totals.isnan()
+        without = parts.isnan().all(dim=0)
+        without[list(failed)] = False
         if without.any():
             places = [samples[index][0] for index in without.nonzero().flatten().tolist()]
             problem = f"no function applies to {first_of(places, 3, '; ')}"
             remedy = "Let one function return a number for every completion"
             raise ArgumentError([Violation("reward", problem, remedy, code="invalid-reward")])
         if config.overlong_tokens:
-            lengths = torch.tensor([float(len(completion.token_ids)) for *_, completion in samples])
+            lengths = torch.tensor([len(completion.token_ids) for *_, completion in samples])
             excess = lengths - (config.max_tokens - config.overlong_tokens)
             share = (excess / config.overlong_tokens).clamp(0, 1)
             totals = totals - config.overlong_penalty * share
-        return totals
+        # The sums are bounded as their parts are.
+        rewards_of(totals.tolist(), [place for place, *_ in samples], "sum by reward_weights")
+        totals[list(failed)] = math.nan
+        return totals.float()
 
 
 def named_rewards(rewards: Any) -> dict[str, Any]:

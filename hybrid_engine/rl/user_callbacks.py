@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
 import itertools
 import logging
 import math
 import numbers
+import os
 import queue
 import selectors
 import sys
@@ -18,7 +20,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_engine.errors import (
@@ -31,19 +32,17 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.torch_internals import torch_modes_kept
 
 logger = logging.getLogger("hybrid_engine")
 
 # Rank 0 gives up before the other ranks' timeout, so that its error, which has the cause, comes
 # first. A coroutine that blocks the event loop also blocks the loop's own timeout, so the waiting
-# thread checks a little later.
+# thread checks, too.
 _SHARE_OF_TIMEOUT = 0.9
 _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
-_POLL_SECONDS = 0.05
 _SECONDS_OF_A_STEP = 1.0
-# Signal handlers do not run in the thread of the event loop, so KeyboardInterrupt and SystemExit
-# come from the coroutine itself.
-_RAISED_BY_COROUTINES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
+_ASYNCIO = tuple(os.path.dirname(module.__file__) for module in (asyncio, concurrent.futures))
 _MAX_CHARACTERS = 2000
 """Length at which the text of a user's exception is cut."""
 
@@ -99,6 +98,7 @@ def rewards_of(
     return rewards
 
 
+@torch_modes_kept()
 def run_callbacks(
     argument: str,
     calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]],
@@ -116,6 +116,8 @@ def run_callbacks(
 
     Returns the results in the order of `calls`.
 
+    Torch's default dtype, default device and gradient mode are those of before at the end.
+
     Raises ArgumentError if a callback raises, or if awaitables are not done after 90 % of the
     timeout. Unfinished awaitables are cancelled. If one of them blocks the event loop, it is
     abandoned together with the loop.
@@ -123,7 +125,7 @@ def run_callbacks(
     results: list[Any] = []
     try:
         for place, function, arguments in calls:
-            with naming_function(argument, place):
+            with naming_failure(argument, place):
                 results.append(function(*arguments))
     except BaseException:
         # Python warns about coroutines that are neither awaited nor closed.
@@ -135,9 +137,10 @@ def run_callbacks(
         places = [place for place, *_ in calls]
         coroutine = _await_all(argument, places, pending, _SHARE_OF_TIMEOUT * timeout_seconds)
         task = start_task(coroutine)
-        limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
         try:
-            for index, result in _wait_for(task, argument, limit_seconds).items():
+            for _ in steps_of(task, argument, timeout_seconds):
+                pass
+            for index, result in task.future.result().items():
                 results[index] = result
         finally:
             task.future.cancel()  # matters if this thread was interrupted while it waited
@@ -163,7 +166,7 @@ async def run_callback(
 
     def call() -> Any:
         # Here, because asyncio's futures refuse StopIteration.
-        with naming_function(argument, place, _RAISED_BY_COROUTINES):
+        with torch_modes_kept(), naming_failure(argument, place):
             return function(*arguments)
 
     async with _event_loop().calls:
@@ -200,7 +203,8 @@ def steps_of(task: BackgroundTask, argument: str, timeout_seconds: float) -> Ite
     Raises ArgumentError that names the line, if a coroutine blocks the event loop for 95 % of the
     timeout.
     """
-    seconds = min(_SECONDS_OF_A_STEP, timeout_seconds / 8)
+    # Short enough to raise before the timeout.
+    seconds = min(_SECONDS_OF_A_STEP, timeout_seconds / 40)
     limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
     heartbeat: Future[None] | None = None
     begin = 0.0
@@ -221,7 +225,7 @@ async def _await_all(
     """Await all of `pending` together, for at most `seconds`; cancel the rest on failure."""
 
     async def result_of(index: int) -> Any:
-        with naming_function(argument, places[index], _RAISED_BY_COROUTINES):
+        with naming_failure(argument, places[index]):
             return await pending[index]
 
     tasks = {index: asyncio.ensure_future(result_of(index)) for index in pending}
@@ -229,8 +233,11 @@ async def _await_all(
         done, _ = await asyncio.wait(
             tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
         )
-        for task in done:
-            task.result()  # raises the exception of a task that failed
+        for index, task in tasks.items():
+            # Cancelled by itself; other exceptions are named already.
+            with naming_failure(argument, places[index], asyncio.CancelledError):
+                if task in done:
+                    task.result()
         late = [places[index] for index, task in tasks.items() if not task.done()]
         if late:
             raise ArgumentError([_timeout_violation(argument, seconds, first_of(late, 3, "; "))])
@@ -246,21 +253,6 @@ def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
     return Violation(argument, problem, remedy, code="callback-timeout")
 
 
-def _wait_for(task: BackgroundTask, argument: str, seconds: float) -> Any:
-    """Return the result of a task.
-
-    Raises ArgumentError that names the line, if a coroutine blocks the event loop for `seconds`.
-    """
-    wait([task.future], seconds)
-    while not task.future.done():
-        blocked_at = task.runner.line()
-        if blocked_at is not None:
-            raise _blocked(argument, seconds, blocked_at)
-        # The loop is not blocked, only slow on a busy host: its own timeout is about to expire.
-        wait([task.future], _POLL_SECONDS)
-    return task.future.result()
-
-
 def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
     """Abandon the event loop, and return the error that names the line which blocks it."""
     _event_loop.cache_clear()  # later calls get a new loop instead of waiting for the blocked one
@@ -270,19 +262,23 @@ def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
 
 
 @contextmanager
-def naming_function(
-    argument: str,
-    place: str,
-    kinds: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError),
+def naming_failure(
+    argument: str, place: str, kind: type[BaseException] = BaseException
 ) -> Iterator[None]:
-    """Turn exceptions of `kinds` into ArgumentError that names argument, place and line."""
+    """Turn exceptions of `kind` into ArgumentError that names argument, place and line.
+
+    By default all, also `SystemExit`: a function that calls `exit()` must not end the process as if
+    the run were finished.
+    """
     try:
         yield
-    except kinds as error:
-        if _is_being_cancelled():
-            raise
+    except kind as error:
         stack = traceback.extract_tb(error.__traceback__)
-        user_frames = [frame for frame in stack if not is_of_package(frame.filename)]
+        user_frames = [frame for frame in stack if _is_of_user(frame)]
+        # From outside: the task is cancelled, or its coroutine is closed with its event loop.
+        is_closed = isinstance(error, GeneratorExit) and not user_frames
+        if is_closed or _is_being_cancelled():
+            raise
         # TracebackException also copes with exceptions whose __str__ raises.
         text = str(traceback.TracebackException(type(error), error, None))
         text = clipped(text, _MAX_CHARACTERS)
@@ -308,9 +304,14 @@ def calling(agreement: Agreement, argument: str, place: str) -> Iterator[None]:
             yield
         except HybridEngineError:
             raise
-        except (Exception, SystemExit) as error:
-            with naming_function(argument, place, (type(error),)):
+        except (Exception, SystemExit):
+            with naming_failure(argument, place):
                 raise
+
+
+def _is_of_user(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is neither of this package nor of the event loop and its futures."""
+    return not frame.filename.startswith(_ASYNCIO) and not is_of_package(frame.filename)
 
 
 def _is_being_cancelled() -> bool:
@@ -342,14 +343,8 @@ class _LoopThread(NamedTuple):
         """
         innermost = sys._current_frames()[self.thread.ident or 0]
         stack = traceback.extract_stack(innermost)
-        asyncio_files = map(str, Path(asyncio.__file__).parent.glob("*.py"))
-        loop_files = set(asyncio_files)
-
-        def is_of_user(frame: traceback.FrameSummary) -> bool:
-            return frame.filename not in loop_files and not is_of_package(frame.filename)
-
         # From the innermost frame outwards, up to the first frame of the event loop.
-        frames = itertools.takewhile(is_of_user, reversed(stack))
+        frames = itertools.takewhile(_is_of_user, reversed(stack))
         user_frames = list(frames)
         if all(frame.filename == selectors.__file__ for frame in user_frames):
             return None

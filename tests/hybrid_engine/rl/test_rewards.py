@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.errors import ArgumentError
+from hybrid_engine.errors import ArgumentError, ConfigError
 from hybrid_engine.rl import BatchReward, GrpoConfig
 from hybrid_engine.rl import rewards as rewards_module
 from hybrid_engine.rl.losses import token_advantages
@@ -71,6 +71,24 @@ def test_a_function_of_the_batch_is_called_once() -> None:
     assert calls == [["p", "p", "q", "q"]] * 2
     with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", "4 completions")):
         compute(BatchReward(lambda prompts, batch: [1.0]))
+
+
+@pytest.mark.parametrize("returned", [dict.fromkeys(range(4), 1.0), set(range(4)), bytes(4), "four"])
+def test_rewards_without_an_order_are_refused(returned: Any) -> None:
+    kind = f"a {type(returned).__name__} of 4"
+    with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", kind)):
+        compute(BatchReward(lambda prompts, batch: returned))
+
+
+@pytest.mark.parametrize("other", [1e18, -1e18, 0.0])
+def test_sums_are_bounded_as_rewards_are(other: float) -> None:
+    """In float32 the sums would be infinite, or NaN, which means that a completion is left out."""
+    rewards: Any = {"large": lambda *_: 1e18, "other": lambda *_: other}
+    with pytest.raises(ArgumentError, match=r"sum by reward_weights: (.|\n)*prompt 1, completion 1"):
+        compute(rewards, reward_weights={"large": 1e18, "other": 1e17})
+    assert compute(rewards, reward_weights={"large": 0.5, "other": 0.5}).totals.isfinite().all()
+    with pytest.raises(ConfigError):
+        GrpoConfig(reward_weights={"large": 1e300})
 
 
 def test_a_completion_without_any_reward_is_refused() -> None:

@@ -72,20 +72,14 @@ def test_a_failed_coroutine_is_named_and_the_others_are_cancelled() -> None:
     assert ended == ["cancelled"]
 
 
-def test_timeouts_and_cancellations_are_named() -> None:
+def test_timeouts_are_named() -> None:
     async def waits() -> None:
         await asyncio.sleep(600)
-
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
 
     calls: list[Any] = [(f"prompt {number}", waits if number else partial(asyncio.sleep, 0), ()) for number in range(6)]
     late = has_violation("environment", "callback-timeout", "0.09 s", "prompt 1; prompt 2; prompt 3 and 2 more")
     with pytest.raises(ArgumentError, check=late):
         run_callbacks("environment", calls, 0.1)
-    failed = has_violation("environment", "callback-failed", "CancelledError for prompt 0", f"{__file__}:")
-    with pytest.raises(ArgumentError, check=failed):
-        run_callbacks("environment", [("prompt 0", cancelled, ())], 60)
 
 
 def test_a_function_may_return_a_coroutine_and_all_are_awaited(recwarn: pytest.WarningsRecorder) -> None:
@@ -106,8 +100,22 @@ async def call_exit_in_a_task() -> None:
     await asyncio.create_task(call_exit())
 
 
-async def raise_interrupt() -> None:
-    raise KeyboardInterrupt
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(60)
+
+
+def raising(error: BaseException) -> None:
+    raise error
+
+
+async def raising_later(error: BaseException) -> None:
+    raise error
+
+
+EXITS = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())
 
 
 @pytest.mark.parametrize(
@@ -115,13 +123,33 @@ async def raise_interrupt() -> None:
     [
         (call_exit, "SystemExit for prompt 0: 3"),
         (call_exit_in_a_task, "SystemExit for prompt 0: 3"),
-        (raise_interrupt, "KeyboardInterrupt for prompt 0"),
+        (cancel_itself, "CancelledError for prompt 0"),
+        *((partial(raising, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
+        *((partial(raising_later, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
     ],
 )
-def test_an_exit_in_a_coroutine_is_an_error_and_the_event_loop_survives(callback: Callable[[], Any], text: str) -> None:
+def test_an_exit_is_an_error_of_the_callback_and_the_event_loop_survives(
+    callback: Callable[[], Any], text: str
+) -> None:
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", text, f"{__file__}:")):
         run_callbacks("reward", [("prompt 0", callback, ())], 60)
     assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+
+
+def test_modes_of_torch_that_a_callback_sets_end_with_it() -> None:
+    def change() -> bool:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        return torch.is_grad_enabled()
+
+    async def change_later() -> bool:
+        return change()
+
+    for function in (change, change_later):
+        assert run_callbacks("reward", [("prompt 0", function, ())], 60) == [False]
+        ones = torch.tensor([1.0], requires_grad=True) * 2
+        assert (ones.dtype, ones.device.type, ones.requires_grad) == (torch.float32, "cpu", True)
 
 
 def test_a_coroutine_that_blocks_the_event_loop_is_named_and_abandoned() -> None:
