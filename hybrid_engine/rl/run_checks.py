@@ -406,11 +406,14 @@ def _signature_violations(
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions of extension modules have none
         return
+    remedy = f"Make it a function of ({', '.join(parameters)})"
     try:
         signature.bind(*parameters)
+        if "completion" in parameters and "completions" in signature.parameters:
+            remedy += "; columns of the data set are in the prompt. Or pass BatchReward(function)"
+            raise TypeError("it takes `completions` of a whole step, as TRL's functions do")
     except TypeError as error:
         problem = f"cannot be called with ({', '.join(parameters)}): {error}"
-        remedy = f"Make it a function of ({', '.join(parameters)})"
         yield Violation(name, problem, remedy, code="wrong-signature")
 
 

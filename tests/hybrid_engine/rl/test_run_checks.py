@@ -97,6 +97,7 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
             "has-no-effect",
         ),
         ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
+        ({"reward": lambda prompts, completions, **columns: [1.0]}, "reward", "wrong-signature"),
         ({"reward": None}, "reward", "not-callable"),
         ({"reward": {"length": 5}}, "reward length", "not-callable"),
         ({"evaluate": lambda: {}}, "evaluate", "wrong-signature"),
