@@ -68,7 +68,7 @@ def naming(doing: str, path: str | Path, remedy: str | None = None) -> Iterator[
     except HybridEngineError:
         raise
     except (OSError, RuntimeError, *_DAMAGE) as error:
-        system_error = _system_error_behind(error)
+        system_error = system_error_behind(error)
         if system_error is not None:
             problem = _system_problem(system_error, Path(path))
         elif remedy is None:
@@ -86,11 +86,11 @@ def is_disk_full(error: FileError) -> bool:
 
     Such a write may succeed later.
     """
-    system_error = _system_error_behind(error.__cause__)
+    system_error = system_error_behind(error.__cause__)
     return system_error is not None and system_error.errno in (*_FULL, errno.EFBIG)
 
 
-def _system_error_behind(error: BaseException | None) -> OSError | None:
+def system_error_behind(error: BaseException | None) -> OSError | None:
     """Return the nearest OSError in a chain of errors."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -103,7 +103,7 @@ def _system_error_behind(error: BaseException | None) -> OSError | None:
 
 
 def _system_problem(error: OSError, path: Path) -> str:
-    assert error.errno is not None, "see _system_error_behind"
+    assert error.errno is not None, "see system_error_behind"
     text = os.strerror(error.errno)
     problem = text[0].lower() + text[1:]
     remedy = "Check the path, and what its file system allows"

@@ -17,6 +17,9 @@ from hybrid_engine.serving.invitation import DrawnWith
 _ROUNDING = 1e-3
 """Nats by which rounding may raise the log-probability of a certain token above 0."""
 
+_LARGEST = 3e38
+"""Absolute value from which a log-probability is infinite in a batch, which is float32."""
+
 _MOST_PROBLEMS = 8
 """Maximum number of problems in a message."""
 
@@ -48,6 +51,7 @@ class Choice(msgspec.Struct, frozen=True):
     index: int
     token_ids: list[int]
     finish_reason: str
+    prompt_token_ids: list[int] | None = None
     text: str = ""
     stop_reason: int | str | None = None
     logprobs: TokenLogprobs | None = None
@@ -140,7 +144,7 @@ def checked_choices(answer: object, expected: Expected) -> list[Choice]:
         )
     for choice in choices:
         for position, value in enumerate(choice.log_probs):
-            if not math.isfinite(value):
+            if not abs(value) < _LARGEST:
                 raise GenerationError(
                     f"the log-probability of token {position} of choice {choice.index} is {value}: "
                     "the server computes with weights or caches that contain such values",

@@ -34,6 +34,7 @@ from hybrid_engine.errors import (
     clipped,
     shortened,
 )
+from hybrid_engine.files.durable import system_error_behind
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.invitation import (
@@ -57,6 +58,9 @@ API_KEY = "VLLM_API_KEY"
 
 Servers were started with --api-key or with this variable.
 """
+
+MOST_NBYTES = 2**32
+"""Limit of a response's body; a completion takes about 150 bytes a token."""
 
 _T = TypeVar("_T")
 
@@ -144,11 +148,16 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
             f"servers: {name} needs Ray: pip install 'hybrid-engine[ray]'", code="ray-is-missing"
         ) from error
     try:
+        if not ray.is_initialized():
+            ray.init(address="auto")  # without an address Ray would start a cluster
         return RayServer(ray.get_actor(actor), timeout_seconds)
-    except ValueError as error:
-        remedy = "Start the actor first, with options(name=...), in the namespace of this process"
+    except (ConnectionError, ValueError) as error:
+        remedy = (
+            "Start the cluster and the actor first, with options(name=...), in the namespace of "
+            "this process"
+        )
         raise ConfigError(
-            [Violation("servers", f"{name}: {error}", remedy, code="unknown-actor")]
+            [Violation("servers", f"{name}: {clipped(str(error))}", remedy, code="unknown-actor")]
         ) from None
 
 
@@ -233,15 +242,13 @@ class HttpServer(Server):
         allow_public: accept addresses outside this host and its private networks. vLLM's routes for
             weights have no authentication.
 
-    Raises ConfigError for an invalid URL, and for a public address without `allow_public`.
+    Raises ConfigError for an invalid URL or key, and for a public address without `allow_public`.
     """
 
     def __init__(self, url: str, timeout_seconds: float, *, allow_public: bool = False) -> None:
         self.url = url.rstrip("/")
         self._timeout = timeout_seconds
-        if allow_public:
-            return
-        public = _public_addresses(self.url)
+        public = _public_addresses(self.url, allow_public=allow_public)
         if public:
             problem = (
                 f"{url} is at {', '.join(public)}, and vLLM's routes "
@@ -298,12 +305,20 @@ class HttpServer(Server):
         return self._request("POST", name, seconds, json=fields)
 
     def _request(self, method: str, route: str, seconds: float | None, **options: Any) -> Any:
+        """Return a response as JSON has it. Raises ServerError.
+
+        `seconds`: time for the whole response; None: no limit.
+        """
         import requests
+        from urllib3.exceptions import HTTPError
 
         where = f"{self.url}/{route}"
-        try:
-            # A redirect would send the body, the API key and the proof to another host.
-            options |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
+        # A redirect would send the body, the API key and the proof to another host.
+        options |= {"allow_redirects": False, "timeout": (self._timeout, seconds), "stream": True}
+        # A compressed body may be a thousand times as long as what was sent.
+        options["headers"] = {"Accept-Encoding": "identity"}
+
+        def exchange() -> Any:
             # A new session per call: sessions are not thread-safe, and a server closes connections
             # that were idle for 5 s, possibly while the next request is in flight.
             with requests.Session() as session:
@@ -313,22 +328,31 @@ class HttpServer(Server):
                 for prefix in ("http://", "https://"):
                     session.mount(prefix, adapter)
                 response = session.request(method, where, **options)
+                content = response.raw.read(MOST_NBYTES + 1)
+                if len(content) > MOST_NBYTES:
+                    raise ValueError(f"a response of more than {MOST_NBYTES:,} bytes")
                 if response.status_code == requests.codes.not_found:
                     raise _NoRouteError(
                         f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1",
                         code="no-route",
                     )
                 if response.status_code // 100 != 2:  # includes redirects
+                    text = clipped(content.decode(errors="replace"), 2000)
                     raise ServerError(
-                        f"{where}: {response.status_code}: {clipped(response.text, 2000)}",
-                        code="request-failed",
+                        f"{where}: {response.status_code}: {text}", code="request-failed"
                     )
-                return json.loads(response.content) if response.content else None
+                return json.loads(content) if content else None
+
+        try:
+            # In a thread, because the timeout of a socket is that of each piece that arrives.
+            return in_background(exchange, "request").result(seconds)
         # JSON raises the last two.
-        except (requests.RequestException, ValueError, RecursionError) as error:
-            raise ServerError(
-                f"{where}: {clipped(str(error), 2000)}", code="request-failed"
-            ) from error
+        except (NotDone, requests.RequestException, HTTPError, ValueError, RecursionError) as error:
+            # Not requests' own text, which is long, and may have headers.
+            cause = system_error_behind(error)
+            problem = clipped(str(cause.strerror if cause else error))
+            problem = problem or f"no whole response within {seconds} s"
+            raise ServerError(f"{where}: {problem}", code="request-failed") from None
 
 
 class _WorldSize(msgspec.Struct, frozen=True):
@@ -348,8 +372,15 @@ def _read(kind: type[_T], answer: object, where: str) -> _T:
 
 
 def _authenticated(request: Any) -> Any:
-    """Add the API key and the token's proof to a prepared request, if this process has them."""
+    """Add the API key and the token's proof to a prepared request, if this process has them.
+
+    Raises ConfigError, without the key, for one that cannot be sent.
+    """
     key = os.environ.get(API_KEY, "")
+    if not (key.isascii() and key.isprintable()):
+        problem = "has a line break, or another character that HTTP headers cannot have"
+        remedy = "Write the secret without it"
+        raise ConfigError([Violation(API_KEY, problem, remedy, code="invalid-api-key")])
     if key:
         request.headers["Authorization"] = f"Bearer {key}"
     if TOKEN in os.environ:
@@ -462,16 +493,22 @@ def failures_of(calls: Iterable[BackgroundCall]) -> str:
     return "".join(f"\n{text}" for text in texts if text)
 
 
-def _public_addresses(url: str) -> list[str]:
-    """Return the public addresses of a URL's host. Raises ConfigError for an invalid URL."""
+def _public_addresses(url: str, *, allow_public: bool) -> list[str]:
+    """Return the public addresses of a URL's host, none if they are allowed.
+
+    Raises ConfigError for an invalid URL, without a password in it.
+    """
+    _, has_user, shown = url.rpartition("@")
     try:
+        if has_user:
+            raise ValueError("it has a user before @; the key of servers is in " + API_KEY)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected http://HOST:PORT")
         _ = parts.port  # raises ValueError for an invalid port
-        return public_addresses(resolved_addresses(parts.hostname))
+        return [] if allow_public else public_addresses(resolved_addresses(parts.hostname))
     except (ValueError, OSError) as error:
-        problem = f"{shortened(url)}: {error}"
+        problem = f"{shortened(shown)}: {error}"
         remedy = "Give the address at which the server listens"
         raise ConfigError(
             [Violation("servers", problem, remedy, code="unresolved-address")]

@@ -18,9 +18,9 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
+from hybrid_engine.errors import ConfigError, MessageError, Violation, clipped, shortened
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World, store_at
 
@@ -76,6 +76,19 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # -- messages --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _readable(kind: type[ServerMessage]) -> Iterator[None]:
+    """Raise MessageError for values that are not of a message.
+
+    msgspec's and pydantic's errors are ValueErrors, as those of texts without UTF-8.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = clipped(str(error), 500)
+        raise MessageError(f"invalid {kind.__name__}: {text}", code="malformed-message") from None
+
+
 class ServerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base class of messages to a server."""
 
@@ -85,14 +98,10 @@ class ServerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
         Raises MessageError for other fields or types, and for text that is not UTF-8.
         """
-        try:
+        with _readable(cls):
             message = msgspec.convert(dict(values), cls)
             msgspec.json.encode(message)  # rejects text that has no UTF-8
             return message
-        except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
-            raise MessageError(
-                f"invalid {cls.__name__}: {error}", code="malformed-message"
-            ) from None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -152,7 +161,8 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
             raise MessageError(
                 f"unknown keys of a switch: {shortened(unknown)}", code="unknown-key"
             )
-        return GenerateConfig(check_compute="off", **self.settings)
+        with _readable(type(self)):
+            return GenerateConfig(check_compute="off", **self.settings)
 
     def store(self) -> dist.Store:
         """Connect to the store.
@@ -169,7 +179,8 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
                 code="wrong-token",
             )
         if kind == "file":
-            _require_private(Path(where))
+            with _readable(type(self)):
+                _require_private(Path(where))
             store = dist.FileStore(where, -1)
             store.set_timeout(_SECONDS_FOR_A_FILE)
             return dist.PrefixStore(self.name, store)

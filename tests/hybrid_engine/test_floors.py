@@ -67,7 +67,7 @@ OUTSIDE = {
     "backends.megatron": {"megatron", "megatron_patches", "packaging", "pydantic", "torch"},
     "backends.vllm": {"PIL", "numpy", "pydantic", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": {"pydantic"},
-    "serving": {"msgspec", "ray", "requests", "torch"},
+    "serving": {"msgspec", "ray", "requests", "torch", "urllib3"},
     "vllm_plugin": {"vllm"},
     "assembly": {"torch"},
     "hybrid_engine": {"torch"},

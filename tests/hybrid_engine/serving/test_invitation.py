@@ -10,21 +10,24 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from hybrid_engine.errors import ConfigError, MessageError, ServerError, StateError
+from hybrid_engine.serving import clients
 from hybrid_engine.serving import invitation as invitation_module
-from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.clients import API_KEY, HttpServer, named_server, silent_servers
 from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, Rendezvous, Update, require_address
 from hybrid_engine.serving.receiver import WeightReceiver
 from tests.harness.errors import has_code, has_violations
@@ -278,6 +281,23 @@ def test_a_malformed_field_is_refused(place: Rendezvous, values: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"settings": {"timeout_seconds": -1}},
+        {"settings": {"timeout_seconds": "x"}},
+        {"settings": {"server_ports": "1-2-3"}},
+        {"place": "file:\0"},
+        {"place": "file:/tmp/\0/store"},
+    ],
+)
+def test_invalid_settings_and_places_are_malformed_messages(place: Rendezvous, values: dict[str, Any]) -> None:
+    invitation = Invitation.read({**fields_of(place), **values})
+    with pytest.raises(MessageError, check=has_code("malformed-message")):
+        invitation.store()
+        invitation.config()
+
+
+@pytest.mark.parametrize(
     "url", ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"]
 )
 def test_a_public_server_address_is_refused(url: str) -> None:
@@ -407,12 +427,88 @@ class WithoutRoutes(Redirecting):
         self.send_error(404)
 
 
+class Drips(Redirecting):
+    """Sends a byte of its head every tenth of a second."""
+
+    def do_GET(self) -> None:
+        with suppress(OSError):  # the client leaves
+            for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 200:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.1)
+
+
+class DripsBody(Drips):
+    """Sends its head at once, and drips its body."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        super().do_GET()
+
+
+class Long(Redirecting):
+    """Sends a body of 1,000 bytes, and the encoding that the request accepts."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        accepted = self.headers["Accept-Encoding"]
+        self.wfile.write(f'{{"accepted": "{accepted}"}}'.ljust(1000).encode())
+
+
 @contextmanager
-def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
+def answering(handler: type[BaseHTTPRequestHandler], seconds: float = 5) -> Iterator[HttpServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield HttpServer(f"http://127.0.0.1:{server.server_port}", 5)
+        server.daemon_threads = True
+        yield HttpServer(f"http://127.0.0.1:{server.server_port}", seconds)
         server.shutdown()
+
+
+@pytest.mark.parametrize("handler", [Drips, DripsBody])
+def test_a_time_limit_is_one_of_the_whole_response(handler: type[BaseHTTPRequestHandler]) -> None:
+    started = time.monotonic()
+    with answering(handler, 0.5) as server:
+        with pytest.raises(ServerError, check=has_code("request-failed", "no whole response within 0.5 s")):
+            server.num_workers()
+        assert [violation.code for violation in silent_servers([server.url], 0.5)] == ["silent-server"]
+    assert time.monotonic() - started < 8
+
+
+def test_a_response_is_plain_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(Long) as server:
+        assert server.complete({}) == {"accepted": "identity"}
+        monkeypatch.setattr(clients, "MOST_NBYTES", 999)
+        with pytest.raises(ServerError, check=has_code("request-failed", "more than 999 bytes")):
+            server.complete({})
+
+
+def test_an_error_has_its_cause_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(ServerError) as caught:
+        HttpServer(url, 5).resume()
+    assert str(caught.value) == f"{url}/resume: Connection refused"
+    for address in ("http://user:pa55@127.0.0.1:1", "user:pa55@host", "http://user:pa55@[::1"):
+        with pytest.raises(ConfigError, check=has_violations(("servers", "unresolved-address"))) as refused:
+            HttpServer(address, 5, allow_public=True)
+        assert "pa55" not in str(refused.value)
+    for key in ("sk-SECRET\n", "sk-SECRET\x07", "sk-SECRETé"):
+        monkeypatch.setenv(API_KEY, key)
+        with pytest.raises(ConfigError, check=has_violations((API_KEY, "invalid-api-key"))) as refused:
+            HttpServer(url, 5).resume()
+        assert "SECRET" not in str(refused.value)
+
+
+def test_the_name_of_an_actor_starts_no_cluster() -> None:
+    ray = mock.MagicMock(spec=["is_initialized", "init", "get_actor"])
+    ray.is_initialized.return_value = False
+    ray.init.side_effect = ConnectionError("could not find any running Ray instance")
+    with mock.patch.dict(sys.modules, {"ray": ray}):
+        with pytest.raises(ConfigError, check=has_violations(("servers", "unknown-actor"))):
+            named_server("ray:x", 5)
+        assert ray.init.call_args == mock.call(address="auto")
+        assert not ray.get_actor.called
 
 
 def test_a_redirect_is_not_followed() -> None:

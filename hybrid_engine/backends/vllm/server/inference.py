@@ -24,7 +24,7 @@ from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.backends.vllm.server.drawing import Drawing
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, StateError, Violation
+from hybrid_engine.errors import ArgumentError, ServerError, StateError, Violation
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Data, NearEnd, Trainer
 from hybrid_engine.ranks.job import Job
@@ -246,6 +246,11 @@ class ServedInference:
     def _completion(
         self, choice: Choice, prompt: Sequence[int], sampling: Sampling, weights: DrawnWith
     ) -> Completion:
+        if choice.prompt_token_ids not in (None, list(prompt)):  # not every server returns them
+            raise ServerError(
+                f"choice {choice.index} completes another prompt than the one of the request",
+                code="unexpected-completion",
+            )
         return Completion(
             tuple(choice.token_ids),
             tuple(choice.log_probs) if sampling.logprobs else (),
