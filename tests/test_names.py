@@ -39,7 +39,7 @@ IN_LIBRARIES = {
 ELSEWHERE = {
     "TRL": "response_mask environment_factory generation_batch_size",
     "TRL, options": "eval_on_start log_completions num_completions_to_print",
-    "environment variables of trackers": "MLFLOW_TRACKING_URI",
+    "environment variables of trackers": "MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI TRACKIO_PROJECT",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo ref_log_prob",
     "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",

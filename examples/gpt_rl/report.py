@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybrid_engine.rl.run_files import Row, RunFiles
-from hybrid_engine.rl.trackers import Events
+from hybrid_engine.rl.trackers import Events, SafeTracker
 
 # Heading, key of the row, format, width. A line has at most 80 characters.
 _COLUMNS = (
@@ -52,7 +53,9 @@ class Report:
         )
         self._task = self._bar.add_task("starting engines", total=None)
         self._next_line = 0.0
-        self._events = Events(files.out, {"accuracy": "eval"}, left_out=("iteration", "unix_time"))
+        left_out = ("iteration", "unix_time")
+        opening = partial(Events, files.out, {"accuracy": "eval"}, left_out)
+        self._events = SafeTracker("tensorboard", opening)
 
     def __enter__(self) -> Report:
         self._bar.start()

@@ -74,7 +74,7 @@ from hybrid_engine.rl.step_metrics import (
     without_columns,
 )
 from hybrid_engine.rl.stop_signals import StopSignals
-from hybrid_engine.rl.user_callbacks import calling, naming_function
+from hybrid_engine.rl.user_callbacks import calling, naming_failure
 from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -410,7 +410,7 @@ class Loop:
         Raises ArgumentError in place of SystemExit, with which a run would look finished.
         """
         try:
-            with naming_function("train", f"step {self.done + 1}", (SystemExit,)):
+            with naming_failure("train", f"step {self.done + 1}", SystemExit):
                 yield
         except HybridEngineError as error:
             row, self._unsaved = self._unsaved, None

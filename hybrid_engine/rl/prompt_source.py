@@ -23,7 +23,7 @@ import torch
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
-from hybrid_engine.rl.user_callbacks import naming_function
+from hybrid_engine.rl.user_callbacks import naming_failure
 
 _FILE = "prompts.pt"
 _MAX_PLACE_NBYTES = 1 << 28
@@ -159,7 +159,7 @@ class StreamedPrompts:
             content = read_regular(path, _MAX_PLACE_NBYTES)
         self._places[step] = content
         # The stream may be another one, whose places have other keys.
-        with naming_function("prompts", f"the place in {path}"):
+        with naming_failure("prompts", f"the place in {path}", Exception):
             place = _decoded(content)
             self._pass = int(place["pass"])
             self._iterator = self._begin_pass(place["state"])

@@ -1,10 +1,12 @@
-"""Trackers of runs, by their own libraries: TensorBoard, W&B, MLflow, trackio and Prometheus.
+"""Trackers of runs: TensorBoard, Prometheus and, by accelerate, W&B, MLflow and trackio.
 
     train(..., trackers=["wandb"])
 
-Each gets the settings of the run once and the figures of each row. Projects, servers and log-ins
-are those of the libraries' own environment variables and files (WANDB_PROJECT, MLFLOW_TRACKING_URI,
-TRACKIO_SPACE_ID, ...). A resumed run continues the tracker's run, whose name is in OUT/tracker-run.
+Each gets the settings of the run once and the figures of each row, in a thread of its own.
+TensorBoard is the default, which does without accelerate; accelerate has no Prometheus. Projects,
+servers and log-ins are those of the libraries' own environment variables and files (WANDB_PROJECT,
+MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...). A resumed run continues the tracker's run, whose name
+is in OUT/tracker-run.
 """
 
 from __future__ import annotations
@@ -13,17 +15,23 @@ import importlib
 import importlib.util
 import logging
 import os
+import queue
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_engine.errors import FileError, Violation, first_of
+from hybrid_engine.errors import Violation, first_of
 from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.run_files import Row
+from hybrid_engine.rl.user_callbacks import naming_failure
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -34,6 +42,13 @@ _MOST_CHARACTERS = 60
 """Characters of the directory's name in the name of a run."""
 _MAX_NAME_NBYTES = 200
 _RUN_NAME = re.compile(r"[A-Za-z0-9_.-]*-[0-9a-f]{8}")
+_MOST_CALLS = 1000
+"""Rows that wait for a tracker."""
+_END = "the end"
+_SECONDS_TO_OPEN = 60.0
+"""Time in which a tracker may refuse the run. Afterwards the run begins without waiting for it."""
+_SECONDS_TO_END = 30.0
+"""Time for the last rows of a tracker."""
 _NOT_IN_METRICS = re.compile(r"[^A-Za-z0-9_]")
 
 
@@ -71,31 +86,17 @@ class Events:
         """Write the figures of a row.
 
         The first call hides what an interrupted run wrote for this and later numbers.
-
-        Raises FileError.
         """
-        with self._naming():
-            if self._writer is None and importlib.util.find_spec("tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
+        if self._writer is None and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(self._out), purge_step=number)
-            if self._writer is None:
-                return
-            for name, value in row.items():
-                if value is not None and name not in self._left_out:
-                    self._writer.add_scalar(self.tag(name), value, number)
-            self._writer.flush()
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Raise FileError for errors of TensorBoard's writer, once."""
-        try:
-            with naming("writing TensorBoard's events in", self._out):
-                yield
-        except FileError:
-            # The writer's thread keeps its error: closing the writer would raise it again.
-            self._writer = None
-            raise
+            self._writer = SummaryWriter(str(self._out), purge_step=number)
+        if self._writer is None:
+            return
+        for name, value in row.items():
+            if value is not None and name not in self._left_out:
+                self._writer.add_scalar(self.tag(name), value, number)
+        self._writer.flush()
 
     def tag(self, name: str) -> str:
         """Return group/name; the group is reshard, time, memory, check, one of `groups` or train.
@@ -113,62 +114,55 @@ class Events:
         return f"{self._groups.get(name, 'train')}/{name}"
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the file. Raises FileError."""
-        with self._naming():
-            if self._writer is not None:
-                self._writer.close()
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
 
 
-class _WandbLike:
-    """Weights & Biases, or trackio, which has the same functions."""
+class _Accelerated:
+    """W&B, MLflow or trackio, by accelerate's trackers.
 
-    def __init__(self, module: Any, run: str, settings: Mapping[str, Any], **options: Any) -> None:
-        self._module = module
-        module.init(config=dict(settings), name=run, resume="allow", **options)
+    Args:
+        name: name of the tracker.
+        run: name of the run, which is continued if the tracker has it.
+        settings: settings of the run.
+    """
+
+    def __init__(self, name: str, run: str, settings: Mapping[str, Any]) -> None:
+        tracking = importlib.import_module("accelerate.tracking")
+        # Its logger needs accelerate's state, which would make the job's process group here, on one
+        # rank.
+        tracking.logger = logger
+        self._name = name
+        self._library = importlib.import_module(name)
+        project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+        options: dict[str, Any] = {"name": run, "config": dict(settings), "resume": "allow"}
+        if name == "wandb":
+            options["id"] = run
+        if name == "mlflow":
+            earlier = self._library.search_runs(
+                search_all_experiments=True,
+                filter_string=f"attributes.run_name = '{run}'",
+                output_format="list",
+            )
+            options = {"run_name": run, "run_id": earlier[0].info.run_id if earlier else None}
+        self._tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
+        self._tracker.main_process_only = False  # asks accelerate's state, too
+        self._tracker.start()
+        if name == "mlflow":
+            self._library.log_dict(dict(settings), "settings.json")
 
     def add(self, step: int, row: Row) -> None:
-        self._module.log(_figures(row), step=step)
+        self._tracker.log(_figures(row), step=step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        self._module.finish()
-
-
-class _Wandb(_WandbLike):
-    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
-        wandb = importlib.import_module("wandb")
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        super().__init__(wandb, run, settings, project=project, id=run)
-
-    def close(self, *, has_failed: bool = False) -> None:
-        self._module.finish(exit_code=int(has_failed))
-
-
-class _Trackio(_WandbLike):
-    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
-        trackio = importlib.import_module("trackio")
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        super().__init__(trackio, run, settings, project=project)
-
-
-class _Mlflow:
-    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
-        mlflow = importlib.import_module("mlflow")
-        self._mlflow = mlflow
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        earlier = mlflow.search_runs(
-            filter_string=f"attributes.run_name = '{run}'", output_format="list"
-        )
-        if earlier:
-            mlflow.start_run(run_id=earlier[0].info.run_id)
+        # accelerate ends every run as a finished one.
+        if has_failed and self._name == "wandb":
+            self._library.finish(exit_code=1)
+        elif has_failed and self._name == "mlflow":
+            self._library.end_run("FAILED")
         else:
-            mlflow.start_run(run_name=run)
-            mlflow.log_dict(dict(settings), "settings.json")
-
-    def add(self, step: int, row: Row) -> None:
-        self._mlflow.log_metrics(_figures(row), step=step)
-
-    def close(self, *, has_failed: bool = False) -> None:
-        self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
+            self._tracker.finish()
 
 
 class _Prometheus:
@@ -194,14 +188,11 @@ class _Prometheus:
         """Leave the file."""
 
 
-_LIBRARIES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
-    "trackio": _Trackio,
+_NEEDED = {
+    "prometheus": ("prometheus_client",),
+    **{name: (name, "accelerate") for name in ("wandb", "mlflow", "trackio")},
 }
-_NAMES = ("tensorboard", "prometheus", *_LIBRARIES)
-_MODULES = {"prometheus": "prometheus_client"}
-"""Names of modules that differ from those of the trackers."""
+"""Trackers and the modules that they need. TensorBoard is left out where it is not installed."""
 
 
 def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Violation]:
@@ -211,48 +202,75 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Viola
         yield Violation("trackers", problem, f'Pass ["{names}"]', code="not-a-list")
         return
     for name in names:
-        if name not in _NAMES:
-            remedy = f"Use {first_of(_NAMES, 5)}"
-            yield Violation("trackers", f"there is no {name!r}", remedy, code="unknown-tracker")
-        elif name == "tensorboard":
-            # It is the default, and is left out where it is not installed.
+        if name == "tensorboard":
             continue
-        elif not _is_installed(_MODULES.get(name, name)):
-            problem = f"{name} is not installed"
-            remedy = f"pip install {_MODULES.get(name, name)}"
+        missing = [
+            module for module in _NEEDED.get(name, ()) if not importlib.util.find_spec(module)
+        ]
+        if name not in _NEEDED:
+            remedy = f"Use {first_of(['tensorboard', *_NEEDED], 5)}"
+            yield Violation("trackers", f"there is no {name!r}", remedy, code="unknown-tracker")
+        elif missing:
+            problem = f"{name} needs {' and '.join(missing)}"
+            remedy = f"pip install {' '.join(missing)}"
             yield Violation("trackers", problem, remedy, code="tracker-not-installed")
         elif out is None:
             problem = f"{name} needs the directory of the run, but there is no `out`"
             yield Violation("trackers", problem, "Pass `out`", code="needs-out")
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # a module in sys.modules that was not imported from a file
-        return True
-
-
 class SafeTracker:
-    """A tracker whose errors are logged: metrics.jsonl has the rows, too."""
+    """A tracker in a thread of its own; metrics.jsonl has the rows, too.
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    Its errors are logged. Rows that it does not take in time are left out.
+
+    Args:
+        name: name of the tracker.
+        opening: opens it, in the thread.
+
+    Raises ArgumentError if it cannot be opened, for example without a log-in.
+    """
+
+    def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
         self._name = name
-        self._tracker = tracker
+        # Names of what is recorded, and calls of the tracker.
+        self._calls: queue.Queue[tuple[str, Callable[[Tracker], None]]] = queue.Queue(_MOST_CALLS)
+        self._is_late = False
+        opened: Future[None] = Future()
+        self._thread = in_background(partial(self._work, opening, opened), name)
+        wait([opened, self._thread], _SECONDS_TO_OPEN, FIRST_COMPLETED)
+        if self._thread.done():
+            with naming_failure("trackers", name):
+                self._thread.result()
+
+    def _work(self, opening: Callable[[], Tracker], opened: Future[None]) -> None:
+        tracker = opening()
+        opened.set_result(None)
+        what = ""
+        while what != _END:
+            what, call = self._calls.get()
+            try:
+                call(tracker)
+            except BaseException as error:  # of the library or of the network, and sys.exit()
+                logger.warning("%s has not recorded %s: %s", self._name, what, error)
 
     def add(self, step: int, row: Row) -> None:
-        """Record the figures of a step."""
+        """Record the figures of a step, later."""
         try:
-            self._tracker.add(step, row)
-        except Exception as error:  # of the library or of the network
-            logger.warning("%s has not recorded step %d: %s", self._name, step, error)
+            self._calls.put_nowait((f"step {step}", methodcaller("add", step, row)))
+        except queue.Full:
+            if not self._is_late:
+                message = "%s is late, and does not record step %d and others like it"
+                logger.warning(message, self._name, step)
+            self._is_late = True
 
     def close(self, *, has_failed: bool = False) -> None:
-        """End the record of this process."""
-        try:
-            self._tracker.close(has_failed=has_failed)
-        except Exception as error:
-            logger.warning("%s has not ended its run: %s", self._name, error)
+        """End the record of this process, after the rows that wait."""
+        with suppress(queue.Full):
+            call = methodcaller("close", has_failed=has_failed)
+            self._calls.put((_END, call), timeout=_SECONDS_TO_END)
+        if not wait([self._thread], _SECONDS_TO_END).done:
+            logger.warning("%s has not ended in %g s", self._name, _SECONDS_TO_END)
 
 
 def forget_run(out: Path) -> None:
@@ -263,11 +281,9 @@ def forget_run(out: Path) -> None:
 
 def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
     """Open a tracker. Call it on rank 0, after `tracker_violations` has yielded none."""
-    if name == "tensorboard":
-        return Events(out)
-    if name == "prometheus":
-        return SafeTracker(name, _Prometheus(out))
-    return SafeTracker(name, _LIBRARIES[name](_run_name(out), settings))
+    if name in ("tensorboard", "prometheus"):
+        return SafeTracker(name, partial(Events if name == "tensorboard" else _Prometheus, out))
+    return SafeTracker(name, partial(_Accelerated, name, _run_name(out), settings))
 
 
 def _figures(row: Row) -> dict[str, float]:

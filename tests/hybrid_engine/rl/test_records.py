@@ -10,24 +10,29 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import prometheus_client.parser
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybrid_engine.errors import ComputationError, ConfigError, FileError
+from hybrid_engine.errors import ArgumentError, ComputationError, ConfigError, FileError
 from hybrid_engine.rl import Conversation, trackers
 from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion
 from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
-from hybrid_engine.rl.trackers import opened, tracker_violations
-from tests.harness.errors import has_code
+from hybrid_engine.rl.trackers import SafeTracker, opened, tracker_violations
+from tests.harness.errors import has_code, has_violation
+from tests.harness.small_disks import file_size_limit
 
 
 class WithoutTokenizer:
@@ -88,20 +93,28 @@ def test_files_of_steps_that_are_repeated_go(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path) -> None:
-    """Stands in for wandb, which has a server; the calls were tried with wandb and trackio."""
-    wandb = mock.MagicMock(spec=["init", "log", "finish"])
-    with mock.patch.dict(sys.modules, {"wandb": wandb}), mock.patch.dict(os.environ, {"WANDB_PROJECT": "mine"}):
+@pytest.fixture
+def wandb() -> Iterator[mock.MagicMock]:
+    """Stands in for wandb, which has a server. wandb, MLflow and trackio themselves were tried."""
+    module = mock.MagicMock(spec=["init", "finish"], __spec__=ModuleSpec("wandb", None))
+    with mock.patch.dict(sys.modules, {"wandb": module}):
+        yield module
+
+
+def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path, wandb: mock.MagicMock) -> None:
+    with mock.patch.dict(os.environ, {"WANDB_PROJECT": "mine", "WORLD_SIZE": "2"}):
         for _ in range(2):
             tracker = opened("wandb", tmp_path, {"steps": 5})
             tracker.add(1, {"step": 1, "reward": 0.5})
             tracker.close()
+    assert not dist.is_initialized(), "accelerate must make no process group"
     first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first == second
     assert first["id"].startswith(tmp_path.name)
     assert (first["project"], first["config"], first["resume"]) == ("mine", {"steps": 5}, "allow")
-    assert wandb.log.call_args == mock.call({"reward": 0.5}, step=1)
-    assert wandb.finish.call_count == 2
+    run = wandb.init.return_value
+    assert run.log.call_args == mock.call({"reward": 0.5}, step=1)
+    assert run.finish.call_count == 2
 
 
 def test_prometheus_reads_the_last_row(tmp_path: Path) -> None:
@@ -116,19 +129,65 @@ def test_prometheus_reads_the_last_row(tmp_path: Path) -> None:
     assert values == {"hybrid_engine_step": 2.0, "hybrid_engine_reward": 0.75}
 
 
-def test_a_failed_run_is_recorded_as_one(tmp_path: Path) -> None:
-    wandb = mock.MagicMock(spec=["init", "log", "finish"], __name__="wandb")
-    with mock.patch.dict(sys.modules, {"wandb": wandb}):
-        opened("wandb", tmp_path, {}).close(has_failed=True)
+def test_a_failed_run_is_recorded_as_one(tmp_path: Path, wandb: mock.MagicMock) -> None:
+    opened("wandb", tmp_path, {}).close(has_failed=True)
     assert wandb.finish.call_args == mock.call(exit_code=1)
 
 
-def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wandb = mock.MagicMock(spec=["init", "log", "finish"], __name__="wandb")
-    wandb.log.side_effect = ConnectionError("no network")
-    with mock.patch.dict(sys.modules, {"wandb": wandb}):
-        opened("wandb", tmp_path, {}).add(7, {"step": 7})
-    assert "wandb has not recorded step 7: no network" in caplog.text
+class Faulty:
+    """A tracker whose calls do something else."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.add = self.close = lambda *_, **__: act()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit(0), KeyboardInterrupt()])
+def test_a_tracker_that_fails_ends_no_run(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise error
+
+    tracker = SafeTracker("wandb", lambda: Faulty(fail))
+    tracker.add(7, {"step": 7})
+    tracker.close()
+    for what in ("step 7", "the end"):
+        assert f"wandb has not recorded {what}: {error}" in caplog.text
+    with pytest.raises(ArgumentError, check=has_violation("trackers", "callback-failed", type(error).__name__)):
+        SafeTracker("wandb", fail)  # type: ignore[arg-type]
+
+
+def test_a_tracker_that_hangs_costs_its_own_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "_MOST_CALLS", 2)
+    monkeypatch.setattr(trackers, "_SECONDS_TO_END", 0.1)
+    goes_on = threading.Event()
+    tracker = SafeTracker("mlflow", lambda: Faulty(lambda: goes_on.wait(60) and None))
+    for step in range(1, 9):
+        tracker.add(step, {"step": step})
+    tracker.close()
+    goes_on.set()
+    late, *others = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch("mlflow is late, and does not record step [34] and others like it", late)
+    assert others == ["mlflow has not ended in 0.1 s"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        # As after a mismatch of protobuf.
+        (mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}), "tensorboard has not recorded step 1"),
+        (file_size_limit(400), "File too large"),
+    ],
+)
+def test_a_fault_of_tensorboard_ends_no_run(
+    tmp_path: Path, fault: AbstractContextManager[None], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = opened("tensorboard", tmp_path, {})
+    with fault:
+        for step in range(1, 50):
+            tracker.add(step, {"step": step, "reward": 0.5})
+        tracker.close()
+    assert text in caplog.text
 
 
 @pytest.mark.parametrize("name", ["it's mine", "long" * 40])
@@ -146,9 +205,7 @@ def test_names_of_runs_can_be_read_again(tmp_path: Path, name: str) -> None:
 
 
 def test_trackers_are_checked(tmp_path: Path) -> None:
-    installed = mock.patch.dict(sys.modules, {"wandb": ModuleType("wandb")})
-    sys.modules.pop("wandb", None)
-    with installed, mock.patch("importlib.util.find_spec", lambda name: None if name == "mlflow" else object()):
+    with mock.patch("importlib.util.find_spec", lambda name: None if name == "mlflow" else object()):
         codes = [violation.code for violation in tracker_violations(["mlflow", "wandb", "tensorboard", "x"], None)]
     assert codes == ["tracker-not-installed", "needs-out", "unknown-tracker"]
     assert list(tracker_violations(["tensorboard"], tmp_path)) == []

@@ -19,9 +19,7 @@ from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.config import free_engine_settings, shared_engine_settings
 from hybrid_engine.rl.run_files import Progress, RunFiles, defaults_of
-from hybrid_engine.rl.trackers import Events
 from tests.harness.errors import has_code, has_violation, has_violations
-from tests.harness.small_disks import file_size_limit
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
@@ -282,17 +280,6 @@ def test_a_symlinked_lock_is_not_followed(run: RunFiles, tmp_path: Path) -> None
     with pytest.raises(FileError, check=has_code("file-failed", str(run.out / "lock"))):
         run.lock()
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_full_disk_under_tensorboard_is_a_file_error(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    events = Events(tmp_path)
-    events.add(1, {"step": 1, "reward": 0.5})
-    too_large = has_code("file-failed", f"TensorBoard's events in {tmp_path}", "too large")
-    with file_size_limit(400), pytest.raises(FileError, check=too_large):
-        for step in range(2, 50):
-            events.add(step, {"step": step, "reward": 0.5})
-    events.close()
 
 
 def test_a_long_run_is_read_line_by_line(run: RunFiles) -> None:
