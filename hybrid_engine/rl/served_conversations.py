@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import GenerationError, HybridEngineError
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.messages import decode, encode
-from hybrid_engine.ranks.agreement import MOST_SHARED
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.conversation_state import (
     Conversation,
@@ -145,16 +144,15 @@ class ServedConversations:
         except BaseException:  # an interrupt, or a failure of another rank
             self.cancel()
             raise
-        sent = []
+        sent: list[list[tuple[list[Completion], bool]]] = []
         with agreement.phase("conversations", kind=GenerationError):
             if self._task is not None:
                 self._task.future.result()
-                if self._job.world_size > 1:
-                    sent = [encode(self._turns(), MOST_SHARED)]
+                sent = self._turns()
         if self._job.world_size > 1:
-            _, (text,) = agreement.share(sent, "conversations")
+            kind = list[list[tuple[list[Completion], bool]]]
+            turns = agreement.gather(sent, kind, "conversations", sys.maxsize)[0]
             if self._task is None:
-                turns = decode(text, list[list[tuple[list[Completion], bool]]], MOST_SHARED)
                 self._take(turns)
         return [[state.result() for state in group] for group in self._groups]
 

@@ -12,27 +12,31 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import Sampling, load_config
+from hybrid_engine import Completion, Sampling, load_config
 from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.server import drawing
+from hybrid_engine.backends.vllm.server.drawing import Drawing
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import ArgumentError, GenerationError, ServerError
+from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import API_KEY
 from hybrid_engine.serving.invitation import JOB, VERSION, DrawnWith
 from tests.harness.errors import has_violations
+from tests.harness.launch import Ranks
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -134,6 +138,7 @@ VALID = {
     "more fields": first_choice(more={"x": [1]}),
     "stopped by a token": first_choice(stop_reason=8),
     "lifted by rounding": first_choice(**log_probs(1e-7, -1.0)),
+    "its prompt": first_choice(prompt_token_ids=PROMPTS[0]),
 }
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"  # RecursionError in json
 OTHER_WEIGHTS = {"job": "host/2/def", "versions": ["3"]}
@@ -147,7 +152,7 @@ INVALID: dict[str, bytes] = {
     "no tokens": first_choice(token_ids=[], **log_probs()),
     **{
         f"log-probability {value!r}": first_choice(**log_probs(-1.0, value))
-        for value in (math.nan, math.inf, -math.inf)
+        for value in (math.nan, math.inf, -math.inf, -1e308)
     },
     **{f"log-probability {value!r}": first_choice(**log_probs(-1.0, value)) for value in (5.0, None, "x", [-1.0])},
     "a log-probability too few": first_choice(**log_probs(-1.0)),
@@ -163,6 +168,7 @@ INVALID: dict[str, bytes] = {
     "no UTF-8": b"\xff\xfe",
     "deep JSON": DEEP,
     "empty": b"",
+    "another prompt": first_choice(prompt_token_ids=PROMPTS[1]),
     "aborted": first_choice(finish_reason="abort"),
     "refused": first_choice(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
     "unfinished": first_choice(finish_reason=None),
@@ -176,7 +182,7 @@ STATUSES = {
     "304 without a location": (304, {}),
     "500": (500, {}),
 }
-GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf))}
+GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf, -1e308))}
 
 
 def generate(inference: ServedInference) -> list[Any]:
@@ -237,6 +243,28 @@ def test_a_failure_stops_further_requests(
     with pytest.raises(ServerError, match="no memory"):
         inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MAX_TOKENS, seed=1))
     assert next(num_requests) < 20
+
+
+def exchange_in_parts() -> list[list[Completion]]:
+    """Draw prompt p's completion of p * 100 tokens, on two ranks that send a kilobyte at a time."""
+    dist.init_process_group("gloo")
+
+    def ask(server: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        return [[Completion(tuple(range(prompt[0] * 100)), (), "stop")] for prompt in prompts]
+
+    prompts = [[number] for number in range(9)]
+    samplings = [Sampling(max_tokens=4)] * len(prompts)
+    tokenizer: Any = None
+    with mock.patch.object(rank_tree, "_PART", 1000), mock.patch.object(drawing, "LIMIT", 1000, create=True):
+        completions = Drawing(ask, Job.join(60), tokenizer, prompts, samplings, "global", 1).collect()
+    dist.destroy_process_group()
+    return completions
+
+
+def test_completions_of_a_step_have_no_limit_in_bytes(engines: Ranks) -> None:
+    for completions in engines.launch(exchange_in_parts, 2, timeout=120):
+        assert [len(row[0].token_ids) for row in completions] == list(range(0, 900, 100))
+        assert [row[0].prompt_token_ids for row in completions] == [(number,) for number in range(9)]
 
 
 def test_the_api_key_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:

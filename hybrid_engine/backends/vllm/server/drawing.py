@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.backends.vllm.replica_exchange import Completions, interleaved, sendable
 from hybrid_engine.errors import GenerationError
-from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.job import Job
@@ -129,5 +129,5 @@ class Drawing:
         """Return the completions of all ranks, in the order of the prompts."""
         agreement = self._job.agreement
         sent = sendable(completed)
-        by_rank = agreement.gather(sent, Completions, "exchange of completions", LIMIT)
+        by_rank = agreement.gather(sent, Completions, "exchange of completions", sys.maxsize)
         return interleaved(by_rank, self._prompts, self._tokenizer)
