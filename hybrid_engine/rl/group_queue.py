@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,6 @@ from hybrid_engine.errors import (
 from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.ranks.agreement import MOST_SHARED
 from hybrid_engine.rl.conversation_state import prompt_of
 from hybrid_engine.rl.conversations import begin_conversations, converse
 from hybrid_engine.rl.prompt_source import PromptSource, are_listed
@@ -48,6 +48,8 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
     from hybrid_engine.backends.vllm.server.inference import ServedInference
+
+    _Contents = tuple[list[int], dict[int, list[list[Completion]]]]
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -299,7 +301,7 @@ class GroupQueue:
                     [replace(completion, tokenizer=None) for completion in group]
                     for group in cast("Sequence[Sequence[Completion]]", begun.collect())
                 ]
-        write_bytes(directory / _FILE, encode((self._published, groups), MOST_SHARED))
+        write_bytes(directory / _FILE, encode((self._published, groups), sys.maxsize))
 
     def load(self, directory: Path, step: int) -> None:
         """Read what `save` wrote, on rank 0 for all ranks. Collective.
@@ -313,14 +315,13 @@ class GroupQueue:
         if not self._depth:
             return
         path = directory / _FILE
-        local = []
+        local: _Contents = [], {}
         with agreement.phase("reading the queue"):
             if self._worker.rank == 0:
                 with naming("reading", path, _REMEDY):
-                    local = [read_regular(path, MOST_SHARED)]
-                    _contents(local[0])
-        _, (text,) = agreement.share(local, "reading the queue")
-        self._published, saved = _contents(text)
+                    local = _contents(read_regular(path, sys.maxsize))
+        of_ranks = agreement.gather(local, _contents_kind(), "reading the queue", sys.maxsize)
+        self._published, saved = of_ranks[0]
         # Without an environment then, with one now: conversations are held again.
         saved = saved if self._environment is None else {}
         tokenizer = self._worker.inference.tokenizer
@@ -340,14 +341,17 @@ class GroupQueue:
         self._prompts = {}
 
 
-def _contents(message: bytes) -> tuple[list[int], dict[int, list[list[Completion]]]]:
-    """Return versions of the last publishes, and completions by step. Raises ValueError."""
+def _contents_kind() -> Any:
+    """Return the type of the file: versions of the last publishes, and completions by step."""
     from hybrid_engine.backends.vllm import Completion
 
-    kind = tuple[list[int], dict[int, list[list[Completion]]]]
+    return tuple[list[int], dict[int, list[list[Completion]]]]
+
+
+def _contents(message: bytes) -> _Contents:
+    """Return the contents of the file. Raises ValueError."""
     try:
-        contents: tuple[list[int], dict[int, list[list[Completion]]]]
-        contents = decode(message, kind, MOST_SHARED)
+        contents: _Contents = decode(message, _contents_kind(), sys.maxsize)
         return contents
     except MessageError as error:
         raise ValueError(str(error)) from error
