@@ -356,7 +356,8 @@ class EnvironmentRunner:
         if form == "token ids":
             return [int(token) for token in reply]
         if form == "a text":
-            return self._tokenizer.encode([reply], add_special_tokens=False)[0]
+            encode = self._tokenizer.encode
+            return encode([reply], add_special_tokens=False, most_tokens=state.room)[0]
         if form != "a chat":
             raise ValueError(f"the reply is {form}")
         if state.messages is None:
@@ -366,4 +367,6 @@ class EnvironmentRunner:
             )
         rendering = rendering_of(self._chat, self._tokenizer)
         answer = state.turns[-1].token_ids
-        return self._tokenizer.encode_reply(state.messages, answer, reply, rendering)
+        # Some of the tokens may be drawn already.
+        most = state.room + len(answer)
+        return self._tokenizer.encode_reply(state.messages, answer, reply, rendering, most)

@@ -55,6 +55,7 @@ _NOT_OF_TEMPLATE = {"chat_template", "documents"}
 """Keywords that `apply_chat_template` itself reads, in addition to the template's variables."""
 _FORMS = ("a text", "a chat", "token ids")
 """Valid forms of a prompt, as messages name them."""
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _ANSWER = "⁂answer⁂"
 """Placeholder for an answer in a chat that is rendered for the text after it."""
 
@@ -222,6 +223,10 @@ def _form_of_all(prompts: Sequence[Any]) -> str:
         elif form != first and first in _FORMS:  # an invalid first prompt is reported already
             problem = f"{form}, but prompts[0] is {first}"
             violations.append(Violation(key, problem, _REMEDY, code="mixed-prompts"))
+        elif form == "a text" and (half := _HALF_A_PAIR.search(prompts[index])):
+            problem = f"character {half.start()} is {half[0]!a}, half a surrogate pair"
+            remedy = 'Pass text.encode(errors="replace").decode(), or leave it out'
+            violations.append(Violation(key, problem, remedy, code="not-unicode"))
     if violations:
         raise ArgumentError(violations)
     return first
@@ -245,7 +250,8 @@ def form_of(prompt: Any) -> str:
         return f"got {shortened(prompt)}"
     if prompt and all(isinstance(part, Mapping) for part in prompt):
         for part in prompt:
-            if not isinstance(part.get("role"), str) or len(part) < 2:
+            has_content = isinstance(part.get("content"), str | list | tuple | None)
+            if not (isinstance(part.get("role"), str) and has_content) or len(part) < 2:
                 return f"a chat with a message without role or content, {shortened(part)}"
         return "a chat"
     # Types first: a prompt has many tokens, and few types. bool is a subclass of int.
@@ -351,9 +357,14 @@ def _invalid_variables(
     variables: Mapping[str, Any], tools: Sequence[Any], tokenizer: ModelTokenizer
 ) -> Iterator[Violation]:
     """Yield violations of names that the template does not read, and so would ignore."""
-    template = variables.get("chat_template") or (variables and tokenizer.template(tools))
+    is_read = variables or tools
+    template = variables.get("chat_template") or (is_read and tokenizer.template(tools))
     # Every variable that the template reads is among its words.
     words = set(re.findall(r"\w+", str(template)))
+    if tools and template and "tools" not in words:
+        problem = "the model's template does not read them, so the model would not know of them"
+        remedy = "Leave them out, or pass a chat_template in chat_template_kwargs"
+        yield Violation("tools", problem, remedy, code="tools-not-read")
     for name in variables:
         key = f"chat_template_kwargs.{name}"
         if name in tokenizer.reserved:
@@ -443,13 +454,30 @@ class ModelTokenizer:
             raise self._missing("has no processor of images")
         return processor
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text, by default with the tokenizer's special tokens."""
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of each text, by default with the tokenizer's special tokens.
+
+        Half a surrogate pair, which has no UTF-8, becomes "?".
+
+        `most_tokens`: texts are cut where they surely have more, since a huge one takes minutes.
+        """
         if not texts:
             return []
-        encoding = self.loaded(list(texts), add_special_tokens=add_special_tokens)
+        most = None if most_tokens is None else most_tokens * self._longest_token
+        readable = [text[:most].encode(errors="replace").decode() for text in texts]
+        encoding = self.loaded(readable, add_special_tokens=add_special_tokens)
         token_ids: list[list[int]] = encoding["input_ids"]
         return token_ids
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.loaded.get_vocab()))
 
     @cached_property
     def reserved(self) -> frozenset[str]:
@@ -476,16 +504,16 @@ class ModelTokenizer:
         Raises ValueError with the template's complaint, and ArgumentError if the tokenizer has no
         template.
         """
-        encoding = self._rendered(messages, rendering, return_dict=True)
-        token_ids: list[int] = encoding["input_ids"]
-        return token_ids
+        text = self._rendered(messages, rendering)
+        text.encode()  # raises for half a surrogate pair
+        return self.encode([text], add_special_tokens=False)[0]
 
     def encode_images(
         self, messages: Sequence[Message], rendering: Mapping[str, Any]
     ) -> ImagePrompt:
         """Return the prompt of a chat with images; as `encode_chat` otherwise."""
         images = images_of(messages)
-        text = self._rendered(messages, rendering, tokenize=False)
+        text = self._rendered(messages, rendering)
         (token_ids,) = self.encode([text], add_special_tokens=False)
         try:
             return image_prompt(self.processor, text, token_ids, images)
@@ -500,22 +528,23 @@ class ModelTokenizer:
         answer: Sequence[int],
         reply: Sequence[Message],
         rendering: Mapping[str, Any],
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids between an answer to a chat and the next answer.
 
         These are the end of the turn and the reply, as the template renders them, without tokens
         that the answer has drawn already. The answer is not decoded: the template is rendered with
-        a placeholder, and the text after it is tokenized.
+        a placeholder, and the text after it is tokenized, of `most_tokens` as in `encode`.
 
         Raises as `encode_chat`, and ValueError for a template that omits the answer.
         """
         messages = [*chat, {"role": "assistant", "content": _ANSWER}, *reply]
         arguments = {**rendering, "add_generation_prompt": True, "continue_final_message": False}
-        text = self._rendered(messages, arguments, tokenize=False)
+        text = self._rendered(messages, arguments)
         _, placeholder, behind = text.rpartition(_ANSWER)
         if not placeholder:
             raise ValueError("the model's chat template leaves out an answer that messages follow")
-        (token_ids,) = self.encode([behind], add_special_tokens=False)
+        (token_ids,) = self.encode([behind], add_special_tokens=False, most_tokens=most_tokens)
         return token_ids[self._num_drawn(token_ids, list(answer)) :]
 
     def _num_drawn(self, behind: list[int], answer: list[int]) -> int:
@@ -533,15 +562,14 @@ class ModelTokenizer:
                 break
         return 0
 
-    def _rendered(
-        self, messages: Sequence[Message], rendering: Mapping[str, Any], **result: bool
-    ) -> Any:
+    def _rendered(self, messages: Sequence[Message], rendering: Mapping[str, Any]) -> str:
         if not self.loaded.chat_template:
             problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
             remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"
             raise ArgumentError([Violation("prompts", problem, remedy, code="no-chat-template")])
         try:
-            return self.loaded.apply_chat_template(list(messages), **rendering, **result)
+            messages = list(messages)
+            return str(self.loaded.apply_chat_template(messages, **rendering, tokenize=False))
         except Exception as error:  # a template is a program
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 

@@ -6,6 +6,7 @@ test_loop.py has real engines.
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -324,6 +325,48 @@ def test_a_text_reply_extends_the_message_of_the_answer(tmp_path: Path) -> None:
     roles = ["user", "assistant", "user", "assistant"]
     assert [message["role"] for message in conversation.messages] == roles
     assert [message["content"] for message in conversation.messages] == ["x", f"a~{{c}}a~{text}a", "1", "a~{d}a"]
+
+
+HALF = json.loads('"half an emoji \\ud83d"')
+"""A text of valid JSON that has no UTF-8."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "text"),
+    [
+        (HALF, "not-unicode", "14"),
+        ([{"role": "user", "content": HALF}], "refused-by-template", "position 20"),
+        ([{"role": "user", "content": 5}], "invalid-prompt", "5"),
+    ],
+)
+def test_a_prompt_that_is_no_text_is_named(tokenizer: ModelTokenizer, broken: Any, code: str, text: str) -> None:
+    fine = "fine" if isinstance(broken, str) else CHATS[0]["prompt"]
+    with pytest.raises(ArgumentError, check=has_violation("prompts[1]", code, text)):
+        token_ids_of([fine, broken, fine], tokenizer)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("reply", [HALF[-6:], [{"role": "tool", "content": HALF[-6:]}]])
+def test_a_reply_may_be_any_text(tokenizer: ModelTokenizer, reply: Any) -> None:
+    """A tool's output, such as names of files, may have half a pair."""
+    replies = [reply, None]
+    groups = converse(
+        Engine(tokenizer), [CHATS[0]["prompt"]], Sampling(max_tokens=60), lambda _: lambda _: replies.pop(0)
+    )  # type: ignore[arg-type]
+    assert "moji ?" in tokenizer.loaded.decode(groups[0][0].token_ids)
+
+
+def test_a_huge_reply_is_not_tokenized_whole(tokenizer: ModelTokenizer) -> None:
+    (token_ids,) = tokenizer.encode(["x" * 10**7], most_tokens=50)
+    assert 50 <= len(token_ids) < 5000
+
+
+def test_tools_need_a_template_that_reads_them(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    chat: Any = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    prompts: Any = [CHATS[0]["prompt"]]
+    with pytest.raises(ArgumentError, check=has_violation("tools", "tools-not-read")):
+        token_ids_of(prompts, tokenizer, chat=chat)
+    save_characters(tmp_path, "{{ tools | length if tools else '' }}" + CHATML)
+    assert token_ids_of(prompts, ModelTokenizer(str(tmp_path)), chat=chat)
 
 
 def test_coroutine_replies_of_a_turn_run_together(tokenizer: ModelTokenizer) -> None:

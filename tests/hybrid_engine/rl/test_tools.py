@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.backends.vllm.tool_calls import ToolCall, ToolCallParser
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import ToolEnvironment, by_name, converse
+from hybrid_engine.rl.user_callbacks import run_callbacks
 from tests.harness.errors import has_violation, has_violations
 from tests.hybrid_engine.rl.test_conversations import CHATML, END, Engine
 from tests.zoo.tokenizers import save_characters
@@ -135,13 +137,28 @@ def test_calls_that_never_return_do_not_hold_up_later_ones(tokenizer: ModelToken
     ended.set()
 
 
+def test_a_tool_that_exits_is_named(tokenizer: ModelTokenizer) -> None:
+    def leave() -> str:
+        """Leave."""
+        sys.exit(0)
+
+    environment = ToolEnvironment([leave], "hermes")
+    calls: Any = [("prompt 0", environment(None), (answer_of(tokenizer, called("leave", "{}")),))]
+    failed = has_violation("environment", "callback-failed", "SystemExit for prompt 0: 0", f"{__file__}:")
+    with pytest.raises(ArgumentError, check=failed):
+        run_callbacks("environment", calls, 60)
+
+
 def test_a_conversation_with_tools(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter([called("add", '{"a": 20, "b": 3}'), "23"])
     engine = Engine(tokenizer)
     encode = tokenizer.encode
 
     def generate(prompts: Any, sampling: Any, **chat: Any) -> list[list[Completion]]:
-        monkeypatch.setattr(tokenizer, "encode", lambda _: encode([next(texts) + END]))
+        # A chat is encoded with options, and an answer without.
+        monkeypatch.setattr(
+            tokenizer, "encode", lambda given, **options: encode(given if options else [next(texts) + END], **options)
+        )
         groups = Engine.generate_sequences(engine, prompts, sampling, **chat)
         monkeypatch.setattr(tokenizer, "encode", encode)
         return groups
