@@ -296,7 +296,8 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
     except ConfigError as error:
         # Together with the missing output. `from None`: the message is complete.
         raise ConfigError([*violations, *error.findings]) from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    # JSON ends a line with "\n" alone; splitlines also splits at U+2028 and others.
+    lines = [line for line in text.split("\n") if line.strip()]
     parsed = [_parse_prompt(line) for line in lines]
     invalid = [number for number, prompt in enumerate(parsed, 1) if prompt is None]
     if invalid:
@@ -353,7 +354,7 @@ def _import_callback(reference: str | None) -> Callback | None:
     module_name, _, name = reference.partition(":")
     try:
         callback = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         problem = f"{reference} cannot be imported: {error}"
         remedy = "Name a MODULE:FUNCTION that can be imported"
         raise ConfigError([Violation(key, problem, remedy, code="import-failed")]) from error

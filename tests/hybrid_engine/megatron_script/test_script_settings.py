@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     config = tmp_path / "config.yaml"
     config.write_text(f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n")
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": [1, 2]}\n\n{"prompt": "text", "id": 7}\n')
+    prompts.write_text('{"prompt": [1, 2]}\n\n{"prompt": "te\u2028x\x85t", "id": 7}\n')
     return {"model": model, "config": config, "prompts": prompts, "output": tmp_path / "output"}
 
 
@@ -63,7 +63,7 @@ def test_flags_override_the_file(files: dict[str, Path]) -> None:
     assert settings.config.generate_config.offload_train_param
     assert settings.config.generate_config.verify == "sample"
     assert settings.sampling == Sampling(max_tokens=5)
-    assert settings.prompts == ((1, 2), "text")
+    assert settings.prompts == ((1, 2), "te\u2028x\x85t")
     assert settings.callback is json.dumps
 
 
@@ -101,14 +101,15 @@ def test_a_layout_may_omit_the_models_mtp_layer(files: dict[str, Path]) -> None:
         read("Ett|ttmL", None)
 
 
-def test_all_violations_are_reported_at_once(files: dict[str, Path]) -> None:
+@pytest.mark.parametrize("callback", ["json:nothing", "..json:dumps"])
+def test_all_violations_are_reported_at_once(files: dict[str, Path], callback: str) -> None:
     files["prompts"].write_text('{"prompt": [1, 2]}\n{"text": "x"}\n[]\n')
     options = ReshardingOptions(
         enabled=True,
         config=files["config"],
         prompts=files["prompts"],
         infer_tensor_parallel_size=3,
-        callback="json:nothing",
+        callback=callback,
     )
     refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon", "optimizer_cpu_offload": True}
     ours = has_violations(
