@@ -43,6 +43,7 @@ from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import torch_defaults, torch_modes_kept
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
@@ -418,6 +419,7 @@ class Loop:
                 self.save(files, row)
             raise
 
+    @torch_modes_kept()
     def learn(self, number: int) -> Row:
         """Draw, score and learn from the completions of step `number`; the first step is 1.
 
@@ -480,6 +482,7 @@ class Loop:
             **meter.take(worker),
         }
 
+    @torch_modes_kept()
     def finish(self, row: Row, evaluate: Evaluate | None = None) -> Row:
         """Evaluate the weights of a step, and return its complete row.
 
@@ -639,6 +642,7 @@ class Loop:
             raise ArgumentError([Violation("advantages", problem, remedy, code="wrong-advantages")])
         return advantages
 
+    @torch_defaults()
     def _batch(self, groups: Groups, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a batch with one row per completion, B = P * n rows.
 
