@@ -514,6 +514,7 @@ class ModelTokenizer:
         """Return the prompt of a chat with images; as `encode_chat` otherwise."""
         images = images_of(messages)
         text = self._rendered(messages, rendering)
+        text.encode()  # as `encode_chat`
         (token_ids,) = self.encode([text], add_special_tokens=False)
         try:
             return image_prompt(self.processor, text, token_ids, images)

@@ -468,11 +468,11 @@ def answering(handler: type[BaseHTTPRequestHandler], seconds: float = 5) -> Iter
 @pytest.mark.parametrize("handler", [Drips, DripsBody])
 def test_a_time_limit_is_one_of_the_whole_response(handler: type[BaseHTTPRequestHandler]) -> None:
     started = time.monotonic()
-    with answering(handler, 0.5) as server:
-        with pytest.raises(ServerError, check=has_code("request-failed", "no whole response within 0.5 s")):
+    with answering(handler, 1.0) as server:
+        with pytest.raises(ServerError, check=has_code("request-failed", "no whole response within 1.0 s")):
             server.num_workers()
-        assert [violation.code for violation in silent_servers([server.url], 0.5)] == ["silent-server"]
-    assert time.monotonic() - started < 8
+        assert [violation.code for violation in silent_servers([server.url], 1.0)] == ["silent-server"]
+    assert time.monotonic() - started < 15
 
 
 def test_a_response_is_plain_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

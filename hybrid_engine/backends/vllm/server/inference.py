@@ -170,9 +170,7 @@ class ServedInference:
         Raises ArgumentError for an invalid prompt, GenerationError, ServerError.
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
-        server = next(self._turns) % len(self._servers)
-        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), self._weights())
-        return completion
+        return self._complete(next(self._turns), prompt, sampling, self._weights())
 
     @property
     def num_servers(self) -> int:
@@ -188,14 +186,14 @@ class ServedInference:
         StateError without weights. For `goes_on` see `begin`.
         """
         with self.job.agreement.phase("looking for weights"):
-            weights = self._weights(goes_on)
+            return functools.partial(self._complete, weights=self._weights(goes_on))
 
-        def complete(number: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
-            server = number % len(self._servers)
-            ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
-            return completion
-
-        return complete
+    def _complete(
+        self, number: int, prompt: Sequence[int], sampling: Sampling, weights: DrawnWith
+    ) -> Completion:
+        server = number % len(self._servers)
+        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
+        return completion
 
     def _weights(self, goes_on: bool = False) -> DrawnWith:
         """Return the weights that a request asks for. Raises StateError if there are none."""
