@@ -245,14 +245,17 @@ def test_a_failure_stops_further_requests(
     assert next(num_requests) < 20
 
 
+LENGTHS = range(0, 900, 100)
+
+
 def exchange_in_parts() -> list[list[Completion]]:
-    """Draw prompt p's completion of p * 100 tokens, on two ranks that send a kilobyte at a time."""
+    """Draw a completion of each length on two ranks that send a kilobyte at a time."""
     dist.init_process_group("gloo")
 
     def ask(server: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        return [[Completion(tuple(range(prompt[0] * 100)), (), "stop")] for prompt in prompts]
+        return [[Completion(tuple(range(prompt[0])), (), "stop")] for prompt in prompts]
 
-    prompts = [[number] for number in range(9)]
+    prompts = [[length] for length in LENGTHS]
     samplings = [Sampling(max_tokens=4)] * len(prompts)
     tokenizer: Any = None
     with mock.patch.object(rank_tree, "_PART", 1000), mock.patch.object(drawing, "LIMIT", 1000, create=True):
@@ -263,8 +266,7 @@ def exchange_in_parts() -> list[list[Completion]]:
 
 def test_completions_of_a_step_have_no_limit_in_bytes(engines: Ranks) -> None:
     for completions in engines.launch(exchange_in_parts, 2, timeout=120):
-        assert [len(row[0].token_ids) for row in completions] == list(range(0, 900, 100))
-        assert [row[0].prompt_token_ids for row in completions] == [(number,) for number in range(9)]
+        assert [(*row[0].prompt_token_ids, len(row[0].token_ids)) for row in completions] == [(n, n) for n in LENGTHS]
 
 
 def test_the_api_key_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:
