@@ -191,7 +191,7 @@ class RewardFunctions:
     ) -> list[float]:
         retries = self._config.reward_retries
         # A list within the attempt: an iterator may fail as well. Others have no order.
-        unordered = Mapping | Set | bytes | str
+        unordered: Any = Mapping | Set | bytes | str
         attempts = _Attempts(
             reward.function,
             argument,

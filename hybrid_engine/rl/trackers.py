@@ -129,7 +129,7 @@ class _Accelerated:
     """
 
     def __init__(self, name: str, run: str, settings: Mapping[str, Any]) -> None:
-        tracking = importlib.import_module("accelerate.tracking")
+        tracking: Any = importlib.import_module("accelerate.tracking")
         # Its logger needs accelerate's state, which would make the job's process group here, on one
         # rank.
         tracking.logger = logger

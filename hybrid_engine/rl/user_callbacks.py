@@ -42,7 +42,7 @@ logger = logging.getLogger("hybrid_engine")
 _SHARE_OF_TIMEOUT = 0.9
 _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
 _SECONDS_OF_A_STEP = 1.0
-_ASYNCIO = tuple(os.path.dirname(module.__file__) for module in (asyncio, concurrent.futures))
+_ASYNCIO = tuple(os.path.dirname(str(module.__file__)) for module in (asyncio, concurrent.futures))
 _MAX_CHARACTERS = 2000
 """Length at which the text of a user's exception is cut."""
 
