@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,8 +107,8 @@ def run(
             return called("prompts", super().state_dict())
 
     worker.on_export = lambda: called("export")
-    wandb = mock.MagicMock(spec=["init", "log", "finish"])
-    wandb.init.side_effect = lambda **_: called("tracker")
+    wandb = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
+    wandb.init.side_effect = lambda **_: called("tracker") or mock.DEFAULT
     with (
         mock.patch.object(Loop, "learn", learn),
         mock.patch.object(StepMeter, "take", return_value={"seconds": 0.5}),

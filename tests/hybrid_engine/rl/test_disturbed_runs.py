@@ -70,13 +70,13 @@ def at(where: str, step: int, act: Callable[..., object], *arguments: Any) -> Ca
 @pytest.mark.parametrize(
     ("disturbance", "error", "step"),
     [
-        (("tracker", 1, fail), OSError, 0),
+        (("tracker", 1, fail), ArgumentError, 0),
         (("prompts", 3, fail), ArgumentError, 2),
         (("evaluate", 3, fail), ArgumentError, 3),
         (("on_step", 3, fail), ArgumentError, 3),
         (("should_stop", 3, fail), ArgumentError, 2),
         (("export", 2, fail, FileError("the network is down", code="file-failed")), FileError, 2),
-        (("tracker", 1, sys.exit, 0), SystemExit, 0),
+        (("tracker", 1, sys.exit, CAUSE), ArgumentError, 0),
         (("prompts", 3, sys.exit, CAUSE), ArgumentError, 2),
         (("evaluate", 3, sys.exit, CAUSE), ArgumentError, 3),
         (("export", 2, sys.exit, CAUSE), ArgumentError, 2),
