@@ -328,7 +328,8 @@ class ActorConfig(Section):
     overlap_param_gather: bool = False
     """Gather parameters during the forward pass; a switch waits for them."""
     params_dtype: Dtype = "bfloat16"
-    """Dtype of the training weights; without compress_reshard also of vLLM's."""
+    """Dtype of the training weights; without compress_reshard also of vLLM's. Default with fsdp:
+    float32."""
     micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
@@ -359,6 +360,14 @@ class ActorConfig(Section):
     """Other fields of Megatron's configuration; see below."""
     fsdp: FsdpConfig | None = None
     """Train with FSDP2, without Megatron's keys; see below."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _dtype_of_fsdp(cls, values: Any) -> Any:
+        """Return the values with FSDP2's default of `params_dtype`, the only one that it trains."""
+        if isinstance(values, dict) and values.get("fsdp") is not None:
+            return {"params_dtype": "float32", **values}
+        return values
 
     def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:
         """Return Megatron's sizes on `world_size` ranks; see `TrainParallelism` for the flag."""

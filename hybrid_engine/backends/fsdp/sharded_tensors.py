@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,7 +220,32 @@ def shard_model(
     # The model last: `fully_shard` leaves out parameters of modules that are sharded already.
     for module in (*layers, inner):
         before_each(module)
+        for part in _in_other_dtypes(module):
+            # Computes in its own dtype, as without sharding.
+            fully_shard(part, **options | {"mp_policy": MixedPrecisionPolicy()})
         fully_shard(module, **options)
+
+
+def _in_other_dtypes(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the largest parts of a module whose parameters all have another dtype than most do.
+
+    FSDP shards parameters of one dtype together. Some routers have float32 in a bfloat16 model.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) < 2:
+        return []
+    ((usual, _),) = sizes.most_common(1)
+    parts: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()
+    for part in module.modules():  # outer modules come first
+        dtypes = {parameter.dtype for parameter in part.parameters()}
+        if part not in inside and dtypes and usual not in dtypes:
+            parts.append(part)
+            inside.update(part.modules())
+    return parts
 
 
 def _checkpointed(

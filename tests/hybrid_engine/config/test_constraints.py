@@ -63,7 +63,7 @@ SP = {"sequence_parallel": True}
 INFER_TP3 = {"infer_tensor_parallel_size": 3}
 INFER_PP = "infer_pipeline_parallel_size"
 INFER_EP2, INFER_EP4, INFER_EP16 = ({"infer_expert_parallel_size": size} for size in (2, 4, 16))
-FSDP = {"fsdp": {}, "params_dtype": "float32"}
+FSDP = {"fsdp": {}}
 LINEAR = {"lr_decay_style": "linear", "lr_decay_steps": 100}
 WSD = {**LINEAR, "lr_decay_style": "WSD"}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
@@ -154,7 +154,7 @@ TRAINER_BREAKS = (
             {"sharding_strategy": "HYBRID_SHARD"},
         )
     ),
-    Break("With fsdp, params_dtype is float32", actor={"fsdp": {}}),
+    Break("With fsdp, params_dtype is float32", actor={"fsdp": {}, "params_dtype": "bfloat16"}),
     Break("mixed_precision is not fp16", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),
     Break(RECOMPUTED, actor={"recompute_granularity": "full"}, key=ACTOR + "recompute_num_layers"),
     Break(RECOMPUTED, actor={"recompute_modules": ["mlp"]}, key=ACTOR + "recompute_modules"),
