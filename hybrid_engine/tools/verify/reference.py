@@ -25,7 +25,7 @@ _SECONDS_TO_END = 10
 
 
 class Reference:
-    """Client of a process that computes log-probabilities with transformers, in float32 on the CPU.
+    """Client of a process that computes log-probabilities with transformers, on the CPU.
 
     The first use starts the process. It ends with the context manager, and also when this process
     ends for any reason. A multiprocessing pool would leave its named semaphores in /dev/shm when
@@ -61,13 +61,18 @@ class Reference:
             return process.wait()
 
     def log_probs(
-        self, checkpoint: Path, tokens: torch.Tensor, timeout: float = 600
+        self,
+        checkpoint: Path,
+        tokens: torch.Tensor,
+        dtype: str = "float32",
+        timeout: float = 600,
     ) -> torch.Tensor:
         """Return the log-probabilities of every token of the vocabulary after every position.
 
         Args:
             checkpoint: directory of the model.
             tokens: [B, S] int64.
+            dtype: dtype of the computation.
             timeout: seconds.
 
         Returns:
@@ -81,7 +86,7 @@ class Reference:
 
         connection = self._connection or self._start()
         try:
-            connection.send((str(checkpoint), tokens.tolist()))
+            connection.send((str(checkpoint), tokens.tolist(), dtype))
             if not connection.poll(timeout):
                 # A late answer would be taken for the answer to the next request.
                 self._end(patience=0)
@@ -127,16 +132,16 @@ def main(descriptor: str, parent: str) -> None:
     with Connection(int(descriptor)) as connection:
         while True:
             try:
-                checkpoint, tokens = connection.recv()
+                request = connection.recv()
             except EOFError:
                 return
             try:
-                connection.send((_log_probs(checkpoint, tokens), None))
+                connection.send((_log_probs(*request), None))
             except Exception:
                 connection.send((None, traceback.format_exc()))
 
 
-def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
+def _log_probs(checkpoint: str, tokens: list[list[int]], dtype: str) -> numpy.ndarray:
     import torch
     import transformers
 
@@ -151,10 +156,14 @@ def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
     config_class = model_class.config_class
     config = config_class.from_dict({**values, "model_type": config_class.model_type})
     # Implementations other than eager ignore features that they lack, such as Gemma-2's soft caps.
-    options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    options = {
+        "config": config,
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": "eager",
+    }
     model = model_class.from_pretrained(checkpoint, **options).eval()
     with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
+        return model(torch.tensor(tokens)).logits.float().log_softmax(-1).numpy()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def test_a_good_verdict_has_no_faults() -> None:
     assert replace(GOOD, vllm=LOGITS_ATOL["float32"]).faults == []
 
 
+@pytest.mark.parametrize(("rounding", "has_fault"), [({}, True), ({"bfloat16": 0.2}, True), ({"bfloat16": 0.4}, False)])
+def test_transformers_in_the_same_dtype_bounds_rounding(rounding: dict[str, float], has_fault: bool) -> None:
+    """Multipliers of Granite's logits enlarge rounding, in transformers too."""
+    verdict = replace(GOOD, served_dtype="bfloat16", vllm=0.59, rounding=rounding)
+    assert bool(verdict.faults) == has_fault
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
