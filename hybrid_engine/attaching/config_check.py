@@ -370,7 +370,7 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator
     live = dict.fromkeys(attention.rotary for attention in args.attention.values())
     if None in live:
         yield _beyond("rotary frequencies cannot be read off this model")
-    expected = Attention(1.0, rotary=Rotary(tuple(_frequencies(table).tolist())))
+    expected = Attention(1.0, rotary=Rotary.of_frequencies(_frequencies(table)))
     # A dict, because layers alike differ alike, and the order of layers is kept.
     live_differences = {
         difference: None

@@ -6,28 +6,94 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
+
+POSITIONS = (0, 1)
+"""Least positions at which rotations are compared; the angles of position 1 are the frequencies."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding of queries and keys.
+    """Rotation of queries and keys at some positions.
+
+    At each position the model computes a sequence that ends there: some frequencies depend on the
+    length.
 
     Attributes:
-        frequencies: radians per token of every rotated pair of elements, in descending order.
-        scale: factor of the rotated elements; 1 except with YaRN.
-        angle_error: rounding error of the angles at `num_positions`, in radians.
-        num_positions: number of positions from which the frequencies were determined.
-        may_be_unused: the layer's own code, which is the same on both sides, decides whether it
-            rotates; with this, "nothing is rotated" on the other side is no difference.
+        positions: compared positions, those of `POSITIONS` among them.
+        angles: per position the angle in radians of each rotated pair of elements; no pairs if
+            nothing is rotated.
+        scales: per position the factor of rotated elements; 1 except with YaRN and its like.
+        rounding: relative rounding error of cosines and sines.
     """
 
-    frequencies: tuple[float, ...] = ()
-    scale: float = 1.0
-    angle_error: float = 0.0
-    num_positions: int = 1
-    may_be_unused: bool = False
+    positions: tuple[int, ...] = POSITIONS
+    angles: tuple[tuple[float, ...], ...] = ((), ())
+    scales: tuple[float, ...] = (1.0, 1.0)
+    rounding: float = torch.finfo(torch.float32).eps
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Radians per token of each pair."""
+        return self.angles[self.positions.index(1)]
+
+    @classmethod
+    def of_frequencies(
+        cls, frequencies: torch.Tensor, scale: float = 1.0, positions: Sequence[int] = POSITIONS
+    ) -> Rotary:
+        """Return a rotation by constant frequencies [pairs], in radians per token."""
+        angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies.double())
+        return cls.of_rotated(angles.cos(), angles.sin(), positions, scale)
+
+    @classmethod
+    def of_rotated(
+        cls, cos: torch.Tensor, sin: torch.Tensor, positions: Sequence[int], scale: float = 1.0
+    ) -> Rotary:
+        """Return the rotation that turns vectors (1, 0) into vectors (cos, sin).
+
+        Args:
+            cos, sin: [positions, pairs].
+            scale: a factor besides that of the vectors' length.
+        """
+        rows = torch.complex(cos.double().cpu(), sin.double().cpu())
+        lengths = rows.abs().mean(1) if rows.shape[1] else torch.ones(len(rows))
+        return cls(
+            tuple(positions),
+            tuple(map(tuple, rows.angle().tolist())),
+            tuple((scale * lengths).tolist()),
+            torch.finfo(cos.dtype).eps,
+        )
+
+
+def compared_positions(max_length: int, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the positions at which both sides' rotations are compared.
+
+    Args:
+        max_length: last position of the longest sequence.
+        settings: contents of config.json.
+    """
+    original = original_length(settings)
+    around = () if original is None else (original - 1, original + 1)
+    within = (position for position in around if position <= max_length)
+    return tuple(sorted({*POSITIONS, max_length, *within}))
+
+
+def original_length(settings: Mapping[str, Any]) -> int | None:
+    """Return `original_max_position_embeddings` of any section; None without one.
+
+    Some frequencies and scales change there.
+    """
+    return min(_original_lengths(settings), default=None)
+
+
+def _original_lengths(settings: Mapping[str, Any]) -> Iterator[int]:
+    for key, value in settings.items():
+        if key == "original_max_position_embeddings" and isinstance(value, int):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _original_lengths(value)
 
 
 @dataclass(frozen=True)
@@ -38,8 +104,7 @@ class Attention:
         scale: factor of the attention scores; None: scale, window and softcap cannot be read.
         window: number of tokens that a query attends to, including itself; None: all.
         softcap: scores s become softcap * tanh(s / softcap); None: scores are not capped.
-        rotary: rotary embedding, with empty frequencies if nothing is rotated; None: it cannot be
-            read.
+        rotary: rotation, without pairs if nothing is rotated; None: it cannot be read.
     """
 
     scale: float | None
@@ -48,32 +113,14 @@ class Attention:
     rotary: Rotary | None = Rotary()
 
 
-def rotary_of_table(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-    """Determine frequencies from a table of cosines and sines [positions, pairs], from position 0.
-
-    An angle is known only up to whole turns. The frequency by position 1 predicts the turns at
-    position 2, that by position 2 those at position 4, and so on; the table's rounding counts half
-    as much each time.
-    """
-    positions = [2**power for power in range((len(cos) - 1).bit_length())]
-    rows = torch.complex(cos[positions].double().cpu(), sin[positions].double().cpu())
-    frequencies = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for position, angles in zip(positions, rows.angle(), strict=True):
-        turns = ((position * frequencies - angles) / (2 * math.pi)).round()
-        frequencies = (angles + 2 * math.pi * turns) / position
-    return Rotary(
-        tuple(sorted(frequencies.tolist(), reverse=True)),
-        rows.abs().mean().item(),
-        torch.finfo(cos.dtype).eps,
-        positions[-1],
-    )
-
-
 _RELATIVE_ERROR = 1e-5
 """Tolerance of frequencies and scales in float32.
 
 A larger error changes the angle after some 10,000 tokens.
 """
+
+LENGTH = 64
+"""Tokens per sequence of a probe, more if a window is to be exceeded, and in a block of it."""
 
 Layers = Mapping[int, Collection[Attention]]
 """Layer number -> distinct attention settings of all ranks with this layer.
@@ -84,18 +131,33 @@ There is more than one if ranks differ.
 
 @dataclass(frozen=True)
 class Difference:
-    """A property of a layer's attention, and its values on both sides."""
+    """A property of a layer's attention, and its values on both sides.
+
+    Attributes:
+        reach: position of the last token that it affects and that may need a longer run than those
+            before it; 0: it affects every token.
+    """
 
     name: str
     first: str
     second: str
+    reach: int = 0
 
 
-def attention_differences(trainer: Layers, inference: Layers, max_length: int | None) -> list[str]:
+def attention_differences(
+    trainer: Layers, inference: Layers, max_length: int | None, num_run: int = 0
+) -> tuple[list[str], list[str]]:
     """Describe every difference between layers that both sides have, once for all such layers.
 
     A window of more than `max_length` tokens hides no token of any sequence, and counts as no
     window.
+
+    Args:
+        num_run: length of the sequences that both sides compute.
+
+    Returns:
+        the differences that those sequences do not reach, and the others, which change the
+        log-probabilities if they have an effect.
     """
     layers: dict[Difference, list[int]] = {}
     for layer in sorted(trainer.keys() & inference.keys()):
@@ -104,11 +166,13 @@ def attention_differences(trainer: Layers, inference: Layers, max_length: int | 
             in_layer |= dict.fromkeys(differences(first, second, max_length))
         for difference in in_layer:
             layers.setdefault(difference, []).append(layer)
-    texts = []
+    unreached: list[str] = []
+    reached: list[str] = []
     for difference, numbers in layers.items():
         values = f"{difference.first} for the trainer and {difference.second} for vLLM"
-        texts.append(f"in {ranges(numbers)}, {difference.name} is {values}")
-    return texts
+        text = f"in {ranges(numbers)}, {difference.name} is {values}"
+        (reached if difference.reach < num_run else unreached).append(text)
+    return unreached, reached
 
 
 def unread_layers(trainer: Layers, inference: Layers) -> list[int]:
@@ -145,8 +209,11 @@ def differences(
         yield from _rotary_differences(first.rotary, second.rotary)
     if first.scale is None or second.scale is None:
         return
+    sizes = [size for size in (first.window, second.window) if size is not None]
+    # A block of tokens beyond the window shows it.
+    reach = min(sizes, default=0) + LENGTH - 1
     properties = [
-        Difference("the sliding window", window(first.window), window(second.window)),
+        Difference("the sliding window", window(first.window), window(second.window), reach),
         Difference("the cap of attention scores", _number(first.softcap), _number(second.softcap)),
     ]
     yield from (difference for difference in properties if difference.first != difference.second)
@@ -157,29 +224,54 @@ def differences(
 
 
 def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
-    if second.may_be_unused and not first.frequencies:
-        return
-    pairs = [*zip(first.frequencies, second.frequencies, strict=False)]
-    rounding = first.angle_error / first.num_positions + second.angle_error / second.num_positions
-    wrong = []
-    for index, (left, right) in enumerate(pairs):
-        if abs(left - right) > _RELATIVE_ERROR * abs(left) + rounding:
-            wrong.append(index)
     if len(first.frequencies) != len(second.frequencies):
+        # One of the two may have a rotary module that it does not use. A run tells.
         yield Difference(
             "the number of rotary frequencies",
             str(len(first.frequencies)),
             str(len(second.frequencies)),
         )
-    elif wrong:
-        index = wrong[-1]  # the lowest frequency, where rope scalings differ most
-        values = [f"{_number(frequency)} radians per token" for frequency in pairs[index]]
-        yield Difference(f"rotary frequency {index}", *values)
-    scale_error = _RELATIVE_ERROR + first.angle_error + second.angle_error
-    if not math.isclose(first.scale, second.scale, rel_tol=scale_error):
-        yield Difference(
-            "the scale of rotated elements", _number(first.scale), _number(second.scale)
-        )
+        return
+    rounding = first.rounding + second.rounding
+    turned = []
+    scaled = []
+    for position in sorted({*first.positions} & {*second.positions}):
+        index, other = first.positions.index(position), second.positions.index(position)
+        pairs = [*zip(first.angles[index], second.angles[other], strict=True)]
+        scales = (first.scales[index], second.scales[other])
+        wrong = [
+            pair
+            for pair, (angles, frequency) in enumerate(zip(pairs, first.frequencies, strict=True))
+            if not _is_same_angle(angles, position * abs(frequency), rounding)
+        ]
+        if wrong:
+            # The lowest frequency, where rope scalings differ most.
+            turned.append((position, wrong[-1], pairs[wrong[-1]]))
+        if not math.isclose(*scales, rel_tol=_RELATIVE_ERROR + rounding):
+            scaled.append((position, scales))
+    if turned:
+        (position, pair, angles), (reach, *_) = turned[0], turned[-1]
+        name, unit = f"the angle of rotary pair {pair} at position {position}", "radians"
+        if position == 1:
+            name, unit = f"rotary frequency {pair}", "radians per token"
+        by_trainer, by_vllm = (f"{_number(angle)} {unit}" for angle in angles)
+        yield Difference(name, by_trainer, by_vllm, reach)
+    if scaled:
+        (position, scales), (reach, _) = scaled[0], scaled[-1]
+        by_trainer, by_vllm = map(_number, scales)
+        name = "the scale of rotated elements"
+        yield Difference(name, by_trainer, by_vllm, reach if position else 0)
+
+
+def _is_same_angle(angles: tuple[float, float], turned: float, rounding: float) -> bool:
+    """Return whether two angles in radians differ by rounding alone.
+
+    Args:
+        turned: angle without its whole turns, to which frequencies' errors are relative.
+        rounding: relative error of cosines and sines; of a small angle it is relative as well.
+    """
+    difference = abs(math.remainder(angles[0] - angles[1], 2 * math.pi))
+    return difference <= _RELATIVE_ERROR * turned + rounding * min(1.0, 2 * abs(angles[0]))
 
 
 def _number(value: float | None) -> str:

@@ -9,14 +9,12 @@ from functools import cached_property
 
 import torch
 
+from hybrid_engine.compute_check.attention import LENGTH
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.compute_check.routes import MOST_MISROUTED, misrouted
 
 NUM_ROWS = 2
 """Sequences per probe."""
-
-LENGTH = 64
-"""Tokens per sequence; more if a sliding window is to be exceeded."""
 
 LONGEST = 256
 """Maximum tokens per sequence."""

@@ -1,8 +1,8 @@
 """`generate_config.check_compute`: vLLM's log-probabilities compared with the trainer's.
 
-    set-up           all ranks exchange the window, softcap, scale and rotary frequencies of every
-                     layer, read from the live modules, and agree on a probe length; if a side
-                     cannot be probed, the log has the reason
+    set-up           all ranks exchange the window, softcap, scale and rotation of every layer,
+                     read from the live modules, and the keys of config.json that each side reads,
+                     and agree on a probe length; if a side cannot be probed, the log has the reason
     probe_trainer    the trainer's forward pass, before any state leaves the device
     compare          vLLM's log-probabilities of the same tokens, once vLLM can generate
 
@@ -11,8 +11,8 @@ is compared with transformers' class of config.json, which vLLM is built from.
 
 `verify` shows that the bits arrived. How each side computes with them depends on its settings, and
 a setting that one side ignores changes nothing in training, switching or verification.
-Log-probabilities of fixed tokens reveal it unless its effect needs longer sequences or is below
-rounding; therefore the layers are compared as well.
+Log-probabilities of fixed tokens decide wherever they reach. Settings that differ beyond their
+length are refused at set-up; the others are named as causes if the log-probabilities differ.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from hybrid_engine.compute_check.attention import (
     Attention,
     Layers,
     attention_differences,
+    original_length,
     ranges,
     unread_layers,
 )
+from hybrid_engine.compute_check.config_reads import Read, merged_reads, one_sided
 from hybrid_engine.compute_check.gap import Gap, max_length_of, tokens_within
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
@@ -40,9 +42,10 @@ from hybrid_engine.compute_check.probes import (
     ProbeImage,
     ProbeLimits,
     WithAttention,
+    WithConfigReads,
     WithImagePrompt,
 )
-from hybrid_engine.errors import ComputationError, HybridEngineError, shortened
+from hybrid_engine.errors import ComputationError, ConfigError, HybridEngineError, shortened
 from hybrid_engine.ports import InferenceCaches, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -80,10 +83,12 @@ class Description:
     Attributes:
         limits: limits of a probe.
         layers: the decoder layers of this rank; none if the side cannot be read.
+        reads: keys of config.json that its code reads; None if it does not record them.
     """
 
     limits: ProbeLimits
     layers: tuple[AlikeLayers, ...] = ()
+    reads: dict[str, Read] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class TrainerCheck:
         self._source = reference
         self._reference: Probed | None = None
         self._trained: ProbeAnswer | None = None
+        self._causes: list[str] = []
         self.tokens: torch.Tensor | None = None
 
     def agree(self, inference: Sequence[Description]) -> None:
@@ -154,15 +160,19 @@ class TrainerCheck:
         Raises:
             ComputationError: on all ranks: listing every difference between layers that no probe
                 reaches; or neither vLLM nor transformers can be compared, and one must be.
+            ConfigError: on all ranks: one side alone reads a limit from config.json.
         """
         with self._job.agreement.phase(_PHASE):
-            own = _RankDescription(described(self._trainer), tuple(inference))
+            positions = sorted({at for side in inference for at in side.limits.positions})
+            own = _RankDescription(described(self._trainer, positions), tuple(inference))
+            original = original_length(_settings_of(self._trainer))
         by_rank = self._job.agreement.gather(own, _RankDescription, _PHASE)
         trainers = [rank.trainer for rank in by_rank]
         engines = [engine for rank in by_rank for engine in rank.inference]
         limits = [side.limits for side in (*trainers, *engines)]
         max_length = max_length_of(limits)
-        self._require_same_attention(_by_number(trainers), _by_number(engines), max_length)
+        scales_positions = original is not None and (max_length is None or max_length >= original)
+        self._compare_reads(trainers, engines, scales_positions)
 
         # Of both sides: one of them may ignore its window.
         layers = [alike for side in (*trainers, *engines) for alike in side.layers]
@@ -170,6 +180,16 @@ class TrainerCheck:
         # A window beyond the longest possible sequence hides no token.
         windows = {size for size in sizes if max_length is None or size <= max_length}
         refusal, self.tokens = tokens_within(limits, windows)
+        num_run = 0 if self.tokens is None else self.tokens.shape[1]
+        remedy = _REMEDY
+        if scales_positions:
+            remedy = (
+                f"If later positions alone differ, set generate_config.max_model_len to at most "
+                f"{original}. {_REMEDY}"
+            )
+        self._compare_attention(
+            _by_number(trainers), _by_number(engines), max_length, num_run, remedy
+        )
         if self.tokens is not None:
             length = self.tokens.shape[1]
             uncovered = [size for size in windows if size >= length]
@@ -266,19 +286,36 @@ class TrainerCheck:
             own_settings = self._trainer.computed_settings()  # type: ignore[attr-defined]
             raise ComputationError(
                 f"{name} does not compute what the trainer computes: {gap}. "
-                f"{differing(own_settings, settings)}",
+                f"{differing(own_settings, settings, self._causes)}",
                 code="log-probabilities-differ",
             )
         self._log(logging.INFO, "%s computes what the trainer computes: %s", name, gap)
 
-    def _require_same_attention(
-        self, trainer: Layers, inference: Layers, max_length: int | None
+    def _compare_reads(
+        self, trainers: list[Description], engines: list[Description], scales_positions: bool
     ) -> None:
-        differences = attention_differences(trainer, inference, max_length)
-        if differences:
-            raise ComputationError(
-                f"{_MISMATCH}: {'; '.join(differences)}. {_REMEDY}", code="attention-differs"
-            )
+        """Raise ConfigError for limits in config.json that one side alone reads."""
+        by_trainer = merged_reads(side.reads for side in trainers)
+        by_vllm = merged_reads(side.reads for side in engines)
+        if by_trainer is not None and by_vllm is not None:
+            violations, self._causes = one_sided(by_trainer, by_vllm, scales_positions)
+            if violations:
+                raise ConfigError(violations)
+
+    def _compare_attention(
+        self,
+        trainer: Layers,
+        inference: Layers,
+        max_length: int | None,
+        num_run: int,
+        remedy: str,
+    ) -> None:
+        """Raise ComputationError for differences that runs of `num_run` tokens do not reach."""
+        unreached, reached = attention_differences(trainer, inference, max_length, num_run)
+        if unreached:
+            listed = "; ".join([*unreached, *reached])
+            raise ComputationError(f"{_MISMATCH}: {listed}. {remedy}", code="attention-differs")
+        self._causes = [*reached, *self._causes]
         unread = unread_layers(trainer, inference)
         if unread and isinstance(self._trainer, Probed):
             layers = ranges(unread)
@@ -393,12 +430,23 @@ def exactness(device: torch.device) -> str:
     return _EXACTNESS.format(kernels)
 
 
-def described(side: object) -> Description:
-    """Return the limits and layers of a side; one that is not `Probed` refuses every probe."""
-    layers = grouped(side.attention()) if isinstance(side, WithAttention) else ()
+def described(side: object, positions: Sequence[int] = ()) -> Description:
+    """Return the limits and layers of a side; one that is not `Probed` refuses every probe.
+
+    `positions`: positions at which rotations are read; by default those of its limits.
+    """
+    limits = ProbeLimits(f"{type(side).__name__} cannot be probed")
     if isinstance(side, Probed):
-        return Description(side.probe_limits(), layers)
-    return Description(ProbeLimits(f"{type(side).__name__} cannot be probed"), layers)
+        limits = side.probe_limits()
+    layers: tuple[AlikeLayers, ...] = ()
+    if isinstance(side, WithAttention):
+        layers = grouped(side.attention(positions or limits.positions))
+    reads = dict(side.config_reads()) if isinstance(side, WithConfigReads) else None
+    return Description(limits, layers, reads)
+
+
+def _settings_of(side: object) -> Mapping[str, Any]:
+    return side.computed_settings() if isinstance(side, Probed) else {}
 
 
 def grouped(attention: Mapping[int, Attention]) -> tuple[AlikeLayers, ...]:
@@ -420,9 +468,11 @@ def _by_number(sides: Iterable[Description]) -> Layers:
     return attention
 
 
-def differing(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> str:
-    """Describe the settings that differ between the sides, and the remedy."""
-    differences = []
+def differing(
+    trainer: Mapping[str, Any], inference: Mapping[str, Any], causes: Sequence[str] = ()
+) -> str:
+    """Describe the settings that differ between the sides, `causes` first, and the remedy."""
+    differences = [*causes]
     for name in sorted(trainer.keys() & inference.keys()):
         if trainer[name] != inference[name]:
             by_trainer = shortened(trainer[name], 80)

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.routes import LayerRoutes
 
 
@@ -22,12 +23,14 @@ class ProbeLimits:
         max_length: maximum tokens per sequence; None: unlimited.
         multiple: the sequence length must be a multiple of this.
         vocab_size: exclusive upper bound of token ids.
+        positions: positions of longer sequences at which rotations are compared.
     """
 
     refusal: str = ""
     max_length: int | None = None
     multiple: int = 1
     vocab_size: int = 2**31
+    positions: tuple[int, ...] = POSITIONS
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,20 @@ class WithAttention(Protocol):
     Layers are compared if trainer and engine implement it.
     """
 
-    def attention(self) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
         """Return the attention of this rank's decoder layers, by number in the checkpoint.
 
-        No collective. Layers whose attention cannot be read are left out.
+        No collective. Layers whose attention cannot be read are left out. Rotations are read at
+        `positions`, which include POSITIONS.
         """
+
+
+@runtime_checkable
+class WithConfigReads(Protocol):
+    """Interface of a side whose code reads a config.json, and records which of its keys."""
+
+    def config_reads(self) -> Mapping[str, Read]:
+        """Return the first reads of keys by this rank's code. No collective."""
 
 
 @contextmanager

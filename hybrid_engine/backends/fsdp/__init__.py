@@ -5,11 +5,11 @@
     names.py             maps names of the state dict to names of transformers and of a checkpoint,
                          through the wrappers of PEFT, torch.compile and checkpointing; does the
                          same from a config.json, for plans; finds LoRA, refuses other PEFT methods
-    attention.py         finds settings that an implementation of attention ignores
+    attention.py         windows, scales and rotations of each layer, and keys of the config that
+                         are read, from a recorded forward pass; settings that an implementation of
+                         attention ignores
     model_checks.py      refuses models that cannot be read or driven, or that do not match their
                          config
-    live_attention.py    reads windows, scales and rotary frequencies of each layer from
-                         transformers' forward pass
     adaptor.py           records of this rank (port `TrainingWeights`), with LoRA merged into the
                          weights or delivered separately
     sharded_model.py     `ShardedModel`: the model as the switch sees it, and the state that can be

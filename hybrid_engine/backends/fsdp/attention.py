@@ -1,11 +1,16 @@
-"""Settings that a transformers model passes to its attention, and those that its attention ignores.
+"""Attention of a transformers model's layers, and the keys of its config that its code reads.
 
-transformers' own forward pass runs over a model without memory. The attention implementation
-`_RECORDER` records the call and ends the layer's forward pass:
+No rule of any architecture is repeated here. transformers' own forward pass runs over a copy of the
+model without memory. The attention implementation `_RECORDER` records the call and ends the layer's
+forward pass:
 
     mask function     called by transformers for the mask of a kind of layers   -> window
     attention call    called by a layer with its settings and its mask          -> scaling, ...
     rotary module     its output is an argument of a layer                      -> module, its input
+    config            reads by transformers' modules                            -> keys
+
+Rotations come from the live rotary modules. What cannot be recorded is unread, and no error:
+log-probabilities tell whether both sides compute the same.
 
 A model passes all its settings to any implementation that the user chooses. An implementation
 without a parameter for a setting ignores it: sdpa, the default, ignores Gemma-2's soft cap. Only
@@ -14,12 +19,15 @@ the eager function in the model's own file has parameters for all settings.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -28,8 +36,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
+from hybrid_engine.backends.fsdp.names import plain_name, transformers_model
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
+from hybrid_engine.compute_check.config_reads import Read, ReadRecorder
 from hybrid_engine.compute_check.probes import attributes_set
-from hybrid_engine.errors import ModelError, clipped
+from hybrid_engine.errors import clipped
+from hybrid_engine.models.derived import config_of, meta_model
+
+logger = logging.getLogger(__name__)
 
 _RECORDER = "hybrid_engine_recorder"
 """Name of the recording attention implementation."""
@@ -82,16 +96,147 @@ class _AttentionReached(Exception):
         self.settings = settings
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Record of a forward pass without memory.
+
+    Attributes:
+        calls: attention call of every decoder layer that reaches one, by layer number.
+        reads: keys of the config, with their first reads by transformers' modules.
+    """
+
+    calls: Mapping[int, AttentionCall]
+    reads: Mapping[str, Read]
+
+
+@torch.no_grad()
+def recorded(model: torch.nn.Module) -> Recorded:
+    """Record a forward pass of a copy of a live model.
+
+    Allocates no memory for weights, and leaves the random number generators unchanged.
+    """
+    inner = transformers_model(model)
+    live_modules = {plain_name(name): module for name, module in inner.named_modules()}
+    recorder = ReadRecorder(_is_of_model)
+    config = config_of(inner)
+    architecture = config.architectures[0]
+    recorder.watch(config)
+    with torch.random.fork_rng(devices=[]):
+        reader = meta_model(config, architecture)
+    for name, module in reader.named_modules():
+        # A user may have changed settings since the model was built from its config.
+        if (live := live_modules.get(name)) is not None:
+            _copy_settings(live, module)
+    recorder.scan(reader)
+    calls = attention_calls(reader.eval())
+    recorder.stop()
+    return Recorded(calls, recorder.reads)
+
+
+def _is_of_model(frame: FrameType) -> bool:
+    """Return whether a frame is code of transformers' models, except rotary modules'.
+
+    What these compute is compared by position.
+    """
+    module = frame.f_globals.get("__name__", "")
+    is_of_model = module.startswith("transformers.") and ("modeling_" in module or "mask" in module)
+    return is_of_model and "rope" not in module and "Rotary" not in frame.f_code.co_qualname
+
+
+def _copy_settings(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Copy the numbers, flags and strings of a live module to its counterpart."""
+    for key, value in vars(source).items():
+        if key.startswith("_") or key not in vars(target):
+            continue
+        if isinstance(value, bool | int | float | str | None):
+            setattr(target, key, value)
+
+
+@torch.no_grad()
+def live_attention(
+    model: torch.nn.Module,
+    calls: Mapping[int, AttentionCall],
+    positions: Sequence[int] = POSITIONS,
+) -> dict[int, Attention]:
+    """Return the attention of every decoder layer of a live model, by layer number.
+
+    `calls`: recorded from a copy of it.
+    """
+    live_modules = {
+        plain_name(name): module for name, module in transformers_model(model).named_modules()
+    }
+    # Layers share calls of rotary modules.
+    rotaries: dict[int, Rotary | None] = {id(None): Rotary()}
+    attention: dict[int, Attention] = {}
+    for number, call in calls.items():
+        rotary = call.rotary
+        if rotary is not None and id(rotary) not in rotaries:
+            rotaries[id(rotary)] = _rotary_of(live_modules[rotary.module], rotary, positions)
+        scaling = float(call.settings["scaling"])
+        softcap = call.settings.get("softcap")
+        attention[number] = Attention(scaling, call.window, softcap, rotaries[id(rotary)])
+    return attention
+
+
+def _rotary_of(
+    module: torch.nn.Module, call: RotaryCall, positions: Sequence[int]
+) -> Rotary | None:
+    """Return the rotations that a live rotary module computes; None if it cannot be read."""
+    device = next(module.buffers()).device
+
+    def placed(value: Any, position: int) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point():
+            return torch.zeros(1, 1, 1, device=device)
+        return torch.full((*value.shape[:-1], 1), position, device=device)
+
+    rows = []
+    try:
+        for position in positions:
+            args = [placed(value, position) for value in call.args]
+            kwargs = {key: placed(value, position) for key, value in call.kwargs.items()}
+            # A copy, because some modules remember the longest sequence in their buffers.
+            output = copy.deepcopy(module)(*args, **kwargs)
+            parts = (output.real, output.imag) if isinstance(output, torch.Tensor) else output
+            # Positions in several dims are equal in a text.
+            rows.append([part.reshape(-1, part.shape[-1])[0] for part in parts])
+    except Exception as error:
+        logger.info("%s cannot be read: %s", call.module, error)
+        return None
+    cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    size = cos.shape[1]
+    # Most have an entry for both elements of a pair: in halves, or side by side.
+    halves = (slice(size // 2), slice(size // 2, None))
+    for first, second in (halves, (slice(0, None, 2), slice(1, None, 2))):
+        if size % 2 == 0 and torch.equal(sin[:, first], sin[:, second]):
+            return Rotary.of_rotated(cos[:, first], sin[:, first], positions)
+    return Rotary.of_rotated(cos, sin, positions)
+
+
 @torch.no_grad()
 def attention_calls(model: Any) -> dict[int, AttentionCall]:
-    """Return the attention call of every decoder layer, by layer number.
+    """Return the attention call of every decoder layer that reaches one, by layer number.
 
-    Args:
-        model: a transformers model on the meta device.
+    Empty if the model cannot be recorded: layers may compute what has no shape without values.
 
-    Raises:
-        ModelError: transformers cannot compute the model.
+    `model`: a transformers model on the meta device.
     """
+    for returned in (lambda hidden: hidden, lambda hidden: (hidden,)):
+        # Some layers return a tensor, others a tuple.
+        try:
+            return _attention_calls(model, returned)
+        except Exception as caught:
+            error = caught
+    name = type(model).__name__
+    cause = clipped(f"{type(error).__name__}: {error}")
+    logger.info("attention of %s cannot be recorded: %s", name, cause)
+    return {}
+
+
+def _attention_calls(
+    model: Any, returned: Callable[[torch.Tensor], Any]
+) -> dict[int, AttentionCall]:
     rotary_calls: list[RotaryCall] = []
     calls: dict[int, AttentionCall] = {}
     layer_classes = model._no_split_modules or ()
@@ -114,20 +259,11 @@ def attention_calls(model: Any) -> dict[int, AttentionCall]:
                 module.forward = plain_forward.__get__(module)
                 undo.callback(delattr, module, "forward")
         for number, layer in enumerate(layers):
-            layer.forward = _recording(layer.forward, number, calls, rotary_calls, watch)
+            layer.forward = _recording(layer.forward, number, calls, rotary_calls, watch, returned)
             undo.callback(delattr, layer, "forward")
         undo.enter_context(attributes_set([model.config], _attn_implementation=_RECORDER))
         # Without the head, which may compute losses from the layers' outputs.
-        inner = model.base_model
-        try:
-            inner(tokens, attention_mask=mask, use_cache=False)
-        except Exception as error:
-            cause = clipped(f"{type(error).__name__}: {error}", 1000)
-            raise ModelError(
-                f"transformers cannot compute the model that its config describes: {cause}. "
-                "Compare its config.json with the published one",
-                code="not-computable",
-            ) from error
+        model.base_model(tokens, attention_mask=mask, use_cache=False)
     return calls
 
 
@@ -140,9 +276,6 @@ def settings_left_out(model: torch.nn.Module, implementation: str | None) -> dic
 
     Returns:
         values by transformers' names of the settings.
-
-    Raises:
-        ModelError: transformers cannot compute the model.
     """
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", None)
     if function is None:  # eager, which the registry does not list
@@ -188,16 +321,17 @@ def _recording(
     calls: dict[int, AttentionCall],
     rotary_calls: list[RotaryCall],
     watch: OperationWatch,
+    returned: Callable[[torch.Tensor], Any],
 ) -> Callable[..., Any]:
     """Return a forward pass of layer `number` that records its attention call.
 
-    It ends at that call, and returns the input of the layer.
+    It ends at that call, and returns the input of the layer as its own forward pass would.
     """
 
-    def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watch.storages.clear()
         try:
-            forward(hidden, *args, **kwargs)
+            return forward(hidden, *args, **kwargs)
         except _AttentionReached as reached:
             # The layer's rotary module is identified by its output among the arguments. Some layers
             # get it and have no rotation.
@@ -206,7 +340,7 @@ def _recording(
             if rotary is not None and watch.storages.isdisjoint(storages_in(rotary.output)):
                 rotary = None
             calls[number] = AttentionCall(reached.window, reached.settings, rotary)
-        return hidden
+            return returned(hidden)
 
     return record
 

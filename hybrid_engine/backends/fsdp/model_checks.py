@@ -44,6 +44,8 @@ _NOT_INFERENCE = frozenset(
     }
 )
 """Attributes of modules that are not compared with the config."""
+_CHOSEN_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary scaling whose frequencies transformers chooses by the length of a sequence."""
 _NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
 """Parts of the names of attributes that only training uses."""
 
@@ -329,7 +331,16 @@ def _buffer_differences(
         model: transformers model that `configured` belongs to.
     """
     buffers = dict(configured.named_buffers(recurse=False))
-    names = [name for name, buffer in buffers.items() if buffer.is_floating_point()]
+    # A switch delivers persistent buffers, as it does weights.
+    in_checkpoint = configured.state_dict(keep_vars=True).keys()
+    names = [
+        name
+        for name, buffer in buffers.items()
+        if buffer.is_floating_point() and name not in in_checkpoint
+    ]
+    kinds = getattr(live, "rope_type", None)
+    if _CHOSEN_BY_LENGTH.intersection(kinds.values() if isinstance(kinds, dict) else (kinds,)):
+        return  # a forward pass sets them, and leaves those of its length
     # Buffers of a module with weights depend on the weights.
     if not names or next(configured.parameters(recurse=False), None) is not None:
         return

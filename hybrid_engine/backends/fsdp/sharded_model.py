@@ -30,12 +30,13 @@ from torch.optim.optimizer import (
 from transformers import PreTrainedConfig
 
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
-from hybrid_engine.backends.fsdp.live_attention import live_attention
+from hybrid_engine.backends.fsdp.attention import Recorded, live_attention, recorded
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
 from hybrid_engine.backends.training_side import GuardedState, is_frozen, stepped_by, steps_before
-from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
     ProbeImage,
@@ -228,17 +229,20 @@ class ShardedModel(GuardedState):
         coarsest = max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps)
         return ProbeAnswer(log_probs.cpu(), coarsest, watch.routes)
 
-    def attention(self) -> Mapping[int, Attention]:
-        """Return the attention of every decoder layer; see `probes.Probed`.
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+        """Return the attention of every decoder layer; see `probes.WithAttention`.
 
-        The first call reads it, and must precede the construction of vLLM: vLLM changes
-        transformers' classes if it serves a model through them, and such a model cannot be copied.
+        The first call must precede the construction of vLLM: vLLM changes transformers' classes if
+        it serves a model through them, and such a model cannot be copied.
         """
-        return self._attention
+        return live_attention(self.model, self._recorded.calls, positions)
+
+    def config_reads(self) -> Mapping[str, Read]:
+        return self._recorded.reads
 
     @cached_property
-    def _attention(self) -> Mapping[int, Attention]:
-        return live_attention(self.model)
+    def _recorded(self) -> Recorded:
+        return recorded(self.model)
 
     def computed_settings(self) -> Mapping[str, Any]:
         inner: Any = transformers_model(self.model)

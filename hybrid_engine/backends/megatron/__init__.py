@@ -9,7 +9,7 @@
                                   (port `TrainingWeights`)
     switch   live_model.py        `LiveModel`: the model as the switch uses it (port `Trainer`), its
                                   state that can leave the device, and its description
-             live_attention.py    windows, scales and rotary frequencies of each layer
+             live_attention.py    windows, scales and rotations of each layer
              forward_probe.py     forward pass over a few tokens, to compare the model with vLLM
     rollouts rl_interface.py      vLLM servers in place of the inference engine of Megatron-LM's RL
     shared   internals.py         private names of megatron-core that are used here, with reasons

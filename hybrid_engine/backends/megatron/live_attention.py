@@ -9,6 +9,7 @@ Both functions return `compute_check.attention`:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from hybrid_engine.backends.megatron.forward_probe import is_of_transformer_engine
 from hybrid_engine.backends.megatron.internals import score_factor_of_yarn, softmax_of, yarn_angles
-from hybrid_engine.compute_check.attention import Attention, Rotary
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
 
 _NOT_ROTATED = ("learned_absolute", "none")
 
 
-def live_attention(model: Any) -> dict[int, Attention]:
+def live_attention(model: Any, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
     """Return the attention of a model chunk's decoder, by index of the layer in this chunk.
 
     Layers without attention are left out. If a core attention is neither megatron-core's nor
@@ -40,7 +41,7 @@ def live_attention(model: Any) -> dict[int, Attention]:
                 scale=_scale(core),
                 window=_window(core),
                 softcap=getattr(softmax, "cap", None),
-                rotary=_rotary(model, mixer),
+                rotary=_rotary(model, mixer, positions),
             )
     return attention
 
@@ -65,19 +66,17 @@ def latent_attention(config: Any) -> Attention:
     return Attention(scale=score_factor**2 / math.sqrt(query_size), rotary=rotary_of(rotary))
 
 
-def rotary_of(module: Any) -> Rotary | None:
+def rotary_of(module: Any, positions: Sequence[int] = POSITIONS) -> Rotary | None:
     """Return the rotation of a rotary embedding of megatron-core's; None for another module."""
     if isinstance(module, YarnRotaryEmbedding):
-        angles, scale = yarn_angles(module)
-        return Rotary(tuple(angles.tolist()), scale)
+        return Rotary.of_frequencies(*yarn_angles(module), positions)
     if isinstance(module, RotaryEmbedding):
         # The second token's angles are the frequencies; `inv_freq` lacks the interpolation.
-        angles = module.get_freqs_non_repeated(2)[1]
-        return Rotary(tuple(angles.tolist()))
+        return Rotary.of_frequencies(module.get_freqs_non_repeated(2)[1], positions=positions)
     return None
 
 
-def _rotary(model: Any, mixer: MegatronAttention) -> Rotary | None:
+def _rotary(model: Any, mixer: MegatronAttention, positions: Sequence[int]) -> Rotary | None:
     """Return the rotation of a layer."""
     # Latent attention has a rotary embedding per layer; other layers share the model's.
     skips = getattr(mixer.config, "no_rope_freq", None)
@@ -86,7 +85,7 @@ def _rotary(model: Any, mixer: MegatronAttention) -> Rotary | None:
     if isinstance(skips, list) and skips[mixer.layer_number - 1]:
         return Rotary()
     of_layer = getattr(mixer, "rotary_pos_emb", None)
-    return rotary_of(of_layer or getattr(model, "rotary_pos_emb", None))
+    return rotary_of(of_layer or getattr(model, "rotary_pos_emb", None), positions)
 
 
 def _scale(core: torch.nn.Module) -> float | None:

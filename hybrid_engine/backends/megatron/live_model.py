@@ -62,7 +62,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     unreadable_parameters,
 )
 from hybrid_engine.backends.training_side import GuardedState, dtype_name, is_frozen
-from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
@@ -191,8 +191,8 @@ class LiveModel(GuardedState):
         dims = self.weights.model.table.dims
         return forward_probe.probe(self.chunks, dims.vocab_size, tokens, dims.num_experts)
 
-    def attention(self) -> Mapping[int, Attention]:
-        return self.weights.model.attention()
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+        return self.weights.model.attention(positions)
 
     def computed_settings(self) -> Mapping[str, Any]:
         config = config_of(self.chunks[0])

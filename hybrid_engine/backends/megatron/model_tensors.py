@@ -28,7 +28,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     set_elements,
 )
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
-from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
 from hybrid_engine.memory.elastic import exported_buffer_of
@@ -200,12 +200,12 @@ class ModelTensors:
         """Return the names of weights that have left their location in `homes`."""
         return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
 
-    def attention(self) -> dict[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
         """Return the attention of this rank's decoder layers, by layer number in the checkpoint."""
         return {
             names.layers[index]: attention
             for model, names in self._models()
-            for index, attention in live_attention(model).items()
+            for index, attention in live_attention(model, positions).items()
         }
 
     def _models(self) -> Iterator[tuple[LanguageModule, GlobalNames]]:

@@ -14,7 +14,7 @@
     replica_exchange.py distribution of prompts over replicas, and exchange of completions
     lora.py             LoRA from memory, and LoRA that arrives with a switch
     quantised_layers.py which layers a quantization method has left as they are
-    live_attention.py   windows, scales and rotary frequencies of vLLM's layers
+    live_attention.py   windows, scales and rotations of vLLM's layers
     routes.py           experts that vLLM's routers select
     native_load.py      weights that vLLM itself loads from a checkpoint, for comparison
     stock.py            vLLM without this backend's load format, observed for `certify`

@@ -77,7 +77,8 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     prepare_allocator,
     without_what_stays,
 )
-from hybrid_engine.compute_check.attention import Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
@@ -353,11 +354,15 @@ class InferenceEngine:
         dtype = self.llm.llm_engine.model_config.dtype
         return ProbeAnswer(torch.stack(rows), dtype, routes)
 
-    def attention(self) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
         """See the port."""
         config = self.llm.llm_engine.vllm_config
         layers = config.compilation_config.static_forward_context
-        return live_attention(internals.model_runner_of(self.llm).model, layers)
+        return live_attention(internals.model_runner_of(self.llm).model, layers, positions)
+
+    def config_reads(self) -> Mapping[str, Read]:
+        """See the port."""
+        return self._config_reads.reads
 
     def computed_settings(self) -> Mapping[str, Any]:
         """Return config.json as vLLM has read it."""
@@ -495,6 +500,7 @@ class InferenceEngine:
 
         llm_arguments = arguments.llm_arguments(self.settings, self._device_type)
         reads: ConfigReads = llm_arguments["hf_overrides"]
+        self._config_reads = reads
 
         def trace(model: torch.nn.Module, model_config: Any) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):

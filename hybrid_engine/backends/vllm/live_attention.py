@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.compute_check.attention import Attention, Rotary, rotary_of_table
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
 from hybrid_engine.errors import ModelError, first_of
+
+logger = logging.getLogger(__name__)
 
 
 def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
@@ -32,41 +35,43 @@ def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
         )
 
 
-def live_attention(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[int, Attention]:
+def live_attention(
+    model: torch.nn.Module, layers: Mapping[str, Any], positions: Sequence[int] = POSITIONS
+) -> dict[int, Attention]:
     """Return the attention of one pipeline stage, by layer number.
+
+    A rotary module in a layer is taken for its rotation: whether the layer calls it is not read.
 
     Args:
         model: vLLM's model. Rotary tables need values, weights do not.
         layers: `static_forward_context` of its compilation configuration.
+        positions: positions at which rotations are read.
     """
     number_of = internals.LAYER_NUMBER.load()
-    # With duplicates, because layers share rotary modules.
+    # With duplicates, because layers share rotary modules, and some layers have two names.
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = {module: name for name, module in modules.items()}
-    tables: dict[str, torch.Tensor] = {}
-    for name, module in modules.items():
-        table = _rotary_table(module)
-        if table is not None:
-            tables[name] = table
-    rotaries = {id(table): rotary_of_table(*table.chunk(2, dim=-1)) for table in tables.values()}
-    default_rotary = _rotary_of_transformers(model)
+    present = set(modules.values())
+    by_name = {name: module for name, module in modules.items() if _is_rotary(module)}
+    rotaries = {module: _rotary_of(module, positions) for module in set(by_name.values())}
+    default_rotary = _rotary_of_transformers(model, positions)
     attention = {}
     for prefix, layer in layers.items():
         impl = getattr(layer, "impl", None)
         scale = getattr(layer, "scale", None) or getattr(impl, "scale", None)
         # Layers without a scale compute no softmax attention.
-        if scale is None or layer not in names:
+        if scale is None or layer not in present:
             continue
         number = number_of(prefix)
-        parent, _, _ = names[layer].partition(f".{number}.")
-        decoder_layer = f"{parent}.{number}."
         # The rotary module is a sibling of the attention, anywhere in its decoder layer.
-        inside = [table for name, table in tables.items() if name.startswith(decoder_layer)]
+        decoder_layer = "".join(prefix.partition(f".{number}.")[:2])
+        inside = {
+            rotaries[module] for name, module in by_name.items() if name.startswith(decoder_layer)
+        }
         attention[number] = Attention(
             scale=float(scale),
             window=layer.sliding_window,
             softcap=getattr(layer.impl, "logits_soft_cap", None) or None,
-            rotary=rotaries[id(inside[0])] if inside else default_rotary,
+            rotary=default_rotary if not inside else inside.pop() if len(inside) == 1 else None,
         )
     return attention
 
@@ -77,24 +82,52 @@ def _rotary_table(module: torch.nn.Module) -> torch.Tensor | None:
     return table if isinstance(table, torch.Tensor) and table.dim() == 2 else None
 
 
-def _rotary_of_transformers(model: torch.nn.Module) -> Rotary | None:
+def _is_rotary(module: torch.nn.Module) -> bool:
+    """Return whether a module is one of vLLM's rotary embeddings."""
+    return hasattr(module, "rotary_dim") and hasattr(module, "head_size")
+
+
+def _rotary_of(module: Any, positions: Sequence[int]) -> Rotary | None:
+    """Return the rotation that a rotary embedding of vLLM computes; None if it cannot be read."""
+    # Each pair of a head's elements is the vector (1, 0).
+    pairs = module.rotary_dim // 2
+    is_in_halves = getattr(module, "is_neox_style", True)
+    first = slice(pairs) if is_in_halves else slice(0, 2 * pairs, 2)
+    second = slice(pairs, 2 * pairs) if is_in_halves else slice(1, 2 * pairs, 2)
+    # In torch: kernels write into their arguments, and take some shapes only.
+    rotate = getattr(module, "forward_native", module.forward)
+    rows = []
+    try:
+        table = next(module.buffers())
+        for position in positions:  # alone, because classes order tokens and heads differently
+            query = torch.zeros(1, module.head_size, dtype=table.dtype, device=table.device)
+            query[:, first] = 1
+            rotated, _ = rotate(torch.tensor([position], device=table.device), query, query.clone())
+            rows.append(rotated.flatten())
+    except Exception as error:
+        logger.info("%s cannot be read: %s", type(module).__name__, error)
+        return None
+    heads = torch.stack(rows)
+    return Rotary.of_rotated(heads[:, first], heads[:, second], positions)
+
+
+def _rotary_of_transformers(model: torch.nn.Module, positions: Sequence[int]) -> Rotary | None:
     """Return the rotation of layers without a rotary module: transformers' decoder's, or none.
 
     None if it is ambiguous.
     """
     # Some have a buffer for each kind of layer, such as `sliding_attention_inv_freq`.
-    buffers = [
-        (name, module)
+    embeddings = [
+        module
         for module in model.modules()
         for name, _ in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and "original" not in name
     ]
-    if not buffers:
+    if not embeddings:
         return Rotary()
-    if len(buffers) > 1:
+    if len(embeddings) > 1:
         return None
-    ((name, embedding),) = buffers
-    frequencies = embedding.get_buffer(name).double().tolist()
+    (embedding,) = embeddings
+    frequencies = embedding.get_buffer("inv_freq")
     scaling = float(getattr(embedding, "attention_scaling", 1.0))
-    # transformers' own code, which is the trainer's as well, decides for each layer.
-    return Rotary(tuple(sorted(frequencies, reverse=True)), scaling, may_be_unused=True)
+    return Rotary.of_frequencies(frequencies.cpu(), scaling, positions)

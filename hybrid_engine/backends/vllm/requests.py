@@ -27,6 +27,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
 )
 from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
+from hybrid_engine.compute_check.attention import compared_positions
 from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.errors import (
     ArgumentError,
@@ -63,7 +64,13 @@ def probe_limits(vllm_config: Any, refusal: str = "") -> ProbeLimits:
         refusal = f"vLLM computes with weights in {config.quantization}, the trainer does not"
     elif cache_dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
         refusal = f"vLLM keeps keys and values in {cache_dtype}"
-    return ProbeLimits(refusal, config.max_model_len - 1, vocab_size=config.get_vocab_size())
+    last = config.max_model_len - 1
+    return ProbeLimits(
+        refusal,
+        last,
+        vocab_size=config.get_vocab_size(),
+        positions=compared_positions(last, config.hf_config.to_dict()),
+    )
 
 
 # -- sampling --------------------------------------------------------------------------------------

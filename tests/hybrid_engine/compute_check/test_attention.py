@@ -1,4 +1,4 @@
-"""Records of attention: frequencies from rotary tables, and comparisons of all ranks' layers."""
+"""Records of attention: rotations at positions, and comparisons of all ranks' layers."""
 
 from __future__ import annotations
 
@@ -8,46 +8,79 @@ import pytest
 import torch
 
 from hybrid_engine.compute_check.attention import (
+    LENGTH,
     Attention,
     Rotary,
     attention_differences,
+    compared_positions,
     differences,
-    rotary_of_table,
     unread_layers,
 )
 
-
-def table(frequencies: torch.Tensor, num_positions: int, dtype: torch.dtype, scale: float = 1.0) -> Rotary:
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
-    return rotary_of_table((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype))
-
-
 FREQUENCIES = 5e5 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+POSITIONS = compared_positions(16_383, {"rope_parameters": {"original_max_position_embeddings": 4096}})
+
+
+def rotary(frequencies: torch.Tensor, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Attention:
+    angles = torch.outer(torch.tensor(POSITIONS, dtype=torch.float64), frequencies)
+    rotated = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
+    return Attention(1.0, rotary=Rotary.of_rotated(*rotated, POSITIONS))
+
+
+def test_rotations_are_compared_around_the_original_length_and_at_the_last_position() -> None:
+    assert POSITIONS == (0, 1, 4095, 4097, 16_383)
+    assert compared_positions(100, {"original_max_position_embeddings": 4096}) == (0, 1, 100)
+
+
+LATER = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly visible in the first tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frequencies_are_read_from_a_table(dtype: torch.dtype) -> None:
-    exact = Attention(1.0, rotary=Rotary(tuple(FREQUENCIES.tolist()), 1.25))
+@pytest.mark.parametrize(
+    ("frequencies", "scale", "name", "reach"),
+    [
+        (FREQUENCIES, 1.25, None, 0),
+        (FREQUENCIES, 1.3, "the scale of rotated elements", 0),
+        (FREQUENCIES[:32], 1.25, "the number of rotary frequencies", 0),
+        (FREQUENCIES * 1.01, 1.25, "rotary", 16_383),
+        (LATER, 1.25, "rotary frequency 63", 16_383),
+    ],
+)
+def test_rotations_differ_by_more_than_rounding(
+    frequencies: torch.Tensor, scale: float, name: str | None, reach: int, dtype: torch.dtype
+) -> None:
+    found = list(differences(rotary(FREQUENCIES, scale=1.25), rotary(frequencies, dtype, scale)))
+    assert [each.reach for each in found] == ([] if name is None else [reach])
+    assert all(name is not None and name in each.name for each in found)
 
-    def differing(frequencies: torch.Tensor, scale: float = 1.25) -> list[str]:
-        read = table(frequencies, 16_384, dtype, scale)
-        return [difference.name for difference in differences(exact, replace(exact, rotary=read))]
 
-    assert differing(FREQUENCIES) == []
-    assert differing(FREQUENCIES, 1.3) == ["the scale of rotated elements"]
-    assert differing(FREQUENCIES[:32]) == ["the number of rotary frequencies"]
-    (name,) = differing(FREQUENCIES * 1.01)
-    assert name.startswith("rotary frequency ")
-    later = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly visible in the first tokens
-    assert differing(later) == ["rotary frequency 63"]
+def test_differences_that_a_run_reaches_are_kept_apart() -> None:
+    """Log-probabilities of a run decide about those; none of its tokens shows the others."""
+    plain = replace(rotary(FREQUENCIES), window=1000)
+    odd = {
+        0: [replace(plain, scale=2.0, rotary=Rotary())],
+        1: [replace(plain, window=100)],
+        2: [rotary(LATER)],
+    }
+    trainer = {number: [plain] for number in odd}
+    scale = "in layer 0, the scale of attention scores is 1 for the trainer and 2 for vLLM"
+    rotated = "in layer 0, the number of rotary frequencies is 64 for the trainer and 0 for vLLM"
+    unreached, reached = attention_differences(trainer, odd, None, 100 + LENGTH)
+    assert sorted(reached[:2]) == sorted([scale, rotated])
+    assert reached[2].startswith("in layer 1, the sliding window is 1000 tokens")
+    assert ["in layer 2, rotary frequency 63" in text for text in unreached] == [True, False]
+    unreached, reached = attention_differences(trainer, odd, None, 99 + LENGTH)
+    assert any("the sliding window is 1000 tokens" in text for text in unreached)
+    unreached, reached = attention_differences(trainer, odd, None)
+    assert (len(unreached) > 3, reached) == (True, [])
 
 
 def test_a_window_beyond_the_longest_sequence_has_no_effect() -> None:
     whole = {0: [Attention(1.0)]}
     windowed = {0: [Attention(1.0, window=128)]}
-    assert attention_differences(whole, windowed, 127) == []
-    assert len(attention_differences(whole, windowed, 128)) == 1
-    assert len(attention_differences(whole, windowed, None)) == 1
+    for longest, num_differences in ((127, 0), (128, 1), (None, 1)):
+        unreached, reached = attention_differences(whole, windowed, longest)
+        assert (len(unreached), reached) == (num_differences, [])
 
 
 def test_layers_of_all_ranks_are_compared() -> None:
@@ -58,5 +91,5 @@ def test_layers_of_all_ranks_are_compared() -> None:
     trainer = {0: [plain], 1: [plain, scaled], 2: [plain], 4: [scaled], 5: [unread]}
     inference = {number: [plain] for number in (0, 1, 2, 3, 4, 5)}
     scale = "the scale of attention scores is 2 for the trainer and 1 for vLLM"
-    assert attention_differences(trainer, inference, None) == [f"in layers 1, 4, {scale}"]
+    assert attention_differences(trainer, inference, None) == ([f"in layers 1, 4, {scale}"], [])
     assert unread_layers(trainer, inference) == [3, 5]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_engine.compute_check.attention import Attention
-from hybrid_engine.compute_check.gap import LENGTH, LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
+from hybrid_engine.compute_check.attention import LENGTH, Attention
+from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
 from hybrid_engine.compute_check.logprob_check import LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.errors import ComputationError, GenerationError, StateError
+from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
-from tests.harness.errors import has_code
+from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
 
@@ -36,6 +37,7 @@ class ProbedTraining(FakeTraining):
     offset = 0.0
     is_resident = False
     layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
+    reads: Mapping[str, Read] = {}
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -50,8 +52,11 @@ class ProbedTraining(FakeTraining):
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
 
-    def attention(self) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
         return self.layers
+
+    def config_reads(self) -> Mapping[str, Read]:
+        return self.reads
 
 
 class ProbedInference(FakeInference):
@@ -59,6 +64,7 @@ class ProbedInference(FakeInference):
 
     limits = ProbeLimits(max_length=63, vocab_size=40)
     layers = ProbedTraining.layers
+    reads: Mapping[str, Read] = {}
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -71,8 +77,11 @@ class ProbedInference(FakeInference):
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
 
-    def attention(self) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
         return self.layers
+
+    def config_reads(self) -> Mapping[str, Read]:
+        return self.reads
 
 
 class ProbedRig(Rig):
@@ -86,6 +95,7 @@ class ProbedRig(Rig):
         limits: ProbeLimits = ProbedTraining.limits,
         layers: Mapping[int, Attention] = ProbedTraining.layers,
         served: Mapping[int, Attention] = ProbedTraining.layers,
+        reads: tuple[Mapping[str, Read], Mapping[str, Read]] = ({}, {}),
         **settings: object,
     ) -> None:
         super().__init__(build=False, **settings)
@@ -94,6 +104,7 @@ class ProbedRig(Rig):
         self.training.layers = layers
         self.inference = ProbedInference(self.script, self.job.rank)
         self.inference.layers = served
+        self.training.reads, self.inference.reads = reads
         self.offloader = type(self.offloader)(self.script, self.training)
         self.build()
 
@@ -169,15 +180,64 @@ def test_tokens_suit_both_sides_and_are_deterministic(probed: ProbedRig) -> None
     assert longest.shape == (NUM_ROWS, LENGTH)
 
 
-def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
-    layers = {0: Attention(0.5, window=20), 1: Attention(0.5, window=20, softcap=30.0)}
-    with pytest.raises(ComputationError) as caught:
-        ProbedRig(layers=layers)
-    text = str(caught.value)
-    assert "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM; " in text
-    assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
+LAYERS = {0: Attention(0.5, window=20), 1: Attention(0.5, window=20, softcap=30.0)}
+WINDOW = "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM"
+CAP = "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM"
+
+
+def test_layers_that_differ_beyond_the_probe_are_refused_at_set_up(job: None) -> None:
+    for limits, differences in (
+        (ProbedTraining.limits, [WINDOW, CAP]),  # a probe of 20 tokens does not leave the window
+        (ProbeLimits("the trainer splits sequences"), [CAP]),
+    ):
+        layers = LAYERS if differences[0] == WINDOW else {1: Attention(0.5, softcap=30.0)}
+        with pytest.raises(ComputationError, check=has_code("attention-differs", *differences, "Make the model")):
+            ProbedRig(limits, layers)
     ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # masks none of 21 tokens
-    ProbedRig(layers=layers, check_compute="off")
+    ProbedRig(layers=LAYERS, check_compute="off")
+
+
+def test_layers_that_differ_within_the_probe_are_causes(job: None) -> None:
+    """A run that agrees is not overruled; if it does not, the error names them."""
+    limits = ProbeLimits(max_length=200)
+    rig = ProbedRig(limits, {0: LAYERS[1]}, {0: Attention(0.5, window=20)})
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig = ProbedRig(limits, {0: LAYERS[1]}, {0: Attention(0.5, window=20)})
+    rig.training.offset = 0.5
+    with pytest.raises(ComputationError, check=has_code("log-probabilities-differ", CAP.replace("layer 1", "layer 0"))):
+        rig.manager.enter(INFER)
+
+
+READ = Read("Attention.forward in a.module", "8.0", is_usual=False, is_number=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "read", "is_refused"),
+    [
+        ("clip_qkv", READ, True),
+        ("clip_qkv", replace(READ, is_usual=True), False),
+        ("vision_config.clip_qkv", READ, True),
+        ("score_func", replace(READ, value="'sigmoid'", is_number=False), False),
+        ("num_experts", READ, False),
+        ("attention_dropout", READ, False),
+        ("sliding_window", READ, False),
+        ("rope_parameters.factor", READ, False),
+        ("rope_parameters.llama_4_scaling_beta", READ, False),  # there is no original length
+    ],
+)
+@pytest.mark.parametrize(("side", "code"), [(0, "read-by-trainer-alone"), (1, "read-by-vllm-alone")])
+def test_limits_that_one_side_alone_reads_are_refused(
+    job: None, key: str, read: Read, is_refused: bool, side: int, code: str
+) -> None:
+    alone = {key: read}
+    reads = (alone, {}) if side == 0 else ({}, alone)
+    ProbedRig(reads=(alone, alone))
+    if not is_refused:
+        ProbedRig(reads=reads)
+        return
+    with pytest.raises(ConfigError, check=has_violations((key, code))):
+        ProbedRig(reads=reads)
 
 
 class UnreadableLayers(ProbedTraining):

@@ -319,8 +319,8 @@ def refused() -> dict[str, Any]:
     hybrid_engine.prepare()
     results: dict[str, Any] = {}
     whole_heads = Model(GLM.architecture, GLM.layers, {"rotary_percent": 1.0}, GLM.parallel)
-    with pytest.raises(ComputationError) as caught, _attached(whole_heads):
-        pass
+    with _attached(whole_heads) as engine, pytest.raises(ComputationError) as caught:
+        engine.rollout_context().__enter__()
     results["other rotation"] = str(caught.value)
     parallel_state.destroy_model_parallel()
     # No module shows how many experts a token has.

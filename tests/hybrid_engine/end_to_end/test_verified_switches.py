@@ -21,6 +21,7 @@ from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ComputationError, HybridEngineError
 from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.switch.states import State
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -97,17 +98,17 @@ def inject(directory: str) -> dict[str, Outcome]:
 
 
 def refused_layers(directory: Path) -> str:
-    """Return the error of a model with another scale in one layer than in its config.
-
-    No other check reads the scale.
-    """
+    """Return the error of a model with another scale in one layer than in its config."""
     config = served_config("llama", torch_dtype="float32")
     model = sharded_models.from_config(write_config(directory / str(dist.get_rank()), config))
     model.model.layers[1].self_attn.scaling *= 2
     settings = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "infer_tensor_parallel_size": 2}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ComputationError) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybrid_engine.backends.fsdp.model_checks.require_configured", lambda model: None)
-        HybridEngine(model=sharded_models.shard(model), rollout_config=settings)
+        engine = HybridEngine(model=sharded_models.shard(model), rollout_config=settings)
+    with pytest.raises(ComputationError) as caught:
+        engine.sharding.enter(State.INFER)
+    engine.shutdown()
     return str(caught.value)
 
 
@@ -273,4 +274,4 @@ def test_another_setting_is_reported_with_both_values(outcomes: list[dict[str, O
 def test_another_layer_is_reported_before_the_first_switch(outcomes: list[dict[str, Outcome]]) -> None:
     for by_fault in outcomes:
         scale = "the scale of attention scores is 0.353553 for the trainer and 0.176777 for vLLM"
-        assert f"what the trainer computes: in layer 1, {scale}. Make the model" in by_fault["layers"].error
+        assert f"Settings that differ: in layer 1, {scale}" in by_fault["layers"].error

@@ -192,7 +192,7 @@ def test_the_built_model_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
     """Arguments that a script's builder drops are only visible in the model."""
     model = torch.nn.Module()
     model.config = transformer_config(glu_linear_offset=1.0)
-    attention = {0: Attention(1.0, rotary=Rotary((1.0,) * 16))}
+    attention = {0: Attention(1.0, rotary=Rotary.of_frequencies(torch.ones(16)))}
     values = {"attention": attention, "padded_vocab_size": 10_000}
     monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.config_of", lambda chunk: chunk.config)
     monkeypatch.setattr(

@@ -176,3 +176,164 @@ SMALL: dict[str, dict[str, Any]] = {
 def small_config(architecture: str) -> dict[str, Any]:
     """Return the contents of a config.json."""
     return {**SIZES, **SMALL[architecture], "architectures": [architecture]}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+    "factor": 4.0,
+}
+SCALED_QUERIES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+PUBLISHED_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+
+# Variant -> its architecture, and keys of its config besides `SIZES`.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Exaone-4, layers without rotation": (
+        "Exaone4ForCausalLM",
+        {
+            "model_type": "exaone4",
+            "sliding_window": 16,
+            "sliding_window_pattern": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "Gemma-4, shared keys and values": (
+        "Gemma4ForCausalLM",
+        {
+            **SMALL["Gemma4ForCausalLM"],
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM",
+        {
+            "model_type": "falcon_h1",
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_expand": 1,
+            # vLLM computes a single chunk right on a CPU.
+            "mamba_chunk_size": 256,
+        },
+    ),
+    "LFM2-MoE, a router's bias": (
+        "Lfm2MoeForCausalLM",
+        {
+            "model_type": "lfm2_moe",
+            **EXPERTS,
+            **CONVOLUTIONS,
+            "num_dense_layers": 1,
+            "use_expert_bias": True,
+        },
+    ),
+    "Phi-3, below its original length": (
+        "Phi3ForCausalLM",
+        {
+            "model_type": "phi3",
+            "original_max_position_embeddings": 300,
+            "max_position_embeddings": 1200,
+            "rope_scaling": LONGROPE,
+        },
+    ),
+    "Phi-3, above its original length": (
+        "Phi3ForCausalLM",
+        {
+            "model_type": "phi3",
+            "original_max_position_embeddings": 100,
+            "max_position_embeddings": 400,
+            "rope_scaling": LONGROPE,
+        },
+    ),
+    "OPT": (
+        "OPTForCausalLM",
+        {"model_type": "opt", "ffn_dim": 192, "word_embed_proj_dim": 128, "num_key_value_heads": 4},
+    ),
+    "Bloom": (
+        "BloomForCausalLM",
+        {"model_type": "bloom", "n_head": 4, "n_layer": 4, "num_key_value_heads": 4},
+    ),
+    "GPT-J": (
+        "GPTJForCausalLM",
+        {
+            "model_type": "gptj",
+            **{"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512, "n_inner": None},
+            **{"rotary_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": False},
+        },
+    ),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", {"model_type": "gpt_neox", "num_key_value_heads": 4}),
+    "Cohere-2, windows": (
+        "Cohere2ForCausalLM",
+        {
+            "model_type": "cohere2",
+            "sliding_window": 100,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "Apertus": ("ApertusForCausalLM", {"model_type": "apertus", "hidden_act": "xielu"}),
+    "Granite, multipliers": (
+        "GraniteForCausalLM",
+        {
+            "model_type": "granite",
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_multiplier": 0.0156,
+        },
+    ),
+    "StarCoder2, windows": (
+        "Starcoder2ForCausalLM",
+        {"model_type": "starcoder2", "sliding_window": 16},
+    ),
+    "OLMoE": ("OlmoeForCausalLM", {"model_type": "olmoe", **EXPERTS}),
+    "OLMoE, clamped": ("OlmoeForCausalLM", {"model_type": "olmoe", **EXPERTS, "clip_qkv": 8.0}),
+    "gpt-oss, published quantisation": (
+        "GptOssForCausalLM",
+        {**SMALL["GptOssForCausalLM"], "swiglu_limit": 7.0, "quantization_config": PUBLISHED_MXFP4},
+    ),
+    "gpt-oss, another limit": (
+        "GptOssForCausalLM",
+        {**SMALL["GptOssForCausalLM"], "swiglu_limit": 4.0},
+    ),
+    "Ministral-3, below its original length": (
+        "Ministral3ForCausalLM",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 300},
+        },
+    ),
+    "Ministral-3, above its original length": (
+        "Ministral3ForCausalLM",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 100},
+        },
+    ),
+    "Mistral, scaled by position": (
+        "MistralForCausalLM",
+        {
+            **SMALL["MistralForCausalLM"],
+            "llama_4_scaling": {"original_max_position_embeddings": 100, "beta": 0.5},
+        },
+    ),
+    "Mistral, scaled logits": (
+        "MistralForCausalLM",
+        {**SMALL["MistralForCausalLM"], "logit_scale": 1.003},
+    ),
+}
+
+
+def variant_config(name: str) -> dict[str, Any]:
+    """Return the contents of a config.json, of an architecture or a variant."""
+    if name not in VARIANTS:
+        return small_config(name)
+    architecture, changes = VARIANTS[name]
+    return {**SIZES, **changes, "architectures": [architecture]}

@@ -41,8 +41,8 @@ from hybrid_engine.backends.vllm.live_attention import live_attention, require_p
 from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
-from hybrid_engine.compute_check.attention import Attention, attention_differences
-from hybrid_engine.compute_check.gap import LENGTH, Gap
+from hybrid_engine.compute_check.attention import LENGTH, Attention, attention_differences
+from hybrid_engine.compute_check.gap import Gap
 from hybrid_engine.compute_check.probes import ProbeAnswer
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ComputationError, HybridEngineError, PlanError
@@ -170,9 +170,9 @@ def _train(trial: Trial, family: str, directory: Path) -> None:
     """Compute with transformers, by the unsharded model of trainer/fsdp/actor.py."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid_engine.backends.fsdp.attention import settings_left_out
+    from hybrid_engine.backends.fsdp.attention import live_attention as of_transformers
+    from hybrid_engine.backends.fsdp.attention import recorded, settings_left_out
     from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
-    from hybrid_engine.backends.fsdp.live_attention import live_attention as of_transformers
     from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
     from hybrid_engine.backends.fsdp.names import model_of_config, packed_model
 
@@ -187,7 +187,7 @@ def _train(trial: Trial, family: str, directory: Path) -> None:
         model.set_attn_implementation("eager")
     set_epsilon_of_norms(model)
     randomise(model, family)
-    trial.attention = of_transformers(model)
+    trial.attention = of_transformers(model, recorded(model).calls)
     with torch.no_grad():
         trial.trained = _log_probs(model(_tokens()[None], use_cache=False).logits[0])
         saved = revert_weight_conversion(model, model.state_dict())
@@ -225,9 +225,9 @@ def _serve(trial: Trial, job: Job) -> None:
             raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
         trainer = {number: [attention] for number, attention in trial.attention.items()}
         vllm = {number: [attention] for number, attention in live_attention(model, layers).items()}
-        differences = attention_differences(trainer, vllm, NUM_TOKENS)
-        if differences:
-            raise ComputationError("; ".join(differences))
+        unreached, _ = attention_differences(trainer, vllm, NUM_TOKENS, LENGTH)
+        if unreached:
+            raise ComputationError("; ".join(unreached))
         model.load_weights(trial.weights.items())
         support.process(model, config)
         for layer in layers.values():

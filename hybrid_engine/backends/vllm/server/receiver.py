@@ -17,7 +17,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.live_attention import live_attention
-from hybrid_engine.backends.vllm.requests import zero_caches
+from hybrid_engine.backends.vllm.requests import probe_limits, zero_caches
 from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
@@ -52,7 +52,8 @@ class HybridEngineReceiver(_TransferEngine):
         device = next(model.parameters()).device
         # Now, because rotary tables leave the device with the weights.
         layers = vllm_config.compilation_config.static_forward_context
-        self.layers = grouped(live_attention(model, layers))
+        positions = probe_limits(vllm_config).positions
+        self.layers = grouped(live_attention(model, layers, positions))
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
             raise StateError(

@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine.assembly import _model_directory
+from hybrid_engine.backends.fsdp.attention import live_attention, recorded
 from hybrid_engine.backends.fsdp.internals import PRIVATE_NAMES
-from hybrid_engine.backends.fsdp.live_attention import live_attention
 from hybrid_engine.backends.fsdp.model_checks import require_configured, require_torch, weights_dtype
 from hybrid_engine.backends.fsdp.names import model_of_config
-from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of
+from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ConfigError, DependencyError, ModelError
 from hybrid_engine.models import table_for
@@ -28,6 +29,7 @@ from hybrid_engine.ranks.torch_internals import PrivateName
 from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Ranks
 from tests.harness.private_names import exists
+from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
 
@@ -149,9 +151,13 @@ def test_attention_without_masks_is_refused_for_windows(
     ids=lambda scaling: scaling["rope_type"],
 )
 def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    model = model_from(tmp_path, "llama", rope_scaling=scaling)
-    (rotary,) = {attention.rotary for attention in live_attention(model).values()}
-    assert torch.allclose(torch.tensor(rotary.frequencies), model.model.rotary_emb.inv_freq)
+    model = model_from(tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    short = model.model.rotary_emb.inv_freq.clone()
+    model(torch.zeros(1, 140, dtype=torch.int64))  # leaves the frequencies of its length in the buffers
+    require_configured(model)
+    (rotary,) = {attention.rotary for attention in live_attention(model, recorded(model).calls).values()}
+    assert torch.allclose(torch.tensor(rotary.frequencies), short)
+    assert not torch.allclose(short, model.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +286,14 @@ REFUSED: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
 }
 
 
+def test_persistent_buffers_are_tensors_of_the_checkpoint(tmp_path: Path) -> None:
+    model: Any = sharded_models.from_config(write_config(tmp_path, variant_config("LFM2-MoE, a router's bias")))
+    for name, buffer in model.named_buffers():
+        if "expert_bias" in name:
+            buffer.normal_()
+    require_configured(model)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_differences_from_the_config_are_refused(tmp_path: Path, name: str) -> None:
     change, values = REFUSED[name]
@@ -299,6 +313,29 @@ def test_replicas_train_after_groups_of_an_equal_mesh_have_ended(ranks: Ranks) -
     """torch caches reductions by mesh, with groups that have ended by then."""
     first, second = ranks.launch(two_norms, 4)[0]
     assert first == second > 0
+
+
+@pytest.mark.ranks
+def test_a_router_in_float32_is_sharded_in_a_bfloat16_model(ranks: Ranks, tmp_path: Path) -> None:
+    path = write_config(tmp_path, variant_config("Ernie4_5_MoeForCausalLM"))
+    for difference, dtypes in ranks.launch(of_several_dtypes, 2, str(path)):
+        assert difference == 0
+        assert dtypes == {torch.bfloat16, torch.float32}
+
+
+def of_several_dtypes(path: str) -> tuple[float, set[torch.dtype]]:
+    """Return the difference that sharding makes in logits, and the dtypes of the parameters."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        whole = model(tokens).logits
+        mesh = mesh_of(FsdpConfig(), torch.device("cpu"), dist.get_world_size())
+        shard_model(model, FsdpConfig(mixed_precision="no"), mesh)
+        difference = (model(tokens).logits - whole).abs().max().item()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return difference, {parameter.dtype for parameter in model.parameters()}
 
 
 def two_norms() -> list[float]:

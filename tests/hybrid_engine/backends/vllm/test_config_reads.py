@@ -23,6 +23,7 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo.families import served_config
 
 # A family and additional keys of its config.json.
@@ -138,6 +139,16 @@ def test_forward_passes_compile_with_a_recorded_config(tmp_path: Path) -> None:
     reads.stop()
     compiled = torch.compile(Scaled(config).forward, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_a_quantisation_that_is_not_delivered_is_absent(tmp_path: Path) -> None:
+    """gpt-oss asks whether there is one: None is not absent."""
+    from transformers import AutoConfig
+
+    directory = support.write_config(tmp_path, variant_config("gpt-oss, published quantisation"))
+    config = AutoConfig.from_pretrained(directory)
+    assert config.quantization_config is not None
+    assert not hasattr(ConfigReads(directory)(config), "quantization_config")
 
 
 def test_only_forward_passes_with_a_config_are_searched(tmp_path: Path) -> None:

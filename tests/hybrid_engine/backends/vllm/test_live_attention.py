@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from hybrid_engine.backends.vllm.positions import (
     _rotary_embeddings_kept,
 )
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
-from hybrid_engine.compute_check.attention import Attention, attention_differences, unread_layers
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, attention_differences, unread_layers
+from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -78,11 +79,17 @@ def config_of(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vllm(directory: Path) -> dict[int, Attention]:
-    """Read a model on one rank, without memory for weights."""
+    return vllm_readings(directory)[0]
+
+
+def vllm_readings(
+    directory: Path, max_model_len: int = 128, positions: Sequence[int] = POSITIONS
+) -> tuple[dict[int, Attention], Mapping[str, Read]]:
+    """Read a model on one rank, without memory for weights: its layers, and keys of config.json."""
     settings = InferenceSettings(
         str(directory),
         InferenceParallelism(1),
-        GenerateConfig(max_model_len=128, max_num_seqs=8, kv_cache_mb=16),
+        GenerateConfig(max_model_len=max_model_len, max_num_seqs=8, kv_cache_mb=16),
         dtype="float32",
     )
     with contextlib.ExitStack() as undo:
@@ -90,24 +97,28 @@ def read_vllm(directory: Path) -> dict[int, Attention]:
             undo.enter_context(context)
         patch = undo.enter_context(pytest.MonkeyPatch.context())
         # Otherwise keys read only by vLLM are refused before layers exist.
-        patch.setattr("hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known", lambda self: None)
+        patch.setattr("hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known", lambda self, **_: None)
         job = undo.enter_context(contextlib.closing(Job.join(60)))
-        device_type = arguments.check_settings(settings, job)
+        device_type = arguments.check_without_job(settings, job.rank)
         config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
         undo.callback(gc.collect)
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_at_position(_position_of(job), settings, config))
         model = _model(config)
         undo.callback(_forget_layers, model)
-        return live_attention(model, config.compilation_config.static_forward_context)
+        reads = arguments.reads_of(config)
+        reads._recorder.scan(model)
+        reads.stop()
+        return live_attention(model, config.compilation_config.static_forward_context, positions), reads.reads
 
 
 def read_transformers(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
-    from hybrid_engine.backends.fsdp.live_attention import live_attention as of_model
+    from hybrid_engine.backends.fsdp.attention import live_attention as of_model
+    from hybrid_engine.backends.fsdp.attention import recorded
 
     model = sharded_models.from_config(directory)
     change(model)
-    return of_model(model)
+    return of_model(model, recorded(model).calls)
 
 
 def read_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
@@ -172,7 +183,8 @@ def attention(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention]) -> list[str]:
     first, second = ({layer: [attention] for layer, attention in side.items()} for side in (trainer, inference))
     assert unread_layers(first, second) == []
-    return attention_differences(first, second, 127)
+    unreached, _ = attention_differences(first, second, 127)
+    return unreached
 
 
 @pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
