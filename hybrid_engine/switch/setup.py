@@ -44,6 +44,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from hybrid_engine.switch.incremental import Incremental, Selection
+from hybrid_engine.switch.replicas import Replicas
 from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -81,6 +82,7 @@ class Connection:
         fence_group: ranks of this host, for the fences of a switch (release_fence.py).
         verifier: verifies each switch; None without `generate_config.verify`.
         incremental: record of delivered weights; None without `generate_config.incremental`.
+        replicas: small weights that several ranks hold; compared in each switch.
         ranges: check of values that are sent in another dtype; None without
             `generate_config.check_nan`.
         is_apart: some rank of the job has one side only.
@@ -91,6 +93,7 @@ class Connection:
     router: TransportSet
     container: WeightContainer
     fence_group: RankGroup
+    replicas: Replicas
     verifier: Verifier | None = None
     incremental: Incremental | None = None
     ranges: ValueRanges | None = None
@@ -233,6 +236,7 @@ def connect(
             container = WeightContainer(
                 destination, rank_part.plan, router, num_ranks=job.world_size
             )
+            replicas = Replicas(source_side, job.rank)
             verifier = None
             if rank_part.regions is not None and config.verify != "off":
                 verifier = Verifier(rank_part.regions, job, config.verify)
@@ -242,6 +246,7 @@ def connect(
         router,
         container,
         fence_group,
+        replicas,
         verifier,
         rank_part.incremental,
         rank_part.ranges,

@@ -306,6 +306,9 @@ class ShardingManager(Switch):
             with self._phase("check"):
                 if self.config.check_nan:
                     connection.check_values(self.training, selection)
+                digests = connection.replicas.digests(self.training)
+            with self._tally.timed("check"):
+                connection.replicas.require_equal(digests, self.job)
         if copies_in_background:
             self._make_room(leaving)
         if selection.skipped and self.config.offload_train_param:

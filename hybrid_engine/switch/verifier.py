@@ -44,6 +44,7 @@ from hybrid_engine.records.holdings import Box, TensorOwners, touching
 from hybrid_engine.records.layout import Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
+from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import strided
 
@@ -229,9 +230,10 @@ class Verification:
         for wrong in (~is_right).nonzero().flatten().tolist():
             part, _ = self._destination[wrong]
             senders = ranks[int(first[wrong]) : int(end[wrong])].tolist()
-            region = _named(self._regions.region(part.number))
+            region = region_text(self._regions.region(part.number))
             where = f"{region}: {part.place.buffer.name} of rank {self._job.rank}"
-            self._findings.append(f"{where} differs from the training weights of {_ranks(senders)}")
+            trained = f"the training weights of {ranks_text(senders)}"
+            self._findings.append(f"{where} differs from {trained}")
 
     def _compare_replicas(
         self, numbers: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor
@@ -252,23 +254,10 @@ class Verification:
             named.add(region.tensor)
             is_region = numbers == number
             distinct = digests[is_region].unique()
-            ranks_by_digest = sorted(
+            ranks_by_digest = [
                 ranks[is_region & (digests == digest)].tolist() for digest in distinct
-            )
-            listed = " and ".join(map(_ranks, ranks_by_digest))
-            self._findings.append(
-                f"{_named(region)}: {listed} train it with different bits; replicas must be equal",
-            )
-
-
-def _named(region: Region) -> str:
-    """Format a region as an index into its tensor."""
-    box = ", ".join(f"{low}:{high}" for low, high in zip(region.offsets, region.ends, strict=True))
-    return f"{region.tensor}[{box}]"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            ]
+            self._findings.append(replicas_differ(region_text(region), ranks_by_digest))
 
 
 @dataclass(frozen=True, slots=True)

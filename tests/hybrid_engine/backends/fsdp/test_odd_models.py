@@ -47,12 +47,14 @@ class Odd:
         optimizers: builds the optimizers of a model.
         config: changes of config.json.
         micro_batches: number accumulated for a step.
+        tensor_parallel_size: ranks that compute the same rows.
     """
 
     make: Callable[[Path], torch.nn.Module] = lambda path: shard(from_config(path))
     optimizers: Callable[[torch.nn.Module], Optimizers] = adamw
     config: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
+    tensor_parallel_size: int = 1
 
 
 def with_options(**options: Any) -> Callable[[Path], torch.nn.Module]:
@@ -146,7 +148,7 @@ TWO_RANKS = {
     "two optimizers": Odd(optimizers=two_optimizers),
 }
 FOUR_RANKS = {
-    "tensor parallel": Odd(lambda path: shard_over_tensor_parallel(from_config(path))),
+    "tensor parallel": Odd(lambda path: shard_over_tensor_parallel(from_config(path)), tensor_parallel_size=2),
     "fewer rows than ranks": Odd(config={"intermediate_size": 3, "vocab_size": 129}),
 }
 
@@ -172,7 +174,7 @@ def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
     driven = ShardedModel(model, table_for(read_config(path)), job.rank, optimizers)
     offloader = Offloader(driven)
     for step in range(NUM_STEPS):
-        _train(odd, model, optimizers, 10 * step + job.rank)
+        _train(odd, model, optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
         offloaded = offloader.offload()
         if not all(offloaded.nbytes.values()):  # every kind must leave
             yield f"stays on the device: {[kind for kind, nbytes in offloaded.nbytes.items() if not nbytes]}"
@@ -194,7 +196,7 @@ def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
     other = odd.make(path)
     other_optimizers = odd.optimizers(other)
     for step in range(NUM_STEPS):
-        _train(odd, other, other_optimizers, 10 * step + job.rank)
+        _train(odd, other, other_optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
     state = _state(model, optimizers)
     expected = _state(other, other_optimizers)
     yield from (f"{name} differs" for name in state | expected if not same_bits(state.get(name), expected.get(name)))
