@@ -25,7 +25,7 @@ class MyTrainer(GuardedState):
         self.model = model
         self.optimizer = optimizer
         self.version = 0
-        self.weights = WholeTensors(model.state_dict(keep_vars=True), rank)  # checkpoint names
+        self.weights = WholeTensors(model.state_dict(keep_vars=True), rank, [model])
         self.watch([model], [optimizer])  # raises StateError if they are used while off the device
 
     def offload_items(self) -> Iterator[OffloadItem]:

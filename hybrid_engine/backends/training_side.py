@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from hybrid_engine.errors import ReshardError, WeightError
+from hybrid_engine.compute_check.fingerprint import Fingerprint
+from hybrid_engine.errors import WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -193,9 +194,16 @@ class WholeTensors:
         tensors: name in a checkpoint -> tensor on the device. A tensor with two names, such as a
             tied head, counts once, by its first name.
         rank: this process in the job.
+        models: modules with these tensors and no others. A change of their structure makes a
+            comparison of log-probabilities due again; without them only moved data is noticed.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        rank: int,
+        models: Sequence[torch.nn.Module] = (),
+    ) -> None:
         self.rank = rank
         first_names: dict[int, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -210,6 +218,9 @@ class WholeTensors:
             self._flat.setdefault(buffer.name, flat_storage_of(part))
             self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
             tensor.data = part
+        holder = torch.nn.Module()
+        vars(holder)["_buffers"].update(self.tensors)
+        self.fingerprint = Fingerprint(models or [holder])
 
     def layout(self) -> Layout:
         """Return the location of every tensor on this rank."""
@@ -239,15 +250,7 @@ class WholeTensors:
         Raises:
             ReshardError: a tensor moved, so that a switch would read stale memory.
         """
-        for name, tensor in self.tensors.items():
-            place = self._places[name]
-            flat = self._flat[place.buffer.name]
-            if tensor.data_ptr() != flat.data_ptr() + place.offset * flat.element_size():
-                raise ReshardError(
-                    f"{name} moved since the engine was built. Offload through the engine, not by "
-                    ".data",
-                    code="parameters-moved",
-                )
+        self.fingerprint.require_placed()
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError if a weight has a NaN or an infinite value.

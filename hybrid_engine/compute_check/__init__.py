@@ -5,6 +5,7 @@
     routes.py          experts that both sides select for the tokens
     attention.py       settings of each layer's attention, and their differences
     config_reads.py    keys of config.json that each side reads, and one side alone
+    fingerprint.py     structure of the trainer's model; changes make a comparison due again
     logprob_check.py   the comparison at set-up and in switches
 
 A run that agrees is never overruled by a reading. A reading refuses only what no run within its

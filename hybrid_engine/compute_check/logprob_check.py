@@ -5,6 +5,7 @@
                      and agree on a probe length; if a side cannot be probed, the log has the reason
     probe_trainer    the trainer's forward pass, before any state leaves the device
     compare          vLLM's log-probabilities of the same tokens, once vLLM can generate
+    must_repeat      in later switches: whether the structure of the model changed (fingerprint.py)
 
 Where vLLM cannot be compared (quantised weights or caches, pipeline stages on a CPU), the trainer
 is compared with transformers' class of config.json, which vLLM is built from.
@@ -34,6 +35,7 @@ from hybrid_engine.compute_check.attention import (
     unread_layers,
 )
 from hybrid_engine.compute_check.config_reads import Read, merged_reads, one_sided
+from hybrid_engine.compute_check.fingerprint import NUM_NAMED, Fingerprinted
 from hybrid_engine.compute_check.gap import Gap, max_length_of, tokens_within
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
@@ -113,6 +115,14 @@ class ConfigModel:
     is_needed: bool
 
 
+When = Literal["first", "always", "exact", "off"]
+"""Switches that compare.
+
+"first": the first, and each in which the structure of the model has changed, until one comparison
+has passed. "always": every switch. "exact": every switch, without any difference. "off": none.
+"""
+
+
 class TrainerCheck:
     """Comparison of the trainer with inference engines, on one rank of the trainers.
 
@@ -121,8 +131,7 @@ class TrainerCheck:
     Args:
         trainer: compared if it is a `Probed`.
         job: job of the trainers.
-        when: "first": until one comparison has passed; "always": in every switch; "exact": in
-            every switch, without any difference; "off": never.
+        when: switches that compare.
         reference: compared with the trainer where the engines cannot be; None: nothing is.
 
     Attributes:
@@ -137,9 +146,13 @@ class TrainerCheck:
         self,
         trainer: Trainer,
         job: Job,
-        when: Literal["first", "always", "exact", "off"],
+        when: When,
         reference: ConfigModel | None = None,
     ) -> None:
+        weights = trainer.weights
+        self._fingerprint = weights.fingerprint if isinstance(weights, Fingerprinted) else None
+        self._has_passed = when == "off"
+        self._refusal = ""  # reason for which nothing is compared
         self._trainer = trainer
         self._job = job
         self._when = when
@@ -148,6 +161,48 @@ class TrainerCheck:
         self._trained: ProbeAnswer | None = None
         self._causes: list[str] = []
         self.tokens: torch.Tensor | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next fill compares; the same on all ranks."""
+        return self.tokens is not None and not self._has_passed
+
+    def must_repeat(self) -> bool:
+        """Return whether this rank's model may compute otherwise than when the sides were compared.
+
+        No collective; ranks may differ, and the caller calls `repeat` if any returns True. Raises
+        ComputationError if it may, and the sides cannot be compared.
+        """
+        will_compare = not self._has_passed and not self._refusal
+        if self._fingerprint is None or will_compare:
+            return False
+        differences = self._fingerprint.differences()
+        if not differences:
+            return False
+        since = "the trainer's function may have changed since the engine was built or compared"
+        text = f"{since}: {'; '.join(differences[:NUM_NAMED])}"
+        if self._when == "off":
+            self._fingerprint.renew()
+            logger.warning("[Reshard] %s; check_compute is off", text)
+            return False
+        if self._refusal:
+            raise ComputationError(
+                f"{text}. It cannot be compared: {self._refusal}. Restore the model, or build a "
+                f"new engine. {_REMEDY}",
+                code="function-may-differ",
+            )
+        logger.info("[Reshard] %s", text)
+        return True
+
+    def repeat(self) -> None:
+        """Compare in this switch, and in those after it until one comparison has passed."""
+        self._has_passed = False
+
+    def _note_passed(self) -> None:
+        """Record that a comparison has passed on all ranks."""
+        self._has_passed = self._when == "first"
+        if self._fingerprint is not None:
+            self._fingerprint.renew()
 
     def agree(self, inference: Sequence[Description]) -> None:
         """Compare the layers of both sides, and choose the tokens of the probe.
@@ -190,6 +245,7 @@ class TrainerCheck:
         self._compare_attention(
             _by_number(trainers), _by_number(engines), max_length, num_run, remedy
         )
+        self._refusal = refusal
         if self.tokens is not None:
             length = self.tokens.shape[1]
             uncovered = [size for size in windows if size >= length]
@@ -229,6 +285,7 @@ class TrainerCheck:
                 problem, self.tokens = tokens_within(limits)
                 self._reference = reference
         if not problem:
+            self._refusal = ""
             self._log(logging.INFO, "the trainer is compared with transformers' class instead")
         elif self._source.is_needed:
             raise ComputationError(
@@ -342,7 +399,7 @@ class LogprobCheck(TrainerCheck):
         trainer: Trainer,
         inference: InferenceCaches,
         job: Job,
-        when: Literal["first", "always", "exact", "off"],
+        when: When,
         reference: ConfigModel | None = None,
     ) -> None:
         super().__init__(trainer, job, when, reference)
@@ -376,11 +433,6 @@ class LogprobCheck(TrainerCheck):
                 self._trained_image = trainer.probe_image(self._image)
 
     @property
-    def is_due(self) -> bool:
-        """True if the next switch to INFER compares; the same on all ranks."""
-        return self.tokens is not None and self._when != "off"
-
-    @property
     def is_pending(self) -> bool:
         """True between `probe_trainer` and `compare`; the same on all ranks."""
         return self._trained is not None
@@ -404,8 +456,7 @@ class LogprobCheck(TrainerCheck):
                         self._compare_images(self._image)
         finally:
             self._trained = None
-        if self._when == "first":
-            self._when = "off"
+        self._note_passed()
 
     def _compare_images(self, image: ProbeImage) -> None:
         """Compare the log-probabilities of a prompt with an image."""

@@ -476,9 +476,9 @@ class GenerateConfig(Section):
     (failures.md#wrong-bits)."""
     check_compute: Annotated[Literal["first", "always", "exact", "off"], MAY_CHANGE] = "first"
     """Compare the computation of both sides: attention settings when the engine is built,
-    log-probabilities in the first or in every switch (failures.md#another-function). exact allows
-    no difference, in no switch and no rollout of `train`, and selects vLLM's batch-invariant
-    kernels."""
+    log-probabilities in the first switch and when the model has changed, or in every switch
+    (failures.md#another-function). exact allows no difference, in no switch and no rollout of
+    `train`, and selects vLLM's batch-invariant kernels."""
     servers: Annotated[Names, MAY_CHANGE] = ()
     """vLLM servers (servers.md) that generate instead of vLLM in the training processes:
     http://HOST:PORT, or ray:NAME of a Ray actor. Keys of vLLM's sizes, memory and kernels then have

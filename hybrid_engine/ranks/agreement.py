@@ -28,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +85,13 @@ _Failure = tuple[str, bool] | None
 
 _Outcome = tuple[_Failure, str]
 """Message of one rank after a failed phase: its failure, and the call that it made."""
+
+
+@dataclass
+class Ballot:
+    """A flag that a rank may raise in a phase; after the phase, whether any rank raised it."""
+
+    is_raised: bool = False
 
 
 class Agreement:
@@ -186,10 +194,11 @@ class Agreement:
         patience: float | None = None,
         waiting: Collection[int] | None = None,
         kind: type[HybridEngineError] = ReshardError,
-    ) -> Iterator[None]:
+    ) -> Iterator[Ballot]:
         """Leave the block on all ranks, or raise on all ranks.
 
-        The block must not call other collectives of this agreement unless all ranks do.
+        Yields a flag that costs no further exchange. The block must not call other collectives of
+        this agreement unless all ranks do.
 
         Args:
             name: name of the phase in messages.
@@ -202,9 +211,10 @@ class Agreement:
         self._connections()
         error: Exception | None = None
         self._agreed = None
+        ballot = Ballot()
         try:
             with self._watch.inside(name):
-                yield
+                yield ballot
         except Exception as caught:
             # Raised by a phase within this one: all ranks have raised already.
             if caught is self._agreed or caught is self.lost:
@@ -216,7 +226,9 @@ class Agreement:
                 seconds = min(patience, PATIENCE_AFTER_INTERRUPT)
             self._watch.report(name, described(interrupt), seconds, waiting)
             raise
-        self.conclude(name, error, patience, waiting, kind)
+        ballot.is_raised = self.conclude(
+            name, error, patience, waiting, kind, is_raised=ballot.is_raised
+        )
 
     def rounds(self, name: str, steps: Iterable[object]) -> None:
         """Run this rank's `steps`, agreeing every few seconds until all ranks have finished theirs.
@@ -296,8 +308,11 @@ class Agreement:
         kind: type[HybridEngineError] = ReshardError,
         *,
         what_follows: str = "",
-    ) -> None:
+        is_raised: bool = False,
+    ) -> bool:
         """End a phase: return if no rank failed, else raise on every rank. Collective.
+
+        Returns True if any rank passes `is_raised`.
 
         Without an `error` on any rank it is a barrier. `what_follows` describes the collective that
         comes next, and must be equal on all ranks: gloo aborts the process if sizes differ.
@@ -317,13 +332,14 @@ class Agreement:
                 raise self._part(phase, error) from error
             # One maximum finds both a failure on any rank and ranks that make different calls.
             digest = text_digest(phase, what_follows)
-            extremes = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
+            flags = [error is not None, digest, -digest, is_raised]
+            extremes = torch.tensor(flags, dtype=torch.int64)
             with signals_held():
                 with self._connected(phase, error):
                     self._connections().maximum(extremes)
-                has_failed, highest, negated_lowest = extremes.tolist()
+                has_failed, highest, negated_lowest, any_raised = extremes.tolist()
                 if not has_failed and highest == -negated_lowest:
-                    return
+                    return bool(any_raised)
                 # Texts of all ranks must fit into one message, and a character has up to 4 bytes.
                 most = min(_LONGEST_TEXT, LIMIT // (8 * self.world_size))
                 failure: _Failure = None

@@ -11,13 +11,13 @@ A server is paused while it computes them: requests of clients wait until the co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import torch
 
 from hybrid_engine.compute_check.gap import NUM_ROWS, ROUNDING
-from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, TrainerCheck
+from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, TrainerCheck, When
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import MessageError, ServerError, clipped
@@ -126,7 +126,7 @@ class ServerComparison(TrainerCheck):
         self,
         trainer: Trainer,
         job: Job,
-        when: Literal["first", "always", "exact", "off"],
+        when: When,
         reference: ConfigModel | None = None,
     ) -> None:
         super().__init__(trainer, job, when, reference)
@@ -136,11 +136,6 @@ class ServerComparison(TrainerCheck):
     def is_on(self) -> bool:
         """True if servers that join are compared; the same on all ranks."""
         return self._when != "off"
-
-    @property
-    def is_due(self) -> bool:
-        """True if the next fill compares; the same on all ranks."""
-        return self.tokens is not None
 
     @property
     def asks_servers(self) -> bool:
@@ -154,6 +149,7 @@ class ServerComparison(TrainerCheck):
         ComputationError as `agree`.
         """
         self._servers = servers
+        self._has_passed = False
         self.agree([worker for server in servers for worker in server.workers])
 
     def require_same(self, answers: Sequence[ServerAnswer]) -> None:
@@ -168,10 +164,7 @@ class ServerComparison(TrainerCheck):
             self._require_same(gap, server.settings)
 
     def conclude(self) -> None:
-        """Finish a successful comparison.
-
-        With `when` "first", no fill compares until servers join again.
-        """
-        self._trained = None
-        if self._when == "first":
-            self.tokens = None
+        """Finish a fill; after a comparison, the next is due as `when` says, or if servers join."""
+        if self._trained is not None:
+            self._trained = None
+            self._note_passed()

@@ -294,8 +294,11 @@ class WeightPublisher(Switch):
             # An update may be open in the servers; a new invitation ends it.
             self._disconnect()
         manager = self._connected() if with_servers else None
-        with self.job.agreement.phase("start hooks"):
+        with self.job.agreement.phase("start hooks") as ballot:
             self._call_start_hooks(before, target)
+            ballot.is_raised = target is State.INFER and self._comparison.must_repeat()
+        if ballot.is_raised:
+            self._comparison.repeat()
         self.state = State.INTERRUPTED
         if manager is None:
             self._switch_alone(before, target, tally)

@@ -10,6 +10,7 @@
     weight_container.py   inference weights: empty -> filled bucket by bucket -> released
     incremental.py        buckets that need not be sent, because the inference side still holds them
     release_fence.py      release of training memory as soon as all ranks of the host have read it
+    replicas.py           small weights that several ranks train, compared between these ranks
     verifier.py           `generate_config.verify`: vLLM's weights compared with training's during
                           the fill; check of values that a cast would make infinite
 
@@ -22,9 +23,11 @@ Set-up, once, on every rank:
 A switch to INFER. Every step is a phase that all ranks leave together. Right: what is on the device
 afterwards.
 
-    0  LogprobCheck.probe_trainer: the trainer's log-probabilities of a few tokens, if due
+    0  LogprobCheck.must_repeat: whether the model's structure changed on any rank
+       LogprobCheck.probe_trainer: the trainer's log-probabilities of a few tokens, if due
     1  offload                 gradients and optimizer state                   parameters
     2  prepare, check          pending gathers finish; NaN, overflow refused   parameters
+       Replicas                small weights are equal on all ranks that train them
     3  WeightContainer.begin   on all ranks, before any of them fills
        WeightContainer.fill    for each bucket:
          allocate                memory of inference                           + the bucket

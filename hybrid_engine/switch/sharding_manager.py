@@ -33,7 +33,7 @@ from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Ballot
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
@@ -119,6 +119,7 @@ class ShardingManager(Switch):
         self.job = job
         self.state = State.INTERRUPTED
         self._is_started = False
+        self._is_within = within is not None
         self.has_written = False
         self._tally = SwitchTally()
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
@@ -263,8 +264,14 @@ class ShardingManager(Switch):
         require(self.state, allowed)
 
     def _switch(self, before: State, target: State) -> None:
-        with self._phase("survey"):
+        check = self._logprob_check
+        with self._phase("survey") as ballot:
             self._note_peak()
+            # A publisher, which has an outer switch, compares servers by itself.
+            if target is State.INFER and not self._is_within:
+                ballot.is_raised = check.must_repeat()
+        if ballot.is_raised:
+            check.repeat()
         # IDLE may follow a release that failed, so inference weights may be left there too.
         if before not in (State.TRAIN, State.FORWARD) and not self._keeps_serving:
             self._release_inference()
@@ -518,14 +525,14 @@ class ShardingManager(Switch):
         )
 
     @contextmanager
-    def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
+    def _phase(self, name: str, patience: float | None = None) -> Iterator[Ballot]:
         """Time a phase, and end it when all ranks agree on its success; see `Agreement.phase`."""
         with (
             self._tally.timed(name),
             ExitStack() as arriving,
-            self.job.agreement.phase(name, patience),
+            self.job.agreement.phase(name, patience) as ballot,
         ):
-            yield
+            yield ballot
             # Ends after the agreement's exit, that is, once all ranks have arrived.
             arriving.enter_context(span("wait"))
 

@@ -254,6 +254,7 @@ class FsdpAdaptor(AdaptorWithSources):
     Attributes:
         packed: canonical name -> location in a whole parameter.
         tensors: this rank's parts of the parameters.
+        fingerprint: structure of the model when they were located.
         lora: the adapter that is delivered separately, if any.
 
     Raises:
@@ -277,6 +278,7 @@ class FsdpAdaptor(AdaptorWithSources):
         self.table = table
         self.rank = rank
         self.tensors = tensors or ShardedTensors(model, is_whole)
+        self.fingerprint = self.tensors.fingerprint
         reading = read_model_weights(model, self.tensors.tensors, table, delivery)
         self.packed = reading.packed
         self.lora = reading.lora
@@ -341,13 +343,7 @@ class FsdpAdaptor(AdaptorWithSources):
             ReshardError: parameters moved, or other adapters are active, since the layout was made.
         """
         reshard(self.model)
-        if moved := self.tensors.moved():
-            raise ReshardError(
-                f"{len(moved)} parameters moved, were added or were removed since the layout was "
-                f"made, first {', '.join(moved[:4])}. Shard and extend the model before the "
-                "engine is built; offload through the engine, not by .data or .to()",
-                code="parameters-moved",
-            )
+        self.fingerprint.require_placed()
         # Names need not be read again if all tensors are weights: then PEFT has added none.
         has_adapters = len(self._names.weights) < len(self.tensors.tensors)
         if has_adapters and wrapped_names(self.model, self.tensors.tensors) != self._names:

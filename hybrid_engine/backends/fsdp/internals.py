@@ -63,6 +63,11 @@ PRIVATE_NAMES = (
         "returns offsets and lengths of the local part, for distributed checkpoints",
     ),
     PrivateName(
+        "torch.distributed.tensor:DTensor._local_tensor",
+        "is this rank's part; `to_local` is an operation of autograd, too slow for all parameters "
+        "in every switch",
+    ),
+    PrivateName(
         "torch.distributed.tensor.placement_types:_StridedShard",
         "is FSDP2's placement on a dim that tensor parallelism has split before",
     ),

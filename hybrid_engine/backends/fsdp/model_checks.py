@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
 from hybrid_engine.backends.fsdp.names import plain_name
+from hybrid_engine.compute_check.fingerprint import is_computed_with
 from hybrid_engine.errors import DependencyError, ModelError, clipped
 from hybrid_engine.models.derived import meta_copy_of
 
@@ -30,24 +31,8 @@ TESTED_TORCH = Version("2.13.0")
 
 _OTHER_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 _READABLE_PLACEMENTS = (Shard, Replicate, StridedShard)
-_NOT_INFERENCE = frozenset(
-    {
-        # Only gradients depend on these.
-        "training",
-        "gradient_checkpointing",
-        "padding_idx",
-        # Compared by the shapes of tensors.
-        "vocab_size",
-        # Compared by rotary frequencies.
-        "max_seq_len_cached",
-        "original_max_seq_len",
-    }
-)
-"""Attributes of modules that are not compared with the config."""
 _CHOSEN_BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rotary scaling whose frequencies transformers chooses by the length of a sequence."""
-_NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
-"""Parts of the names of attributes that only training uses."""
 
 
 def require_torch(version: str = torch.__version__) -> None:
@@ -302,9 +287,7 @@ def _attribute_differences(
     """Compare numbers, flags and strings of two modules, and the classes of activations."""
     live_attributes = vars(live)
     for key, value in vars(configured).items():
-        if key.startswith("_") or key in _NOT_INFERENCE or key not in live_attributes:
-            continue
-        if any(part in key for part in _NOT_INFERENCE_PARTS):
+        if key.startswith("_") or key not in live_attributes or not is_computed_with(key):
             continue
         live_value = live_attributes[key]
         # The config determines these; tensors and functions are compared by other checks.

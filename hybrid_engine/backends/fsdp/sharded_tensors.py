@@ -20,6 +20,7 @@ from hybrid_engine.backends.training_side import (
     flat_storage_of,
     parts_in_elastic_buffers,
 )
+from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
@@ -55,13 +56,13 @@ class ShardedTensors:
         parts: name -> this rank's part of the tensor.
         buffer_of: name -> name of the buffer that contains the part.
         flat_buffers: live 1-D storage by name.
+        fingerprint: structure of the model when its tensors were located.
 
     Raises:
         ModelError: listing every reason why the model cannot be read.
     """
 
     def __init__(self, model: torch.nn.Module, is_whole: bool = False) -> None:
-        self._model = model
         if is_whole:
             require_whole(model)
         else:
@@ -84,29 +85,7 @@ class ShardedTensors:
             # The storage counts: FSDP pads, so a rank without rows has memory, too.
             if local.untyped_storage().nbytes() and buffer not in self.flat_buffers:
                 self.flat_buffers[buffer] = flat_storage_of(local)
-
-    def moved(self) -> list[str]:
-        """Return the names of tensors that were moved or removed, and of new parameters."""
-        # While parameters are offloaded, a guard makes state_dict() raise. Names from here may
-        # differ from those of the state dict, so tensors are compared by identity.
-        parameters = {id(tensor): name for name, tensor in self._model.named_parameters()}
-        present = parameters.keys() | {id(buffer) for buffer in self._model.buffers()}
-        names = []
-        for name, tensor in self.tensors.items():
-            if id(tensor) not in present or not self._is_in_place(name, tensor):
-                names.append(name)
-        known = {id(tensor) for tensor in self.tensors.values()}
-        names += [name for key, name in parameters.items() if key not in known]
-        return list(dict.fromkeys(names))
-
-    def _is_in_place(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether this rank's part of a tensor is at the address that `parts` gives."""
-        local = local_of(tensor)
-        if not local.numel():
-            return True
-        flat = self.flat_buffers[self.buffer_of[name]]
-        offset = self.parts[name].start * flat.element_size()
-        return local.data_ptr() == flat.data_ptr() + offset
+        self.fingerprint = Fingerprint([model], stored_part)
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -123,6 +102,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharing its memory and detached from autograd."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local
+
+
+def stored_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor as it is stored, without an operation of autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -60,6 +60,7 @@ class MegatronAdaptor(AdaptorWithSources):
     def __init__(self, model: ModelTensors, lora: LoraView = "merged") -> None:
         super().__init__()
         self.model = model
+        self.fingerprint = model.fingerprint
         self.lora = lora
         self.rank = model.rank
         if model.norm_factors is not None:
@@ -198,14 +199,7 @@ class MegatronAdaptor(AdaptorWithSources):
         for chunk in self.model.ddp_chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        moved = self.model.moved()
-        if moved:
-            raise ReshardError(
-                f"{len(moved)} parameters moved since the layout was made, first "
-                f"{', '.join(moved[:4])}. Offload through the engine, not by .data or .to(), or "
-                "build a new engine",
-                code="parameters-moved",
-            )
+        self.fingerprint.require_placed()
         if self.model.adapters_changed():
             raise ReshardError(
                 "adapters were added, removed, enabled, disabled or scaled since the layout was "

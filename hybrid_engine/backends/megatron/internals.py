@@ -77,6 +77,41 @@ PRIVATE_NAMES = (
     ),
 )
 
+CHANGED_BY_TRAINING = frozenset(
+    {
+        # Callbacks of the training loop in the configuration.
+        "finalize_model_grads_func",
+        "grad_scale_func",
+        "grad_sync_func",
+        "no_sync_func",
+        "param_sync_func",
+        "timers",
+        # Input and micro batch of a stage, and counts of tokens for the balance of experts.
+        "input_tensor",
+        "current_microbatch",
+        "ga_steps",
+        "global_tokens_per_expert",
+        "local_tokens_per_expert",
+        # Key of the tables that YaRN caches.
+        "dtype_cached",
+        "offset_cached",
+        "packed_seq_cached",
+        # Where Transformer Engine's layers are in an iteration, and their scales for 8 bits.
+        "activation_dtype",
+        "fp8",
+        "fp8_calibration",
+        "fp8_initialized",
+        "fp8_meta",
+        "fp8_meta_tensors_initialized",
+        "is_first_microbatch",
+        "modules_with_is_first_microbatch",
+        "quantizers",
+        "_fp8_workspaces",
+        "_fused_impl",
+    }
+)
+"""Attributes and buffers that modules of megatron-core and Transformer Engine change themselves."""
+
 TopK = tuple[torch.Tensor, torch.Tensor]
 """Scores and expert numbers of each token, both [tokens, k]."""
 

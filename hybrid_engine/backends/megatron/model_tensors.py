@@ -21,6 +21,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.computed_sources import ComputedSources, Home
 from hybrid_engine.backends.megatron.adapted_weights import WRAPPED, Adapters, adapter_wrappers
+from hybrid_engine.backends.megatron.internals import CHANGED_BY_TRAINING
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.quantised_parameters import (
     as_elements,
@@ -29,6 +30,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
 )
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
 from hybrid_engine.memory.elastic import exported_buffer_of
@@ -91,6 +93,7 @@ class ModelTensors:
         homes: location of each tensor in `flat_buffers`.
         norm_factors: by weight, the factors of norms that Megatron stores minus 1; None: there are
             none.
+        fingerprint: structure of the chunks when their tensors were located.
 
     Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so
     uneven and virtual pipeline stages and expert parallelism need no arithmetic here.
@@ -129,6 +132,7 @@ class ModelTensors:
                     self._grouped[names.of_weight(name)] = experts
         self._locate_storage()
         self.norm_factors = self._norm_factors()
+        self.fingerprint = Fingerprint(self.chunks, data_of, CHANGED_BY_TRAINING)
 
     @property
     def ddp_chunks(self) -> list[DistributedDataParallel]:
@@ -196,10 +200,6 @@ class ModelTensors:
             for index, expert in enumerate(experts)
         ]
 
-    def moved(self) -> list[str]:
-        """Return the names of weights that have left their location in `homes`."""
-        return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
-
     def attention(self, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
         """Return the attention of this rank's decoder layers, by layer number in the checkpoint."""
         return {
@@ -242,14 +242,6 @@ class ModelTensors:
 
         device = next(iter(weights)).device
         return ComputedSources("factors of norms", weights, device, compute)
-
-    def _is_home(self, tensor: torch.Tensor) -> bool:
-        home = self.homes.get(tensor)
-        if home is None:
-            return False
-        # Compare addresses: assigning `.data` keeps the tensor object.
-        flat = self.flat_buffers[home.buffer]
-        return data_of(tensor).data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
 
 class GlobalNames:

@@ -37,7 +37,7 @@ from megatron_patches.optimizers import set_weight_version
 MicroLoss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 """Returns (loss, report), which share no memory: Megatron divides the loss in place."""
 
-Conclude = Callable[[str, Exception | None], None]
+Conclude = Callable[[str, Exception | None], object]
 """Called at the end of a phase, on all ranks, with the name of the phase and this rank's error or
 None; raises on all ranks if one has an error."""
 

@@ -12,6 +12,7 @@ import torch
 
 from hybrid_engine.compute_check.attention import LENGTH, Attention
 from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
 from hybrid_engine.compute_check.logprob_check import LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
@@ -38,6 +39,12 @@ class ProbedTraining(FakeTraining):
     is_resident = False
     layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
     reads: Mapping[str, Read] = {}
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.model = torch.nn.Module()
+        self.model.p = 0.25
+        self.fingerprint = Fingerprint([self.model])
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -135,6 +142,37 @@ def test_the_check_runs_when_it_is_due(job: None, when: str, expected: list[int]
         rig.assert_is(INFER)
     assert counts == expected
     assert has_seconds == [bool(count) for count in expected]
+
+
+@pytest.mark.parametrize(
+    ("when", "refusal", "expected"),
+    [
+        ("first", "", [1, 0, 1, 0, 0]),
+        ("always", "", [1, 1, 1, 1, 1]),
+        ("off", "", [0, 0, 0, 0, 0]),
+        ("first", "it is split", [0, 0, "function-may-differ", 0, 0]),
+    ],
+)
+def test_a_changed_function_is_compared_again(
+    job: None, caplog: pytest.LogCaptureFixture, when: str, refusal: str, expected: list[object]
+) -> None:
+    """The model changes before the third switch, and is restored if it cannot be compared."""
+    rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal), check_compute=when)
+    counts: list[object] = []
+    for switch in range(5):
+        rig.manager.enter(TRAIN)
+        if switch == 2:
+            rig.training.model.p = 0.5
+        try:
+            rig.manager.enter(INFER)
+            counts.append(rig.num_probed())
+        except ComputationError as error:
+            counts.append(error.code)
+            rig.assert_is(TRAIN)
+            rig.training.model.p = 0.25
+    assert counts == expected
+    warned = [record for record in caplog.records if "check_compute is off" in record.getMessage()]
+    assert len(warned) == (when == "off")
 
 
 def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:

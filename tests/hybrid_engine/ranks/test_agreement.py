@@ -61,8 +61,11 @@ def alone(job: None) -> Agreement:
 
 def test_phases_succeed_on_one_rank(alone: Agreement):
     done = []
-    with alone.phase("first"):
-        done.append("first")
+    for is_raised in (True, False):
+        with alone.phase("first") as ballot:
+            ballot.is_raised = is_raised
+        assert ballot.is_raised is is_raised
+    done.append("first")
     alone.conclude("second")
     assert done == ["first"]
     assert alone.gather({"rank": 0}, dict[str, int]) == [{"rank": 0}]

@@ -115,13 +115,6 @@ def another_config(rank: Rank) -> None:
     rank.wrapped(shard(model))
 
 
-def added_later(rank: Rank) -> None:
-    model = shard(rank.model())
-    wrapped = rank.wrapped(model)
-    model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
-    wrapped.weights.prepare()
-
-
 def sharded_later(rank: Rank) -> None:
     """`fully_shard` on a part of a sharded model replaces its parameters."""
     model = shard(rank.model())
@@ -177,7 +170,6 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], tuple[str, ...]]] = {
     "a mixed optimizer": (steps_of_a_mixed_optimizer, ("ModelError", "foreign-parameters", "1 of 22")),
     "another optimizer": (optimizer_of_another_model, ("ModelError", "foreign-parameters", "21 of 21")),
     "another config": (another_config, ("ParameterMismatchError", "lm_head.weight", "(140, 64)", "(130, 64)")),
-    "added later": (added_later, ("ReshardError", "parameters-moved", "1 parameters", "extra")),
     "sharded later": (sharded_later, ("ReshardError", "parameters-moved", "1 parameters")),
     "replaced later": (replaced_later, ("ReshardError", "parameters-moved", "21 parameters")),
     "not finite": (not_finite, ("WeightError", "model.norm.weight on rank")),
