@@ -110,6 +110,28 @@ class Fingerprint:
     def renew(self) -> None:
         """Compare with the present structure from now on; tensors stay where they were made."""
         self._seen, self._contents = self._snapshot()
+        self._zero = self._zero_buffers()
+
+    def no_longer_zero(self) -> list[str]:
+        """Describe persistent buffers that were zero, such as a router's bias before training.
+
+        A side that ignores such a buffer computed the same until now.
+        """
+        return [f"{name} is no longer zero" for name in self._zero - self._zero_buffers()]
+
+    def _zero_buffers(self) -> set[str]:
+        """Return the names of persistent buffers without a value; waits for the device once."""
+        buffers = {
+            name: tensor
+            for name, tensor in self._stored()
+            if tensor.is_floating_point()
+            and not isinstance(tensor, torch.nn.Parameter)
+            and not tensor.is_meta
+        }
+        if not buffers:
+            return set()
+        counts = torch.stack([tensor.count_nonzero() for tensor in buffers.values()]).tolist()
+        return {name for name, count in zip(buffers, counts, strict=True) if not count}
 
     def require_placed(self) -> None:
         """Raise ReshardError if a tensor moved, vanished, or has another name."""

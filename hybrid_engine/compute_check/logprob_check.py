@@ -177,6 +177,8 @@ class TrainerCheck:
         if self._fingerprint is None or will_compare:
             return False
         differences = self._fingerprint.differences()
+        if not differences and self._when != "off" and not self._refusal:
+            differences = self._fingerprint.no_longer_zero()
         if not differences:
             return False
         since = "the trainer's function may have changed since the engine was built or compared"

@@ -175,6 +175,21 @@ def test_a_changed_function_is_compared_again(
     assert len(warned) == (when == "off")
 
 
+@pytest.mark.parametrize(("refusal", "expected"), [("", [1, 0, 1, 0]), ("splits sequences", [0, 0, 0, 0])])
+def test_a_bias_that_was_zero_is_compared_again(job: None, refusal: str, expected: list[int]) -> None:
+    """vLLM may ignore it. Where nothing can be compared, training it is no error."""
+    rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal))
+    rig.training.model.register_buffer("bias", torch.zeros(3))
+    rig.training.fingerprint.renew()
+    counts = []
+    for switch in range(4):
+        rig.manager.enter(TRAIN)
+        rig.training.model.bias[1] = max(0, switch - 1)  # type: ignore[operator]
+        rig.manager.enter(INFER)
+        counts.append(rig.num_probed())
+    assert counts == expected
+
+
 def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:
     probed.manager.enter(INFER)
     calls = probed.script.take()
