@@ -25,7 +25,7 @@ from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import HubSnapshot
-from hybrid_engine.files.model_files import TOKENIZER, files_like
+from hybrid_engine.files.model_files import CODE, TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.models.block_quantization import BlockQuantization, require_matrices
@@ -589,7 +589,7 @@ def _checked_config(
     if tokenizer_dir is not None:
         # Linked so that saved checkpoints include the tokenizer. The tokenizer itself is read from
         # its own directory, even after the engine has ended.
-        for path in files_like(Path(tokenizer_dir), TOKENIZER):
+        for path in files_like(Path(tokenizer_dir), (*TOKENIZER, CODE)):
             (directory / path.name).symlink_to(path.resolve())
     wire_dtype = None
     if values.get("compress_reshard"):

@@ -16,11 +16,17 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-TOKENIZER = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja")
-"""Patterns of the files of a model's tokenizer."""
+CODE = "*.py"
+"""Pattern of the code that an `auto_map` names; it is copied, and never imported here."""
+TOKENIZER = (
+    *("*token*.json", "tekken.json", "*.model", "*.tiktoken"),
+    *("vocab.*", "merges.txt", "*.jinja"),
+)
+"""Patterns of the files of a model's tokenizer, without its code."""
 PROCESSOR = ("*processor*.json", "chat_template.json")
 """Patterns of the files of a processor of images."""
-COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER, *PROCESSOR)
+DATA = (CONFIG, "generation_config.json", *TOKENIZER, *PROCESSOR)
+COMPANIONS = (*DATA, CODE)
 """Patterns of a model's files other than its weights."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"

@@ -41,7 +41,7 @@ from hybrid_engine.errors import (
     first_of,
     shortened,
 )
-from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, write_checksums
+from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, write_checksums
 from hybrid_engine.files.documents import MOST_BYTES, MOST_JSON_BYTES, given_path
 from hybrid_engine.files.durable import (
     naming,
@@ -53,8 +53,10 @@ from hybrid_engine.files.durable import (
     write_text,
 )
 from hybrid_engine.files.model_files import (
+    CODE,
     COMPANIONS,
     CONFIG,
+    DATA,
     DOWNLOAD_AGAIN,
     INDEX,
     SINGLE,
@@ -244,7 +246,11 @@ def _source_box(transfer: Transfer, buffers: Mapping[str, torch.Tensor]) -> torc
 
 
 def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer; the configuration with `dtype` and no quantization."""
+    """Copy configuration, tokenizer and code.
+
+    The configuration is copied with `dtype`, without quantization, and without an `auto_map` whose
+    code is not here: transformers would look for the code before it takes a class of its own.
+    """
     for path in files_like(model_dir, COMPANIONS):
         if path.name != CONFIG:
             with naming("copying", path, DOWNLOAD_AGAIN):
@@ -257,6 +263,10 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
                 raise ValueError(f"a {type(config).__name__}, not a mapping")
         # The stored weights are not quantized, even if the original checkpoint was.
         config.pop("quantization_config", None)
+        # Code of another repository is named as "repository--module.Class".
+        modules = re.findall(r"'(\w+)\.\w+'", str(config.get("auto_map")))
+        if not all((new / f"{module}.py").is_file() for module in modules):
+            del config["auto_map"]
         # transformers renamed the key, and reads both.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -447,6 +457,12 @@ def _require_replaceable(directory: Path) -> None:
 def _foreign_names(directory: Path) -> list[str]:
     """Return the sorted names of entries that a save of this package does not write."""
     ours = {INDEX, CHECKSUMS, *(indexed_files(directory) or ())}
+    patterns = [*DATA]
+    if directory.suffix == ".incomplete":
+        patterns.append(CODE)
+    elif (directory / CHECKSUMS).is_file():
+        checksums = read_checksums(directory, "Remove it")
+        ours.update(fnmatch.filter(checksums, CODE))
     foreign = []
     for path in directory.iterdir():
         # A killed write of a file leaves it under this name.
@@ -454,7 +470,7 @@ def _foreign_names(directory: Path) -> list[str]:
         is_ours = (
             name in ours
             or _OUR_FILES.fullmatch(name)
-            or any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)
+            or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         )
         if not (is_ours and path.is_file()):
             foreign.append(path.name)
@@ -491,7 +507,9 @@ def put_in_place(
             "weight_map": {name: tensor.file for name, tensor in stored.items()},
         }
         write_text(new / INDEX, json.dumps(index, indent=2) + "\n")
-    write_checksums(new, checksums)
+    # Those of the code tell later that it is not a user's.
+    code = {path.name: checksum_of(path) for path in new.glob(CODE)}
+    write_checksums(new, {**checksums, **code})
     with naming("replacing", directory):
         # The entries must be on the disk before the old directory goes.
         sync(new)

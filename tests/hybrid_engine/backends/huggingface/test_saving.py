@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.errors import ConfigError, FileError
@@ -123,6 +124,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
     model.mkdir()
     (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
     (model / "tokenizer.json").write_text("{}")
+    (model / "modeling.py").write_text("")
     expected: list[dict[str, bytes] | None] = [None, None]
     for number, file_nbytes in enumerate((older, newer)):
         if file_nbytes is not None:
@@ -156,6 +158,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
 # name -> (directory, contents that a save would remove, code of the violation)
 FOREIGN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file": ("hf", lambda path: (path / "notes.txt").touch(), "foreign-files"),
+    "code": ("hf", lambda path: (path / "train.py").touch(), "foreign-files"),
     "other weights": ("hf", lambda path: (path / "adapter.safetensors").touch(), "foreign-files"),
     "a folder": ("hf", lambda path: (path / "tokenizer.json").mkdir(), "foreign-files"),
     "a file in the incomplete directory": ("hf.incomplete", lambda path: (path / "notes.txt").touch(), "foreign-files"),
@@ -177,6 +180,63 @@ def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
         save(tmp_path / "hf")
     assert str(tmp_path / place) in str(caught.value)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+CONFIGURATION = """
+from transformers import DeepseekV3Config
+
+class MadeUpConfig(DeepseekV3Config):
+    model_type = "made_up"
+"""
+TOKENIZATION = """
+from transformers import PreTrainedTokenizer
+from .ranks import read
+
+class MadeUpTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **options):
+        self.ranks = read(vocab_file)
+        super().__init__(**options)
+
+    vocab_size = property(lambda self: len(self.ranks))
+    get_vocab = lambda self: dict(self.ranks)
+    _tokenize = lambda self, text: list(text)
+    _convert_token_to_id = lambda self, token: self.ranks[token]
+"""
+RANKS = "def read(path):\n    return {token: rank for rank, token in enumerate(open(path).read())}\n"
+OF_CONFIG = {"auto_map": {"AutoConfig": "configuration_made_up.MadeUpConfig"}}
+OF_TOKENIZER = {"auto_map": {"AutoTokenizer": ["tokenization_made_up.MadeUpTokenizer", None]}}
+
+
+@pytest.mark.parametrize(("model_type", "has_code"), [("deepseek_v3", False), ("made_up", True)])
+def test_transformers_loads_a_saved_model_with_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, has_code: bool
+) -> None:
+    """Kimi-K2 has code and a tokenizer of tiktoken; transformers knows DeepSeek-V3 without its code."""
+    dynamic = pytest.importorskip("transformers.dynamic_module_utils")
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    files = {"config.json": json.dumps({"model_type": model_type, **OF_CONFIG}), "tiktoken.model": "abc"}
+    files["tokenizer_config.json"] = json.dumps(OF_TOKENIZER)
+    if has_code:
+        code = {"configuration_made_up": CONFIGURATION, "tokenization_made_up": TOKENIZATION, "ranks": RANKS}
+        files |= {f"{name}.py": text for name, text in code.items()}
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    saved = tmp_path / f"saved_{model_type}"
+    for value in (1, 2):  # the second save replaces the first one's code
+        save(saved, value, model_dir=model)
+    assert {path.name for path in saved.iterdir()} == {*files, SINGLE, CHECKSUMS}
+    config = AutoConfig.from_pretrained(saved, trust_remote_code=True)
+    if has_code:
+        assert type(config).__name__ == "MadeUpConfig"
+        tokenizer = AutoTokenizer.from_pretrained(saved, trust_remote_code=True)
+        assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize("cab")) == [2, 0, 1]
+    else:
+        assert type(config).__name__ == "DeepseekV3Config"
 
 
 def test_working_directories_are_not_replaced_and_links_are_kept(
