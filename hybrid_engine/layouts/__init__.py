@@ -13,6 +13,7 @@ the explicit records of a rank.
     training.py     Megatron's side
     sharded.py      FSDP2's side, and a rank's part of a tensor packed in a sharded parameter
     inference.py    vLLM's side
+    kv_cache.py     bytes that vLLM's layers cache of a sequence
     memory.py       bytes on device and host: peaks of a switch, phases of a job with all its models
 
 The configuration's rules (config/) and `plan` (tools/plan/) use these layouts. Tests compare them

@@ -108,10 +108,26 @@ def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> R
     return read
 
 
-def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the longest sequence of a model, as config.json has it, if it does."""
+_SCALED_BY_KEY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Rotary scalings with whose factor `max_position_embeddings` is multiplied already."""
+
+
+def longest_of(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest sequence that vLLM derives from config.json, if it does.
+
+    vLLM multiplies the positions by the factor of some rotary scalings. Source: vLLM 0.32.0,
+    config/model.py.
+    """
+    config = config.get("text_config") or config
     positions = config.get("max_position_embeddings", config.get("n_positions"))
-    return positions if isinstance(positions, int) else None
+    if not isinstance(positions, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or "gemma3" in str(config.get("model_type")):
+        return positions
+    is_scaled = scaling.get("rope_type", scaling.get("type")) in _SCALED_BY_KEY
+    factor = 1 if is_scaled else scaling.get("factor") or 1
+    return int(positions * factor) if isinstance(factor, int | float) else None
 
 
 def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:

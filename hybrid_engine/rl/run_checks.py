@@ -19,7 +19,7 @@ from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import chunks_of
-from hybrid_engine.models.config_json import positions_of
+from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
@@ -175,15 +175,10 @@ def _longest_sequence(engines: HybridConfig) -> int:
     generate = engines.generate_config
     if generate.max_model_len is not None:
         return generate.max_model_len
-    config = engines.hf_config()
-    positions = positions_of(config)
     # Programs may replace values of config.json.
-    if positions is None or "hf_overrides" in generate.vllm:
+    if "hf_overrides" in generate.vllm:
         return _UNBOUNDED
-    # vLLM multiplies the positions by the factor of most rotary scalings.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    factor = scaling.get("factor", 1.0) if isinstance(scaling, dict) else 1.0
-    return int(positions * max(factor, 1.0)) if isinstance(factor, int | float) else _UNBOUNDED
+    return longest_of(engines.hf_config()) or _UNBOUNDED
 
 
 def _micro_batch_sizes(engines: HybridConfig, of_actor: int) -> dict[str, int]:

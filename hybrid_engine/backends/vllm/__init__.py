@@ -55,7 +55,7 @@ from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSet
 from hybrid_engine.backends.vllm.positions import (
     Position,
     layout_of_position,
-    layout_without_job,
+    planned_position,
     quantised_at_position,
 )
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
@@ -73,7 +73,7 @@ __all__ = [
     "VllmAdaptor",
     "check_before_building",
     "layout_of_position",
-    "layout_without_job",
+    "planned_position",
     "quantised_at_position",
     "require_vllm",
 ]

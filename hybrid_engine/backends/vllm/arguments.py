@@ -464,6 +464,8 @@ def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
     The minimum is the blocks of one sequence in every layer of this stage, and a spare block.
     """
     model = config.model_config
+    if model.is_hybrid:
+        return  # layers with a state are known to vLLM's model only, which vLLM asks itself
     block = config.cache_config.block_size or 1  # tokens
     length = model.max_model_len
     window = model.get_sliding_window()

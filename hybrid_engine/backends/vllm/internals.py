@@ -133,6 +133,7 @@ DISABLE_ENVS_CACHE = Internal(
 LOADERS = Internal(
     f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built"
 )
+CACHE_SPECS = Internal(f"{_V1}.kv_cache_interface", "has the kinds of caches of layers, for plans")
 LAYER_NUMBER = Internal(
     "vllm.model_executor.models.utils:extract_layer_index",
     "parses the number of a layer in its prefix",
@@ -317,6 +318,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("requests", "execute_model_state"),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states", "execute_model_state"),
         f"{_V1}.worker.gpu.states:RequestState": ("req_id_to_index",),
+    },
+    "describe the caches of layers, for plans": {
+        f"{_LAYERS}.attention_layer_base:AttentionLayerBase": ("get_kv_cache_spec",),
     },
     "have the tokenizer of requests that need it": {
         f"{_V1}.engine.llm_engine:LLMEngine": ("renderer", "output_processor"),

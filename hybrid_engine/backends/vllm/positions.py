@@ -33,6 +33,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import (
 )
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import HybridEngineError, ModelError, StateError
+from hybrid_engine.layouts.kv_cache import LayerCache
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
@@ -40,6 +41,7 @@ from hybrid_engine.records.layout import Layout
 Result = TypeVar("Result")
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
+_SEQUENTIAL = "Set generate_config.infer_rank_order to sequential"
 _WITHOUT_VALUES = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
@@ -56,6 +58,21 @@ class Position:
     rank: int
     world_size: int
     num_hosts: int
+
+
+@dataclass(frozen=True)
+class PlannedPosition:
+    """What vLLM has at a position.
+
+    Attributes:
+        layout: its weights.
+        caches: what its layers cache.
+        max_model_len: tokens of the longest sequence.
+    """
+
+    layout: Layout
+    caches: tuple[LayerCache, ...]
+    max_model_len: int
 
 
 def layout_of_position(
@@ -82,16 +99,17 @@ def layout_of_position(
     """
     position = _position_of(job)
     check = partial(arguments.check_settings, settings, job)
-    return _layout_at(position, settings, tensors, dtypes, check)
+    trace = _tracer(position, settings, tensors, dtypes)
+    return _read_at(position, settings, trace, _SEQUENTIAL, check)
 
 
-def layout_without_job(
+def planned_position(
     position: Position,
     settings: InferenceSettings,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str] | None = None,
-) -> Layout:
-    """Return the layout of a position of a job that does not run, in this process alone.
+) -> PlannedPosition:
+    """Return what vLLM has at a position of a job that does not run, in this process alone.
 
     Arguments and errors as in `layout_of_position`.
 
@@ -103,11 +121,17 @@ def layout_without_job(
             code="process-group-exists",
         )
     check = partial(arguments.check_without_job, settings, position.rank)
+    trace = _tracer(position, settings, tensors, dtypes)
+
+    def planned(model: torch.nn.Module) -> PlannedPosition:
+        return PlannedPosition(trace(model), *_kv_caches())
+
     store = internals.FAKE_GROUP.load()()
     # vLLM reads its rank and the number of ranks from the default group.
     dist.init_process_group("fake", rank=position.rank, world_size=position.world_size, store=store)
     try:
-        return _layout_at(position, settings, tensors, dtypes, check)
+        remedy = "Compare its config.json with the published one; else it cannot be planned"
+        return _read_at(position, settings, planned, remedy, check)
     finally:
         dist.destroy_process_group()
 
@@ -147,20 +171,43 @@ def _position_of(job: Job) -> Position:
     return Position(job.rank, job.world_size, len(set(job.hosts)))
 
 
-def _layout_at(
+def _tracer(
     position: Position,
     settings: InferenceSettings,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str] | None,
-    check: Callable[[], str],
-) -> Layout:
+) -> Callable[[torch.nn.Module], Layout]:
     torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+    return partial(trace_without_memory, tensors=tensors, dtypes=torch_dtypes, rank=position.rank)
 
-    def layout_of(model: torch.nn.Module) -> Layout:
-        return trace_without_memory(model, tensors, torch_dtypes, position.rank)
 
-    remedy = "Set generate_config.infer_rank_order to sequential"
-    return _read_at(position, settings, layout_of, remedy, check)
+def _kv_caches() -> tuple[tuple[LayerCache, ...], int]:
+    """Return the caches of the layers of vLLM's current configuration, and its `max_model_len`.
+
+    vLLM pads states and cuts tokens into blocks, which adds less than a block to each.
+    """
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    specs = internals.CACHE_SPECS.load()
+    caches = []
+    for layer in config.compilation_config.static_forward_context.values():
+        # Some layers have no cache, such as experts, and some use another layer's.
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
+        if spec is None:
+            continue
+        if not isinstance(spec, specs.AttentionSpec):
+            caches.append(LayerCache(state=spec.max_memory_usage_bytes(config)))
+            continue
+        window = None
+        if isinstance(spec, specs.SlidingWindowSpec):
+            window = spec.sliding_window
+        elif isinstance(spec, specs.ChunkedLocalAttentionSpec):
+            window = spec.attention_chunk_size
+        caches.append(LayerCache(-(-spec.page_size_bytes // spec.block_size), window))
+    return tuple(caches), config.model_config.max_model_len
 
 
 def _torch_dtypes(

@@ -234,6 +234,13 @@ def gathered_nbytes(model: PackedModel, actor: ActorConfig) -> int:
     return itemsize * (root + gathered) + itemsize * (root + layer) + 4 * layer
 
 
+def step_tokens(generate: GenerateConfig, device_nbytes: float) -> int:
+    """Return `max_num_batched_tokens`, the tokens of vLLM's largest step."""
+    default = 16_384 if device_nbytes >= 70 * 2**30 else 8_192
+    configured: Any = generate.vllm.get("max_num_batched_tokens", default)
+    return configured if isinstance(configured, int) else default
+
+
 def vllm_step_nbytes(
     table: ModelTable,
     infer: InferenceParallelism,
@@ -251,9 +258,7 @@ def vllm_step_nbytes(
     """
     dims = table.dims
     settings = table.sizes
-    default = 16_384 if device_nbytes >= 70 * 2**30 else 8_192
-    configured: Any = generate.vllm.get("max_num_batched_tokens", default)
-    tokens = configured if isinstance(configured, int) else default
+    tokens = step_tokens(generate, device_nbytes)
     widths = [sum(_attention(table, infer.tensor).values())]
     if dims.ffn_hidden_size:
         widths.append(3 * settings["ffn_hidden_size"] / infer.tensor)

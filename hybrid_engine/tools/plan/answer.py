@@ -421,10 +421,9 @@ class JobVerdict:
         else:
             contents = (
                 f"{share} hold {taken}, and a KV cache of {gib(cache.room)}: "
-                f"{cache.num_tokens:,} tokens"
+                f"{cache.num_tokens:,} tokens, {cache.num_sequences:.3g} sequences of "
+                f"{cache.longest:,}"
             )
-            if cache.longest:
-                contents += f", {cache.num_sequences:.3g} sequences of {cache.longest:,}"
         if cache.fits:
             return contents
         if cache.given is not None:

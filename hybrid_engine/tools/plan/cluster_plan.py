@@ -6,17 +6,19 @@ load_config(YAML, number of ranks)  ->  plan_job(config, number of ranks, cluste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
+from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, DependencyError, Violation
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
 from hybrid_engine.layouts.memory import (
     GIB,
     MIB,
@@ -33,9 +35,8 @@ from hybrid_engine.layouts.parallelism import (
     TrainParallelism,
 )
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
-from hybrid_engine.models.config_json import positions_of
-from hybrid_engine.models.families import read_model, require_rules
-from hybrid_engine.models.table import ModelDims, ModelTable
+from hybrid_engine.models.config_json import longest_of
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import largest_bucket, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
@@ -46,9 +47,14 @@ from hybrid_engine.tools.plan.activations import (
     Step,
     activation_nbytes,
     gathered_nbytes,
+    step_tokens,
     vllm_step_nbytes,
 )
 from hybrid_engine.tools.plan.traced_side import TracedSides
+
+UNKNOWN_LENGTH = 2048
+"""Tokens of the longest sequence that vLLM assumes if config.json has no key for it."""
+_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
 """Assumed rates of one rank in each direction, in gigabytes (10^9 bytes) per second.
@@ -105,15 +111,16 @@ class CacheRoom:
     """Room for the KV cache in vLLM's share of a device, on the rank with the least, in bytes.
 
     vLLM does not start unless one sequence of `max_model_len` fits. Captured graphs also take
-    memory from the share, which is not known here. Layers with a window need less than counted.
+    memory from the share, which is not known here.
 
     Attributes:
         device: memory of the device.
         utilization: vLLM's fraction of it.
         weights: bytes of vLLM's weights.
         step: estimated bytes of vLLM's largest step.
-        per_token: bytes of a token in the cache.
-        longest: tokens of the longest sequence (`max_model_len`); 0: not known.
+        layers: caches of the layers of the fullest pipeline stage.
+        in_flight: tokens of all scheduled steps, which windows cache in addition.
+        longest: tokens of the longest sequence (`max_model_len`).
         given: size of the cache if the configuration sets it (`kv_cache_mb`), independent of the
             share.
         beside: bytes of training state that stay on the device while vLLM generates.
@@ -123,7 +130,8 @@ class CacheRoom:
     utilization: float
     weights: int
     step: int
-    per_token: int
+    layers: tuple[LayerCache, ...]
+    in_flight: int
     longest: int
     given: int | None = None
     beside: int = 0
@@ -139,19 +147,26 @@ class CacheRoom:
         return self.share - self.weights - self.step if self.given is None else self.given
 
     @property
+    def sequence(self) -> int:
+        """Bytes that vLLM requires for one longest sequence: it may be computed in few steps."""
+        return sequence_nbytes(self.layers, self.longest, self.in_flight)
+
+    @property
     def num_tokens(self) -> int:
-        """Number of tokens that fit in the cache."""
-        return max(0, int(self.room // self.per_token))
+        """Number of tokens that fit in the cache, in longest sequences."""
+        cached = sequence_nbytes(self.layers, self.longest)
+        beyond_windows = self.sequence - cached
+        return max(0, int(self.room - beyond_windows)) * self.longest // max(1, cached)
 
     @property
     def num_sequences(self) -> float:
-        """Number of longest sequences that fit at once; 0 if their length is not known."""
-        return self.num_tokens / self.longest if self.longest else 0.0
+        """Number of longest sequences that fit at once."""
+        return self.num_tokens / self.longest
 
     @property
     def least(self) -> int:
         """Bytes that vLLM needs to start: weights, a step, one sequence."""
-        return self.weights + self.step + max(1, self.longest) * self.per_token
+        return self.weights + self.step + self.sequence
 
     @property
     def needed(self) -> float:
@@ -172,26 +187,12 @@ class CacheRoom:
     @property
     def lack(self) -> float:
         """Bytes missing for vLLM to start, also with training state that stays; 0 if it starts."""
-        sequence = max(1, self.longest) * self.per_token
-        return max(0.0, sequence - self.room, -self.left)
+        return max(0.0, self.sequence - self.room, -self.left)
 
     @property
     def fits(self) -> bool:
         """True if vLLM starts."""
         return self.lack == 0
-
-
-def token_nbytes(dims: ModelDims, infer: InferenceParallelism, itemsize: int) -> int:
-    """Return the bytes of a token in the cache of the rank with the most layers.
-
-    Each layer has a key and a value for each of the rank's key/value heads (one if there are fewer
-    heads than ranks). Multi-head latent attention has a latent vector instead, whole on every rank.
-    `itemsize`: bytes of an element.
-    """
-    heads = max(1, dims.num_kv_heads // infer.tensor)
-    numel = dims.latent_kv_size or 2 * heads * dims.head_dim
-    num_layers = -(-dims.num_layers // infer.pipeline)
-    return numel * num_layers * itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,20 +278,29 @@ def cache_room(
     infer: InferenceParallelism,
     device: float,
     weights: int,
+    stages: Sequence[tuple[LayerCache, ...]],
     longest: int,
     beside: int,
 ) -> CacheRoom:
-    """Return the room for the KV cache on a device; see `CacheRoom` for the arguments."""
+    """Return the room for the KV cache on a device.
+
+    `stages`: caches of the layers of every stage, in the served dtype. See `CacheRoom` for the
+    other arguments.
+    """
     generate = config.generate_config
     itemsize = DTYPE_NBYTES[config.served_dtype]
-    is_fp8 = str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+    layers = max(stages, key=partial(sequence_nbytes, length=longest))
+    if str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        layers = tuple(replace(layer, per_token=layer.per_token // itemsize) for layer in layers)
     cache_mb = generate.kv_cache_mb
     return CacheRoom(
         device=device,
         utilization=generate.gpu_memory_utilization,
         weights=weights,
         step=vllm_step_nbytes(table, infer, generate, itemsize, device),
-        per_token=token_nbytes(table.dims, infer, 1 if is_fp8 else itemsize),
+        layers=layers,
+        # vLLM schedules a step per stage while one ends.
+        in_flight=(infer.pipeline + 1) * step_tokens(generate, device),
         longest=longest,
         given=None if cache_mb is None else cache_mb * MIB,
         beside=beside,
@@ -315,7 +325,8 @@ class JobPlan:
         working: estimates of training steps.
         on_host: bytes of offloaded state in host memory while vLLM generates, and of copies of
             messages.
-        max_model_len: tokens of the longest sequence that vLLM serves; 0: not known.
+        stage_caches: caches of the layers of every stage.
+        max_model_len: tokens of the longest sequence that vLLM serves.
     """
 
     config: HybridConfig
@@ -331,6 +342,7 @@ class JobPlan:
     phases: Mapping[str, Phase]
     working: Working
     on_host: np.ndarray
+    stage_caches: Sequence[tuple[LayerCache, ...]]
     max_model_len: int
 
     @property
@@ -406,6 +418,7 @@ class JobPlan:
             self.infer,
             device=self.cluster.device_gib * GIB,
             weights=int(self.memory.inference.max()),
+            stages=self.stage_caches,
             longest=self.max_model_len,
             beside=stays_beside(self.phases),
         )
@@ -442,6 +455,7 @@ def plan_job(
     cluster: Cluster | None = None,
     progress: Callable[[str], None] = lambda _: None,
     inference: Callable[[ModelTable, InferenceParallelism, str], SideLayout] = inference_side,
+    num_mtp_layers: int | None = None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, and count bytes and memory.
 
@@ -452,6 +466,7 @@ def plan_job(
         progress: callback with the name of each step.
         inference: lays out vLLM's side; plans of several jobs of a model may pass a cached
             function.
+        num_mtp_layers: see `load_config`.
 
     Raises:
         ConfigError: if FSDP2 trains and transformers cannot build the model, for the order "auto"
@@ -461,18 +476,21 @@ def plan_job(
     cluster = cluster or Cluster()
     generate = config.generate_config
     dtype = config.served_dtype
-    table, hf_config = read_model(config.model)
-    table = generate.served(table)
-    if config.actor_config.fsdp is None:
-        require_rules(table)
+    table = JobContext.of(config, world_size, num_mtp_layers).table
     progress("laying out both sides")
     source, state, working = _training(config, world_size, table)
     infer = generate.sizes(world_size)
     hosts = cluster.hosts(world_size)
     if table.is_derived:
-        # How vLLM divides it among stages is in no rule.
-        sides = TracedSides(config, len(set(hosts)))
-        inference = partial(_traced, sides, source)
+        # How vLLM divides it among stages and what its layers cache is in no rule.
+        sides = TracedSides(config, len(set(hosts)), source.holdings.shapes)
+        inference = sides.side
+        traced = sides.positions(table, infer)
+        cached = [planned.caches for planned in traced]
+        longest = traced[0].max_model_len
+    else:
+        cached = layer_caches(table, infer, DTYPE_NBYTES[dtype])
+        longest = longest_sequence(config)
     positions = inference(table, infer, dtype)
     relaying = cluster.relaying_hosts(world_size)
     progress("counting bytes")
@@ -520,18 +538,9 @@ def plan_job(
         phases=job_phases(config, state, weights, bucket, critic, working),
         working=working,
         on_host=on_host + copied_messages(config, cluster, moved),
-        max_model_len=longest_sequence(config, hf_config),
+        stage_caches=cached,
+        max_model_len=longest,
     )
-
-
-def _traced(
-    sides: TracedSides,
-    source: SideLayout,
-    table: ModelTable,
-    infer: InferenceParallelism,
-    _: str,
-) -> SideLayout:
-    return sides.side(table, infer, source.holdings.shapes)
 
 
 def _training(
@@ -604,6 +613,20 @@ def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) 
     return between_hosts
 
 
-def longest_sequence(config: HybridConfig, hf_config: Mapping[str, Any]) -> int:
-    """Return the tokens of the longest sequence that vLLM accepts; 0 if not known."""
-    return config.generate_config.max_model_len or positions_of(hf_config) or 0
+def longest_sequence(config: HybridConfig) -> int:
+    """Return the tokens of the longest sequence that vLLM accepts.
+
+    Raises ConfigError if the configuration has more than the model, which vLLM refuses.
+    """
+    generate = config.generate_config
+    longest = generate.max_model_len
+    limit = longest_of(config.hf_config())
+    if longest is None:
+        return limit or UNKNOWN_LENGTH
+    is_overridden = "hf_overrides" in generate.vllm or os.environ.get(_LONGER) == "1"
+    if limit is not None and longest > limit and not is_overridden:
+        key = "generate_config.max_model_len"
+        problem = f"{longest:,} tokens, but the model has {limit:,} positions (config.json)"
+        remedy = f"Lower it; vLLM takes longer sequences with {_LONGER}=1 only"
+        raise ConfigError([Violation(key, problem, remedy, code="out-of-range")])
+    return longest

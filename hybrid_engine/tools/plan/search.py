@@ -45,15 +45,17 @@ from hybrid_engine.config import (
     find_violations,
 )
 from hybrid_engine.config.job_rules import critic_of, megatron_state, what_stays
+from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import InferenceElements, inference_side
+from hybrid_engine.layouts.kv_cache import layer_caches
 from hybrid_engine.layouts.memory import GIB, MIB, TrainingMemory, largest_shard
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     ShardedParallelism,
 )
 from hybrid_engine.layouts.training import TrainingElements
-from hybrid_engine.models.families import read_model, require_written
+from hybrid_engine.models.families import require_written
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
@@ -105,8 +107,7 @@ Progress = Callable[[str], None]
 
 def used_tokens(cache: CacheRoom, sizes: InferenceParallelism, max_num_seqs: int) -> int:
     """Return the tokens in all caches, each limited to `max_num_seqs` of the longest sequences."""
-    most = max_num_seqs * cache.longest if cache.longest else cache.num_tokens
-    return min(cache.num_tokens, most) * sizes.data
+    return min(cache.num_tokens, max_num_seqs * cache.longest) * sizes.data
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,12 +199,11 @@ class Search:
         self.world_size = world_size
         self.cluster = cluster
         self._device = cluster.device_gib * GIB
-        table, hf_config = read_model(config.model)
-        self._table = config.generate_config.served(table)
+        self._table = JobContext.of(config, world_size).table
         # Sizes are compared by rules, without a trace for each.
         require_written(self._table)
         self._trains = list(self._train_choices())
-        self._infers = list(self._infer_choices(longest_sequence(config, hf_config)))
+        self._infers = list(self._infer_choices(longest_sequence(config)))
         without_sizes: list[Violation] = []
         for key, choices in (("actor_config", self._trains), ("generate_config", self._infers)):
             if not choices:
@@ -328,7 +328,16 @@ class Search:
             sizes = generate.model_copy(update=keys).sizes(self.world_size)
             stored = elements.count(sizes)
             weights = int(stored.num_elements.max()) * itemsize
-            cache = cache_room(self.config, self._table, sizes, self._device, weights, longest, 0)
+            cache = cache_room(
+                self.config,
+                self._table,
+                sizes,
+                self._device,
+                weights,
+                layer_caches(self._table, sizes, itemsize),
+                longest,
+                0,
+            )
             yield _Infer(
                 keys=keys,
                 sizes=sizes,

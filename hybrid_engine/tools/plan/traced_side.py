@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,11 +22,19 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import SideLayout, placed_holdings
 from hybrid_engine.records.layout import BufferId, Layout
 
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.positions import PlannedPosition
+
 _OF_EXPERT = re.compile(r"\.experts\.|\.w13_|\.w2_")
 """In the name of a parameter of vLLM's experts."""
 
-_PLACING = ("expert_placement_strategy",)
-"""Engine arguments of `generate_config.vllm` on which the places of weights depend."""
+_TRACED = (
+    "expert_placement_strategy",
+    "enable_prefix_caching",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+)
+"""Engine arguments of `generate_config.vllm` on which places of weights, or states, depend."""
 
 
 class TracedSides:
@@ -33,25 +43,28 @@ class TracedSides:
     Args:
         config: checked configuration.
         num_hosts: number of hosts of the job.
+        shapes: shapes of the tensors in training, which may be finer.
     """
 
-    def __init__(self, config: HybridConfig, num_hosts: int) -> None:
+    def __init__(
+        self, config: HybridConfig, num_hosts: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self._config = config
         self._num_hosts = num_hosts
-        self._traced: dict[InferenceParallelism, list[Layout]] = {}
+        self._shapes = shapes
+        self._traced: dict[InferenceParallelism, list[PlannedPosition]] = {}
 
     def side(
         self,
         table: ModelTable,
         sizes: InferenceParallelism,
-        shapes: Mapping[str, tuple[int, ...]],
+        _dtype: str = "",
     ) -> SideLayout:
         """Return vLLM's part of every tensor on all ranks.
 
         Args:
             table: table of the model.
             sizes: parallel sizes, in any order of ranks.
-            shapes: shapes of the tensors in training, which may be finer.
 
         Raises:
             ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a
@@ -59,20 +72,13 @@ class TracedSides:
             ModelError: vLLM cannot construct the model without memory.
             PlanError: tensors have other shapes in training.
         """
-        if invalid := violations(sizes, table):
-            raise ConfigError(invalid)
-        sequential = InferenceParallelism(
-            sizes.world_size, sizes.tensor, sizes.pipeline, sizes.expert
-        )
-        if sequential not in self._traced:
-            self._traced[sequential] = self._trace(table, sequential)
         by_position = sizes.ranks.reshape(-1, sizes.ranks_per_instance).T
         alike: dict[int, np.ndarray] = {}
         layouts = []
-        for layout, ranks in zip(self._traced[sequential], by_position, strict=True):
+        for planned, ranks in zip(self.positions(table, sizes), by_position, strict=True):
             first = int(ranks.min())
             alike[first] = np.sort(ranks)
-            layouts.append(layout.refined(shapes).on(first))
+            layouts.append(planned.layout.refined(self._shapes).on(first))
         whole = Layout.merge(layouts)
         placed = placed_holdings(whole, sizes.world_size, alike)
         elements = np.zeros((2, sizes.world_size), dtype=np.int64)
@@ -85,13 +91,21 @@ class TracedSides:
             placed.holdings, placed.placed, elements[0], elements[1], is_offered_all=True
         )
 
-    def _trace(self, table: ModelTable, sizes: InferenceParallelism) -> list[Layout]:
-        """Return the layouts of the positions of an instance."""
+    def positions(self, table: ModelTable, sizes: InferenceParallelism) -> list[PlannedPosition]:
+        """Return what vLLM has at the positions of an instance; errors as in `side`."""
+        if invalid := violations(sizes, table):
+            raise ConfigError(invalid)
+        sequential = replace(sizes, rank_order=None)
+        if sequential not in self._traced:
+            self._traced[sequential] = self._trace(table, sequential)
+        return self._traced[sequential]
+
+    def _trace(self, table: ModelTable, sizes: InferenceParallelism) -> list[PlannedPosition]:
         try:
             from hybrid_engine.backends.vllm import (
                 InferenceSettings,
                 Position,
-                layout_without_job,
+                planned_position,
             )
         except ImportError as error:
             problem = f"vLLM's own loader shows the weights of {table.architecture}: {error}"
@@ -102,8 +116,8 @@ class TracedSides:
         # Bytes are counted unquantised, and methods need kernels of the job's devices, as many
         # other arguments do.
         arguments = config.generate_config.vllm
-        placing = {name: arguments[name] for name in _PLACING if name in arguments}
-        update = {"quantization": UNQUANTISED, "vllm": placing}
+        traced = {name: arguments[name] for name in _TRACED if name in arguments}
+        update = {"quantization": UNQUANTISED, "vllm": traced}
         generate = config.generate_config.model_copy(update=update)
         settings = InferenceSettings(str(config.model), sizes, generate, config.served_dtype)
         positions = [
@@ -111,7 +125,7 @@ class TracedSides:
             for rank in range(sizes.ranks_per_instance)
         ]
         return [
-            layout_without_job(position, settings, table.shapes, table.dtypes)
+            planned_position(position, settings, table.shapes, table.dtypes)
             for position in positions
         ]
 

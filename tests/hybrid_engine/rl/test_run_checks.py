@@ -176,7 +176,8 @@ def test_prompts_of_all_kinds_are_accepted(prompts: Any) -> None:
     [
         ({}, 64),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 256),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, 2**31),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, 2**31),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64),
         ({"max_position_embeddings": None}, 2**31),
     ],
 )

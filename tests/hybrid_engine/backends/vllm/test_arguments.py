@@ -25,6 +25,7 @@ from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from hybrid_engine.models.quantization_configs import block_config
 from tests.harness.errors import has_violation, has_violations
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import served_config, write_config
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -233,6 +234,9 @@ def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
         )
         with nullcontext() if is_enough else is_refused:
             check_arguments(settings_of(sound, kv_cache_mb=size), 0, "cpu")
+    # Four MiB for the one layer of four that has keys and values.
+    hybrid = {**small_config("NemotronHForCausalLM"), "max_position_embeddings": 8192}
+    check_arguments(settings_of(support.write_config(tmp_path / "hybrid", hybrid), kv_cache_mb=5), 0, "cpu")
 
 
 @pytest.mark.parametrize(

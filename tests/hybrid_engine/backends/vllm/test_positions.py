@@ -26,7 +26,7 @@ from hybrid_engine.backends.vllm import (
     Position,
     internals,
     layout_of_position,
-    layout_without_job,
+    planned_position,
 )
 from hybrid_engine.backends.vllm.positions import _seat_class
 from hybrid_engine.config import GenerateConfig
@@ -231,7 +231,7 @@ def trace_without_job(directory: str) -> dict[str, Any]:
     def refusal_of(kind: type[Exception], **changes: Any) -> str:
         arguments = {"position": position, "settings": settings, "tensors": shapes, **changes}
         with pytest.raises(kind) as caught:
-            layout_without_job(**arguments)
+            planned_position(**arguments)
         return str(caught.value)
 
     results["wrong shape"] = refusal_of(ModelError, tensors={**shapes, "model.norm.weight": (7,)})
@@ -239,7 +239,7 @@ def trace_without_job(directory: str) -> dict[str, Any]:
     results["refused by vLLM"] = refusal_of(ConfigError, settings=beyond_positions)
     # Neither refusal left its group.
     results["group"] = dist.is_initialized()
-    results["layout"] = layout_without_job(position, settings, shapes)
+    results["layout"] = planned_position(position, settings, shapes).layout
     dist.init_process_group("gloo")
     results["a rank of a job"] = refusal_of(StateError)
     results["job"] = layout_of_position_of_job(settings, shapes)

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.models.table import ModelDims
 from hybrid_engine.tools.cli import app
-from hybrid_engine.tools.plan.cluster_plan import token_nbytes
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
@@ -232,6 +228,17 @@ def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
     assert plan_as_json(*arguments)["verdict"]["least_gpu_memory_utilization"] > 1, "full length"
 
 
+def test_sequences_longer_than_the_models_positions_are_refused_as_by_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), LENGTH + "131073"
+    for options in ((), ("--search",)):
+        refused = run(*arguments, *options)
+        assert (refused.exit_code, "the model has 131,072 positions" in refused.stderr) == (2, True)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert run(*arguments).exit_code == 0
+
+
 def test_resident_state_counts_on_the_device(tmp_path: Path) -> None:
     """`offload_train_optimizer: false` moves 12 bytes per element from the host to the device."""
     arguments = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=1)
@@ -254,14 +261,6 @@ def test_refusals_of_the_job_are_remarks_of_the_plan(tmp_path: Path) -> None:
     assert "refused: actor_config.sequence_parallel: false with TP 2" in remark
     lora = plan_as_json(*job(write_config(tmp_path, LLAMA_3_8B), 1), "actor_config.lora={}")
     assert "as if every weight was trained" in lora["remarks"][0]
-
-
-def test_cache_bytes_of_a_token() -> None:
-    infer = InferenceParallelism(8, tensor=4, pipeline=2)
-    heads = ModelDims(5, 64, 128, 100, num_heads=8, num_kv_heads=2, head_dim=16, tied_embeddings=False)
-    assert token_nbytes(heads, infer, 2) == 3 * 2 * 1 * 16 * 2, "three layers; a head per two ranks"
-    assert token_nbytes(heads, InferenceParallelism(1), 4) == 5 * 2 * 2 * 16 * 4
-    assert token_nbytes(replace(heads, latent_kv_size=40), infer, 2) == 3 * 40 * 2, "not cut over ranks"
 
 
 def test_a_narrow_cache_has_twice_the_tokens(tmp_path: Path) -> None:

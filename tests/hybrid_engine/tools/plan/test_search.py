@@ -19,6 +19,7 @@ from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, Hybrid
 from hybrid_engine.config.job_rules import megatron_state, memory_plan
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.inference import InferenceElements
+from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
 from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
 from hybrid_engine.layouts.sharded import PackedModel
@@ -30,7 +31,7 @@ from hybrid_engine.planning.planner import largest_bucket
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.tools.plan.activations import Step, activation_nbytes, gathered_nbytes, vllm_step_nbytes
 from hybrid_engine.tools.plan.answer import JobVerdict
-from hybrid_engine.tools.plan.cluster_plan import CacheRoom, Cluster, plan_job, token_nbytes
+from hybrid_engine.tools.plan.cluster_plan import CacheRoom, Cluster, plan_job
 from hybrid_engine.tools.plan.search import (
     MOST_ALIKE,
     NUM_ROWS,
@@ -122,7 +123,7 @@ def test_terms_match_the_figures_computed_by_hand(name: str) -> None:
     assert megatron_state(actor, TrainingElements(table).count(train), train).total.max() == training
     assert activation_nbytes(table, Step.of(actor, train)).max() == activations
     assert 2 * InferenceElements(table).count(infer).num_elements.max() == weights
-    assert token_nbytes(table.dims, infer, 2) == token_bytes
+    assert max(sequence_nbytes(stage, 1) for stage in layer_caches(table, infer, 2)) == token_bytes
     assert vllm_step_nbytes(table, infer, GenerateConfig(), 2, 79.1 * GIB) == step
 
 
@@ -236,7 +237,7 @@ def test_no_bucket_exceeds_its_size_by_more_than_one_part(case: LayoutCase) -> N
     share=st.integers(1, 100),
     step=st.integers(0, 20),
     per_token=st.integers(1, 9),
-    longest=st.integers(0, 20),
+    longest=st.integers(1, 20),
     more=st.integers(-5, 5),
     cache_size=st.none() | st.integers(1, 90),
     other=st.integers(0, 50),
@@ -245,9 +246,9 @@ def test_a_vllm_that_cannot_start_never_fits(
     share: int, step: int, per_token: int, longest: int, more: int, cache_size: int | None, other: int
 ) -> None:
     """Device of 100 bytes: weights leave `more` than a step and the longest sequence take."""
-    needed = max(1, longest) * per_token
+    needed = longest * per_token
     weights = max(0, share - step - needed - more)
-    cache = CacheRoom(100, share / 100, weights, step, per_token, longest, cache_size, other)
+    cache = CacheRoom(100, share / 100, weights, step, (LayerCache(per_token),), 7, longest, cache_size, other)
     taken = math.ceil(100 * (share / 100))
     size = taken - weights - step
     if cache_size is not None:
@@ -444,8 +445,11 @@ def test_missing_memory_and_remedies_are_reported() -> None:
     ],
     ids=lambda keys: str(keys)[:40],
 )
-def test_remedies_have_been_tried(actor: dict[str, Any], generate: dict[str, Any], remedy: str) -> None:
+def test_remedies_have_been_tried(
+    actor: dict[str, Any], generate: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8B on two devices of 75 GiB of one host; only the named key prevents a fit."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     generate = {"max_model_len": 1024, **generate}
     result = find_pairs(build_config("8b", actor, **generate), 2, Cluster(ranks_per_host=2, device_gib=75.0))
     assert not result.rows

@@ -45,7 +45,7 @@ def refusal_of_other_shapes(directory: str) -> str:
     table = table_for(config.hf_config())
     shapes = {**table.shapes, "model.norm.weight": (64, 3), "lm_head.weight": (512, 4, 32)}
     with pytest.raises(PlanError) as caught:
-        TracedSides(config, 1).side(table, InferenceParallelism(2, tensor=2), shapes)
+        TracedSides(config, 1, shapes).side(table, InferenceParallelism(2, tensor=2))
     return str(caught.value)
 
 

@@ -1,0 +1,98 @@
+"""Caches that plans count, compared with those that vLLM's own layers describe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.config import load_config
+from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.models import table_for
+from hybrid_engine.models.config_json import longest_of
+from hybrid_engine.tools.plan.traced_side import TracedSides
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.models.small_configs import small_config
+from tests.zoo.families import served_config, write_config
+
+ACTOR = {"fsdp": {}, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "bfloat16"}
+STATES = {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "bfloat16"}
+
+# Family with a written table -> changed keys, TP and PP.
+WRITTEN: dict[str, tuple[dict[str, Any], int, int]] = {
+    "llama": ({"num_key_value_heads": 1}, 2, 1),
+    "gemma3": ({"num_hidden_layers": 7}, 1, 2),
+    "gemma2": ({}, 2, 1),
+    "qwen2": ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 1, 1),
+    "mixtral": ({"sliding_window": 64}, 1, 1),
+    "deepseek_v2": ({}, 2, 1),
+}
+# bfloat16: a key and a value of 2 heads x 32; the last inputs of a convolution, and a state for each head.
+FULL = LayerCache(2 * 2 * 2 * 32)
+WINDOWED = replace(FULL, window=16)
+MAMBA_2 = LayerCache(state=2 * (3 * (8 * 32 + 2 * 2 * 32) + 8 * 32 * 32))
+DELTA_NET = LayerCache(state=2 * (3 * (2 * 2 * 128 + 4 * 128) + 4 * 128 * 128))
+SHORT_CONVOLUTION = LayerCache(state=2 * 2 * 128)
+GRANITE = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+    **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+}
+LFM2 = {
+    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "conv_L_cache": 3, "conv_dim": 128},
+    **{"block_dim": 128, "block_ff_dim": 192, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+}
+# Architecture without one -> changed keys, and its caches, counted by hand.
+DERIVED: dict[str, tuple[dict[str, Any], dict[LayerCache, int]]] = {
+    "GptOssForCausalLM": ({}, {FULL: 2, WINDOWED: 2}),
+    "Olmo3ForCausalLM": ({}, {FULL: 1, WINDOWED: 3}),
+    "Glm4MoeLiteForCausalLM": ({}, {LayerCache(2 * (512 + 64)): 4}),
+    "NemotronHForCausalLM": ({}, {FULL: 1, MAMBA_2: 1}),
+    "Qwen3NextForCausalLM": ({}, {FULL: 1, DELTA_NET: 3}),
+    "GraniteForCausalLM": (GRANITE, {FULL: 1, MAMBA_2: 3}),
+    "MistralForCausalLM": (LFM2, {FULL: 1, SHORT_CONVOLUTION: 3}),
+}
+
+
+def caches_of_vllm(directory: str) -> dict[str, list[tuple[Any, Any]]]:
+    """Return model -> (vLLM's caches, counted caches) of each position, and of the longest sequence."""
+    caches: dict[str, list[tuple[Any, Any]]] = {}
+    for name in (*WRITTEN, *DERIVED):
+        changes, tensor, pipeline = WRITTEN.get(name, ({}, 1, 1))
+        changes, expected = DERIVED.get(name, (changes, {}))
+        values = {**(small_config if expected else served_config)(name), **changes, "torch_dtype": "bfloat16"}
+        sizes = InferenceParallelism(tensor * pipeline, tensor, pipeline)
+        generate = {"infer_tensor_parallel_size": tensor, "infer_pipeline_parallel_size": pipeline, "vllm": STATES}
+        model = str(write_config(Path(directory, name), values))
+        settings = {"model": model, "actor_config": ACTOR, "generate_config": generate}
+        config = load_config(settings, sizes.world_size, weights_only=True, own_weights=True, own_loop=True)
+        table = table_for(values)
+        positions = TracedSides(config, 1, {}).positions(table, sizes)
+        stages = [expected] if expected else map(Counter, layer_caches(table, sizes, 2))
+        counted = [stage for stage in stages for _ in range(tensor)]
+        caches[name] = [(Counter(position.caches), stage) for position, stage in zip(positions, counted, strict=True)]
+        caches[name].append((positions[0].max_model_len, longest_of(values)))
+    return caches
+
+
+def test_plans_count_the_caches_of_vllm(engines: Ranks, tmp_path: Path) -> None:
+    (caches,) = engines.launch(caches_of_vllm, 1, str(tmp_path))
+    assert caches.keys() == WRITTEN.keys() | DERIVED.keys()
+    for name, of_model in caches.items():
+        for of_vllm, counted in of_model:
+            assert of_vllm == counted, name
+
+
+@pytest.mark.parametrize(("length", "in_flight"), [(100, 512), (2000, 512), (2000, 16_384), (40_000, 16_384)])
+def test_a_sequence_takes_the_blocks_that_vllm_requires(length: int, in_flight: int) -> None:
+    """vLLM counts whole blocks, and one more if a window does not begin with one."""
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    torch = pytest.importorskip("torch")
+    spec = interface.SlidingWindowSpec(16, sliding_window=1024, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    required = spec.max_admission_blocks_per_request(in_flight, length) * spec.page_size_bytes
+    counted = sequence_nbytes([replace(FULL, window=1024)], length, in_flight)
+    assert 0 <= required - counted <= 2 * spec.page_size_bytes
