@@ -81,7 +81,8 @@ OUTSIDE = {
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),
-    "tools.cli": {"rich", "typer", "yaml"},
+    "tools.cli": {"rich", "typer"},
+    "tools.cli.from_verl": {"megatron_patches", "yaml"},
 }
 # CPU stand-ins, which are never imported with a GPU.
 STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")

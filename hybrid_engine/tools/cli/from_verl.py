@@ -1,13 +1,12 @@
 """Conversion of a verl trainer configuration for `plan --from verl`.
 
 Names and defaults are those of verl 0.9.1, `verl/trainer/config` (ppo_trainer and
-ppo_megatron_trainer). Missing keys have verl's defaults. Settings that take memory and have no
-counterpart here become remarks of the plan.
+ppo_megatron_trainer). Missing keys have verl's defaults. Every other key becomes a remark of the
+plan: it is not counted, or refused by a job, or not read.
 
-A misspelt key would plan another job, but verl has hundreds of keys that a plan does not need, and
-its recipes add more. So a key is refused if it was not read and its name is close to a key that was
-read, or if it is the tail of such a key. Real keys of verl to which this applies are in
-`_NOT_READ`.
+A misspelt key would plan another job. So a key is refused if it was not read and its name is close
+to a key that was read, or if it is part of such a key. Real keys of verl to which this applies are
+in `_NOT_READ`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import yaml
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, nearest, shortened
 from hybrid_engine.files.documents import apply_overrides, read_yaml, section_at
-from hybrid_engine.tools.cli.options import check_config
+from hybrid_engine.tools.cli.options import check_config, split_words
 
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_MEGATRON = f"{_ACTOR}.megatron"
-_FSDP = f"{_ACTOR}.fsdp_config"
-_OPTIMIZER = f"{_ACTOR}.optim"
+_MAIN = "actor_rollout_ref."
+_IN_MAIN = re.compile(r"(actor|rollout|model|hybrid_engine)(\.|$)")
+"""Start of a path below `_MAIN`, which paths in this file leave out."""
+_MEGATRON = "actor.megatron"
+_FSDP = "actor.fsdp_config"
 _OVERRIDE = re.compile(r"\+{0,2}([\w.]+=.*)", re.DOTALL)
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 _RESOLVE = "Write it out: run verl's command with `--cfg job --resolve`"
@@ -72,47 +71,59 @@ _GENERATION = {
     "quantization": ("quantization", None),
     "release_weights": ("free_cache_engine", True),
     "vllm.max_num_batched_tokens": ("max_num_batched_tokens", 8192),
+    "vllm.enable_prefix_caching": ("enable_prefix_caching", True),
 }
 """Key of `generate_config` -> key of verl's `rollout`, and its default."""
-_ADAM = {
-    "lr": ("lr", 1e-6),
-    "weight_decay": ("weight_decay", 0.01),
-    "clip_grad": ("clip_grad", 1.0),
-}
-"""Key of `actor_config.optimizer` -> key of verl's `actor.optim`, and its default."""
+_ADAM = {"lr": 1e-6, "weight_decay": 0.01, "clip_grad": 1.0}
+"""Key of verl's `actor.optim` -> default. `actor_config.optimizer` has keys of the same names."""
 _NOT_READ = {
-    f"{_ACTOR}.ppo_mini_batch_size",
-    f"{_MEGATRON}.grad_offload",
-    f"{_ROLLOUT}.moe_tensor_parallel_size",
-    *(
-        f"{_OPTIMIZER}.{name}"
-        for name in ("lr_decay_steps", "lr_warmup_init", "lr_wsd_decay_steps")
-    ),
-    f"{_OPTIMIZER}.lr_wsd_decay_style",
+    "actor.ppo_micro_batch_size",
+    "actor.ppo_mini_batch_size",
+    "actor.megatron.grad_offload",
+    "rollout.moe_tensor_parallel_size",
+    "actor.optim.lr_decay_steps",
+    "actor.optim.lr_warmup_init",
+    "actor.optim.lr_wsd_decay_steps",
+    "actor.optim.lr_wsd_decay_style",
 }
 """verl's keys that a plan does not need, but whose names are close to keys that it reads."""
-_NOT_COUNTED = {
-    "actor_rollout_ref.model.lora_rank": "the plan is that of all weights, trained",
-    "actor_rollout_ref.model.lora.rank": "the plan is that of all weights, trained",
-    "actor_rollout_ref.model.enable_activation_offload": "activations are counted on the device",
-    "actor_rollout_ref.model.mtp.enable": "no layers for it are counted",
-    f"{_FSDP}.offload_policy": "all training state is counted on the device while it trains",
-    f"{_ACTOR}.ppo_micro_batch_size": "not read: it is ppo_micro_batch_size_per_gpu that is",
-    f"{_MEGATRON}.use_megatron_fsdp": "planned as Megatron's distributed optimizer",
-    f"{_MEGATRON}.override_ddp_config": "not read",
-    f"{_MEGATRON}.dynamic_context_parallel": "planned as sequences that no ranks share",
-    f"{_MEGATRON}.qat.enable": "planned without quantization, in training and in vLLM",
-    f"{_ACTOR}.optim.use_precision_aware_optimizer": "gradients and moments are counted in float32",
-    f"{_ACTOR}.optim.override_optimizer_config": "not read",
-    f"{_ROLLOUT}.engine_kwargs.vllm": (
-        "not read: set what takes memory as generate_config.vllm.NAME=VALUE"
+_REFUSED = "a job with this project's engines is refused (docs/frameworks.md)"
+_NOT_COUNTED: dict[str, tuple[Any, str]] = {
+    "rollout.name": ("vllm", "planned as vLLM"),
+    "rollout.free_cache_engine": (True, "the KV cache is not counted while it trains"),
+    "model.lora_rank": (0, "the plan is that of all weights, trained"),
+    "model.lora.rank": (0, f"{_REFUSED}; planned with all weights trained"),
+    "model.enable_activation_offload": (False, "activations are counted on the device"),
+    "actor.fsdp_config.offload_policy": (False, _REFUSED),
+    "actor.megatron.use_megatron_fsdp": (
+        False,
+        f"{_REFUSED}; planned as Megatron's distributed optimizer",
     ),
-    f"{_ACTOR}.use_kl_loss": "the reference policy's memory is not counted",
-    "algorithm.use_kl_in_reward": "the reference policy's memory is not counted",
-    "reward_model.enable": "the reward model's memory is not counted",
-    "reward.reward_model.enable": "the reward model's memory is not counted",
+    "actor.megatron.dynamic_context_parallel": (
+        False,
+        "planned as sequences that no ranks share",
+    ),
+    "actor.megatron.qat.enable": (False, f"{_REFUSED}; planned without quantization"),
+    "actor.optim.use_precision_aware_optimizer": (
+        False,
+        f"{_REFUSED}; gradients and moments are counted in float32",
+    ),
+    "rollout.engine_kwargs.vllm": (
+        {},
+        "not read: set what takes memory as generate_config.vllm.NAME=VALUE",
+    ),
+    "actor.use_kl_loss": (False, "the reference policy's memory is not counted"),
+    "algorithm.use_kl_in_reward": (False, "the reference policy's memory is not counted"),
+    "reward_model.enable": (False, "the reward model's memory is not counted"),
+    "reward.reward_model.enable": (False, "the reward model's memory is not counted"),
 }
-"""Key of verl that the plan ignores -> remark if it is set."""
+"""Key of verl that the plan ignores -> its value without an effect, and a remark on others."""
+_OVERRIDES = {
+    "actor.optim.override_optimizer_config": "OptimizerConfig",
+    "actor.megatron.override_ddp_config": "DistributedDataParallelConfig",
+    "actor.megatron.override_transformer_config": "TransformerConfig",
+}
+"""Section of verl with fields of one of Megatron's configuration classes -> the class."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +135,14 @@ class VerlJob:
         ranks: number of ranks.
         hosts_of: ranks of one host.
         remarks: the converted keys, and settings that the plan ignores.
+        num_mtp_layers: see `load_config`. verl builds no MTP layers without model.mtp.enable.
     """
 
     config: HybridConfig
     ranks: int
     hosts_of: int
     remarks: Sequence[str]
+    num_mtp_layers: int | None
 
 
 def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> VerlJob:
@@ -142,24 +155,13 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     Raises:
         ConfigError: with verl's keys where a value of verl is the cause.
     """
-    overrides = [match[1] for word in words if (match := _OVERRIDE.fullmatch(word))]
-    files = [word for word in words if not _OVERRIDE.fullmatch(word)]
-    if len(files) > 1:
-        raise ConfigError(
-            [
-                Violation(
-                    "CONFIG",
-                    f"more than one file: {shortened(file)}",
-                    "Name one",
-                    code="many-files",
-                )
-                for file in files
-            ]
-        )
+    violations: list[Violation] = []
+    files, overrides = split_words(words, _OVERRIDE, violations)
+    if violations:
+        raise ConfigError(violations)
     values = read_yaml(files[0], "CONFIG") if files else {}
     ours = []
     theirs = []
-    violations = []
     for word in overrides:
         section = re.split("[.=]", word)[0]
         if section in HybridConfig.model_fields:
@@ -181,8 +183,9 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
         ranks = num_hosts * ranks_per_host
     if reading.strategy != "megatron":
         reading.shard(ranks)
+    num_mtp_layers = None if reading.get("model.mtp.enable") else 0
     remarks = list(reading.remarks())
-    violations += reading.misspelt()  # last, when all keys that matter have been read
+    violations += reading.misspelt()
     if violations:
         raise ConfigError(violations)
     translated: dict[Any, Any] = {}
@@ -194,7 +197,7 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     if violations:
         raise ConfigError(violations)
     try:
-        config = check_config(translated, ranks, None)
+        config = check_config(translated, ranks, None, num_mtp_layers=num_mtp_layers)
     except ConfigError as error:
         overridden = {word.partition("=")[0] for word in ours}
         findings = []
@@ -205,7 +208,17 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
             findings.append(violation)
         raise ConfigError(findings) from error
     remarks.insert(0, f"Read from verl's configuration as:\n{shown}")
-    return VerlJob(config, ranks, ranks_per_host if hosts_of is None else hosts_of, tuple(remarks))
+    if num_mtp_layers == 0 and config.table().dims.num_mtp_layers:
+        remarks.append(
+            "actor_rollout_ref.model.mtp.enable is not set: planned without the model's layers for "
+            "multi-token prediction, as verl trains it. A job of the configuration above has them."
+        )
+    hosts_of = ranks_per_host if hosts_of is None else hosts_of
+    return VerlJob(config, ranks, hosts_of, tuple(remarks), num_mtp_layers)
+
+
+def _full(path: str) -> str:
+    return f"{_MAIN}{path}" if _IN_MAIN.match(path) else path
 
 
 @dataclass
@@ -217,7 +230,7 @@ class _Reading:
         violations: receives what cannot be converted.
         keys: full key of this project -> value.
         sources: full key of this project -> verl's path.
-        read: all paths that were looked up, present or not.
+        read: all full paths that were looked up, present or not.
     """
 
     values: Mapping[Any, Any]
@@ -228,6 +241,7 @@ class _Reading:
 
     def get(self, path: str, default: Any = None, depth: int = 0) -> Any:
         """Return the value at a path with interpolations resolved; `default` if missing or null."""
+        path = _full(path)
         self.read.add(path)
         value: Any = self.values
         for part in path.split("."):
@@ -247,9 +261,11 @@ class _Reading:
         value = self.get(path, default)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        problem = f"{shortened(value)} is not a number"
-        self.violations.append(Violation(path, problem, "Use a whole number", code="wrong-value"))
+        self._refuse(path, f"{shortened(value)} is not a number", "Use a whole number")
         return default
+
+    def _refuse(self, path: str, problem: str, remedy: str) -> None:
+        self.violations.append(Violation(_full(path), problem, remedy, code="wrong-value"))
 
     @property
     def strategy(self) -> Any:
@@ -259,49 +275,47 @@ class _Reading:
         Megatron's sizes and neither key is not assumed to be FSDP.
         """
         engine = self.get("model_engine", None if self.get(_MEGATRON) else "dp")
-        return self.get(f"{_ACTOR}.strategy", "fsdp" if engine == "dp" else engine)
+        return self.get("actor.strategy", "fsdp" if engine == "dp" else engine)
 
     def put(self, key: str, path: str, default: Any = None, value: Any = None) -> None:
         """Set `key` to `value`, or else to the value at `path`, which is recorded as its source."""
         value = self.get(path, default) if value is None else value
         if value is not None:
             self.keys[key] = value
-            self.sources[key] = path
+            self.sources[key] = _full(path)
 
     def translate(self) -> None:
         """Set all keys except `actor_config.fsdp`, which depends on the number of ranks."""
         strategy = self.strategy
         if strategy not in ("megatron", "fsdp", "fsdp2"):
-            key = f"{_ACTOR}.strategy"
-            remedy = "Use megatron, fsdp2 or fsdp"
-            self.violations.append(Violation(key, shortened(strategy), remedy, code="wrong-value"))
-        key = "actor_rollout_ref.hybrid_engine"
-        if self.get(key, True) is not True:
+            self._refuse("actor.strategy", shortened(strategy), "Use megatron, fsdp2 or fsdp")
+        if self.get("hybrid_engine", True) is not True:
+            key = f"{_MAIN}hybrid_engine"
             problem = "false: training and generation use separate devices"
             remedy = "Here they share devices: use true"
             self.violations.append(Violation(key, problem, remedy, code="not-supported"))
-        path = "actor_rollout_ref.model.path"
-        model = self.get(path)
+        model = self.get("model.path")
         if model is None:
+            key = f"{_MAIN}model.path"
             remedy = "Name a Hugging Face model: a directory or an id"
-            self.violations.append(Violation(path, "is missing", remedy, code="is-missing"))
-        self.put("model", path, value=os.path.expanduser(str(model)))
+            self.violations.append(Violation(key, "is missing", remedy, code="is-missing"))
+        self.put("model", "model.path", value=os.path.expanduser(str(model)))
         self._translate_batch()
         self._translate_optimizer()
         if strategy == "megatron":
             self._megatron()
         for key, (name, default) in _GENERATION.items():
-            self.put(f"generate_config.{key}", f"{_ROLLOUT}.{name}", default)
+            self.put(f"generate_config.{key}", f"rollout.{name}", default)
         if strategy == "megatron":
             section = _MEGATRON
-            path = f"{section}.dtype"
+            path = "actor.megatron.dtype"
             train_dtype = self._dtype(path, "bf16")
         else:
             section = _FSDP
-            path = f"{section}.model_dtype"
+            path = "actor.fsdp_config.model_dtype"
             train_dtype = self._dtype(path, "fp32")
         self.put("actor_config.params_dtype", path, value=train_dtype)
-        path = f"{_ROLLOUT}.dtype"
+        path = "rollout.dtype"
         served_dtype = self._dtype(path, "bf16")
         if served_dtype != train_dtype:
             self.put("generate_config.compress_reshard", path, value=True)
@@ -314,51 +328,51 @@ class _Reading:
 
     def _translate_batch(self) -> None:
         """Set lengths of sequences, and the micro batch that a plan counts activations of."""
-        prompt = self.size(f"{_ROLLOUT}.prompt_length", 0)
+        prompt = self.size("rollout.prompt_length", 0)
         tokens = prompt or self.size("data.max_prompt_length", 512)
-        response = self.size(f"{_ROLLOUT}.response_length", 0)
+        response = self.size("rollout.response_length", 0)
         tokens += response or self.size("data.max_response_length", 512)
         self.put("actor_config.seq_length", "data.max_response_length", value=tokens)
-        self.put("generate_config.max_model_len", f"{_ROLLOUT}.max_model_len", tokens)
-        self.put("actor_config.micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
-        path = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-        most_tokens = self.size(path, 16384) * self.size(f"{_MEGATRON}.context_parallel_size", 1)
-        if self.get(f"{_ACTOR}.use_dynamic_bsz") is True:
+        self.put("generate_config.max_model_len", "rollout.max_model_len", tokens)
+        self.put("actor_config.micro_batch_size", "actor.ppo_micro_batch_size_per_gpu")
+        path = "actor.ppo_max_token_len_per_gpu"
+        context = self.size("actor.megatron.context_parallel_size", 1)
+        most_tokens = self.size(path, 16384) * context
+        if self.get("actor.use_dynamic_bsz") is True:
             num_sequences = max(1, most_tokens // max(1, tokens))
             self.put("actor_config.micro_batch_size", path, value=num_sequences)
 
     def _translate_optimizer(self) -> None:
-        for key, (name, default) in _ADAM.items():
-            self.put(f"actor_config.optimizer.{key}", f"{_OPTIMIZER}.{name}", default)
-        path = f"{_OPTIMIZER}.betas"
+        for name, default in _ADAM.items():
+            self.put(f"actor_config.optimizer.{name}", f"actor.optim.{name}", default)
+        path = "actor.optim.betas"
         betas = self.get(path, [0.9, 0.999])
         if isinstance(betas, list) and len(betas) == 2:
             self.put("actor_config.optimizer.adam_beta1", path, value=betas[0])
             self.put("actor_config.optimizer.adam_beta2", path, value=betas[1])
         else:
-            problem = shortened(betas)
-            self.violations.append(Violation(path, problem, "Use two numbers", code="wrong-value"))
+            self._refuse(path, shortened(betas), "Use two numbers")
 
     def _megatron(self) -> None:
         for name, default in _SIZES.items():
             self.put(f"actor_config.{name}", f"{_MEGATRON}.{name}", default)
         # Without TP, verl ignores the key, which is true by default.
         if self.keys["actor_config.tensor_model_parallel_size"] != 1:
-            self.put("actor_config.sequence_parallel", f"{_MEGATRON}.sequence_parallel", True)
-        path = f"{_MEGATRON}.use_distributed_optimizer"
+            self.put("actor_config.sequence_parallel", "actor.megatron.sequence_parallel", True)
+        path = "actor.megatron.use_distributed_optimizer"
         self.put("actor_config.use_distributed_optimizer", path, True)
-        section = f"{_MEGATRON}.override_transformer_config"
         for name in _TRANSFORMER:
-            self.put(f"actor_config.{name}", f"{section}.{name}")
+            path = f"actor.megatron.override_transformer_config.{name}"
+            self.put(f"actor_config.{name}", path)
         # verl names modules by default, also when they are not used.
-        if self.get(f"{section}.recompute_granularity") != "selective":
+        if self.keys.get("actor_config.recompute_granularity") != "selective":
             self.keys.pop("actor_config.recompute_modules", None)
 
     def shard(self, ranks: int) -> None:
         """Set `actor_config.fsdp`."""
-        path = f"{_FSDP}.fsdp_size"
+        path = "actor.fsdp_config.fsdp_size"
         num_shards = self.size(path, -1)
-        strategy_path = f"{_FSDP}.reshard_after_forward"
+        strategy_path = "actor.fsdp_config.reshard_after_forward"
         keeps_gathered = self.get(strategy_path, True) is False
         if keeps_gathered:
             self.put("actor_config.fsdp.sharding_strategy", strategy_path, value="SHARD_GRAD_OP")
@@ -366,15 +380,16 @@ class _Reading:
             if ranks % num_shards:
                 problem = f"{num_shards} does not divide {ranks} ranks"
                 remedy = "Use a divisor, or -1"
-                self.violations.append(Violation(path, problem, remedy, code="not-divisible"))
+                violation = Violation(_full(path), problem, remedy, code="not-divisible")
+                self.violations.append(violation)
             if not keeps_gathered:
                 self.put("actor_config.fsdp.sharding_strategy", path, value="HYBRID_SHARD")
             self.put("actor_config.fsdp.replicas", path, value=ranks // num_shards)
-        path = f"{_FSDP}.dtype"
+        path = "actor.fsdp_config.dtype"
         dtype = self._dtype(path, "bf16")
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no")
         self.put("actor_config.fsdp.mixed_precision", path, value=precision)
-        path = "actor_rollout_ref.model.enable_gradient_checkpointing"
+        path = "model.enable_gradient_checkpointing"
         self.put("actor_config.fsdp.activation_checkpointing", path, True)
 
     def _dtype(self, path: str, default: str) -> str:
@@ -382,92 +397,85 @@ class _Reading:
         return _DTYPES.get(name, name)
 
     def misspelt(self) -> Iterator[Violation]:
-        """Yield keys that are misspellings of keys that were read; to be called after all reads."""
-        for path in _paths(self.values):
-            meant = self._meant(path)
-            if meant:
-                problem = "is not a key of verl"
-                yield Violation(path, problem, f"Did you mean {meant}?", code="unknown-key")
-
-    def _meant(self, path: str) -> str | None:
-        """Return the read path (or its section) of which `path` is a misspelling or tail."""
-        section = ""
-        for name in path.split("."):
-            below = [read.removeprefix(section) for read in self.read if read.startswith(section)]
-            known = {rest.split(".")[0] for rest in below}
-            # Without known keys, the section was read as a whole.
-            if not known or section + name in _NOT_READ:
-                return None
-            if name not in known:
-                meant = nearest(name, known)
-                if meant is not None:
-                    return section + meant
-                ends = (read for read in sorted(self.read) if read.endswith(f".{path}"))
-                return next(ends, None)
-            section += f"{name}."
-        return None
+        """Yield keys that are misspellings of keys that were read, after all have been read."""
+        for path in self._unread(self.values):
+            section, _, name = f".{path}".rpartition(".")
+            below = [
+                read
+                for read in map(".{}".format, sorted(self.read))
+                if read.startswith(f"{section}.")
+            ]
+            meant = nearest(name, {read[len(section) :].split(".")[1] for read in below})
+            found = f"{section}.{meant}"[1:] if meant else None
+            if found is None:
+                found = next(
+                    (read for read in sorted(self.read) if f".{path}." in f"{read}."), None
+                )
+            if found and path not in map(_full, _NOT_READ):
+                remedy = f"Did you mean {found}?"
+                yield Violation(path, "is not a key of verl", remedy, code="unknown-key")
 
     def remarks(self) -> Iterator[str]:
         """Yield settings that take memory or move data and are not in the plan."""
-        is_dynamic = self.get(f"{_ACTOR}.use_dynamic_bsz") is True
-        engine = self.get(f"{_ROLLOUT}.name", "vllm")
-        if engine != "vllm":
-            yield f"{_ROLLOUT}.name {shortened(engine)}: planned as vLLM."
+        is_dynamic = self.get("actor.use_dynamic_bsz") is True
         if is_dynamic:
             number = self.keys["actor_config.micro_batch_size"]
             tokens = self.keys["actor_config.seq_length"]
             yield (
-                f"{_ACTOR}.use_dynamic_bsz: planned as micro batches of {number} "
+                f"{_MAIN}actor.use_dynamic_bsz: planned as micro batches of {number} "
                 f"sequences of {tokens} tokens."
             )
-        for name in (
-            "lr_warmup_steps",
-            "lr_warmup_steps_ratio",
-            "lr_decay_style",
-            "lr_scheduler_type",
-        ):
-            value = self.get(f"{_OPTIMIZER}.{name}", "constant")
-            if value not in ("constant", -1, 0):
-                yield (
-                    f"{_OPTIMIZER}.{name} {shortened(value)}: not read; "
-                    "see actor_config.optimizer.schedule."
-                )
         if self.strategy == "fsdp":
-            yield f"{_ACTOR}.strategy fsdp: planned as FSDP2."
-        if self.get(f"{_ROLLOUT}.free_cache_engine", True) is False:
-            setting = f"{_ROLLOUT}.free_cache_engine false"
-            yield f"{setting}: the KV cache is not counted while it trains."
-        has_replicas = self.get(f"{_ROLLOUT}.data_parallel_size", 1) != 1
-        if has_replicas and self.get(f"{_ROLLOUT}.expert_parallel_size", 1) == 1:
-            yield f"{_ROLLOUT}.data_parallel_size: replicas that share nothing are planned."
-        for section in (_ACTOR, _FSDP):
+            yield f"{_MAIN}actor.strategy fsdp: {_REFUSED}; planned as FSDP2."
+        has_replicas = self.get("rollout.data_parallel_size", 1) != 1
+        if has_replicas and self.get("rollout.expert_parallel_size", 1) == 1:
+            yield f"{_MAIN}rollout.data_parallel_size: replicas that share nothing are planned."
+        for section in ("actor", _FSDP):
             path = f"{section}.ulysses_sequence_parallel_size"
             if self.get(path, 1) != 1 and not is_dynamic:
-                yield f"{path}: activations are counted of whole sequences."
+                yield f"{_MAIN}{path}: activations are counted of whole sequences."
         advantages = self.get("algorithm.adv_estimator", "gae")
         if self.get("critic.enable", advantages == "gae"):
             yield (
                 "critic: its memory is not counted; "
                 "critic_config={} adds one in the actor's layout."
             )
-        section = f"{_MEGATRON}.override_transformer_config"
-        others = []
-        for name, value in dict(self.get(section, {})).items():
-            if value and name not in (*_TRANSFORMER, "attention_backend"):
-                others.append(str(name))
-        if others:
-            yield f"{section} ({', '.join(others)}): not read."
-        for path, meaning in _NOT_COUNTED.items():
-            value = self.get(path)
-            if value:
-                yield f"{path} {shortened(value)}: {meaning}."
+        for path, (default, meaning) in _NOT_COUNTED.items():
+            value = self.get(path, default)
+            if value != default:
+                yield f"{_full(path)} {shortened(value)}: {meaning}."
+        yield from self._refused_fields()
+        unread: dict[str, list[str]] = {}
+        for path in self._unread(self.values):
+            section, _, name = path.rpartition(".")
+            unread.setdefault(section or "sections", []).append(name)
+        if unread:
+            lines = (f"  {section}: {', '.join(names)}" for section, names in unread.items())
+            yield "\n".join(("Not read:", *lines))
 
+    def _refused_fields(self) -> Iterator[str]:
+        """Yield the fields of Megatron with values that a switch does not allow."""
+        try:
+            from megatron_patches.patch import CORE_VERSIONS
+            from megatron_patches.refused_fields import refusal
+        except ImportError:  # without torch, where nothing can be trained
+            return
+        for path, kind in _OVERRIDES.items():
+            fields = self.get(path, {})
+            section = _full(path)
+            self.read.discard(section)  # accepted fields are not read
+            for name, value in fields.items():
+                found = refusal(kind, name, value, CORE_VERSIONS[0])
+                if found is not None:
+                    self.read.add(f"{section}.{name}")
+                    yield f"{section}.{name} {shortened(value)}: {_REFUSED}: {found.problem}."
 
-def _paths(values: Mapping[Any, Any], section: str = "") -> Iterator[str]:
-    """Yield the full names of all keys that are not sections."""
-    for key, value in values.items():
-        path = f"{section}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _paths(value, f"{path}.")
-        else:
-            yield path
+    def _unread(self, values: Mapping[Any, Any], section: str = "") -> Iterator[str]:
+        """Yield the keys that are set and were not read, or sections of which no key was read."""
+        for name, value in values.items():
+            path = f"{section}{name}"
+            is_set = value is not None and value not in ({}, []) and name != "_target_"
+            if any(read.startswith(f"{path}.") for read in self.read):
+                yield from self._unread(value if isinstance(value, Mapping) else {}, f"{path}.")
+            elif is_set and path not in self.read:
+                yield path

@@ -27,7 +27,7 @@ from hybrid_engine.files.documents import apply_overrides, read_yaml
 
 MOST_RANKS = 2**17
 """Largest number of ranks. Beyond it a plan takes minutes, and more memory than the planned job."""
-_OVERRIDE = re.compile(r"[\w.]+=")
+_OVERRIDE = re.compile(r"([\w.]+=.*)", re.DOTALL)
 
 
 def integer_option(meaning: str) -> OptionInfo:
@@ -52,6 +52,17 @@ def config_argument() -> ArgumentInfo:
     return argument
 
 
+def split_words(
+    words: Sequence[str], override: re.Pattern[str], violations: list[Violation]
+) -> tuple[list[str], list[str]]:
+    """Return files and overrides (the first group of a match); only one file is valid."""
+    files = [word for word in words if not override.fullmatch(word)]
+    for file in files[1:]:
+        problem = f"more than one file: {shortened(file)}"
+        violations.append(Violation("CONFIG", problem, "Name one", code="many-files"))
+    return files, [match[1] for match in map(override.fullmatch, words) if match]
+
+
 def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = False) -> HybridConfig:
     """Return the checked configuration from the words of `config_argument`.
 
@@ -63,12 +74,8 @@ def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = Fals
     Raises:
         ConfigError: with every violation.
     """
-    files = [word for word in words if not _OVERRIDE.match(word)]
-    overrides = [word for word in words if _OVERRIDE.match(word)]
-    violations = [
-        Violation("CONFIG", f"more than one file: {shortened(file)}", "Name one", code="many-files")
-        for file in files[1:]
-    ]
+    violations: list[Violation] = []
+    files, overrides = split_words(words, _OVERRIDE, violations)
     violations += _rank_violations(ranks)
     values = None
     if files:
@@ -87,6 +94,7 @@ def check_config(
     directory: Path | None,
     *,
     sizes_are_open: bool = False,
+    num_mtp_layers: int | None = None,
 ) -> HybridConfig:
     """Return the checked configuration of a mapping; see `read_config` and `load_config`.
 
@@ -104,6 +112,7 @@ def check_config(
             ranks,
             weights_only=True,
             own_weights=True,
+            num_mtp_layers=num_mtp_layers,
             directory=directory,
         )
     except DependencyError as error:  # a model on the Hub, without huggingface_hub

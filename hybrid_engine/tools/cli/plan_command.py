@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.tools.cli.from_verl import read_verl
+from hybrid_engine.tools.cli.from_verl import VerlJob, read_verl
 from hybrid_engine.tools.cli.options import (
     config_argument,
     integer_option,
@@ -113,7 +113,7 @@ def plan(
     violations = list(_option_violations(hosts_of, device_gib, host_gib))
     size = collect(violations, _size_of_device, device, device_gib)
     rates = collect(violations, _parse_rates, link_gbps)
-    remarks: Sequence[str] = ()
+    verl_job = None
     config = None
     if source is not None:
         verl_job = collect(violations, read_verl, words, ranks, hosts_of)
@@ -121,7 +121,6 @@ def plan(
             config = verl_job.config
             ranks = verl_job.ranks
             hosts_of = verl_job.hosts_of
-            remarks = verl_job.remarks
     elif ranks is None:
         remedy = "Give the number of ranks: one for each device"
         violations.append(Violation("--ranks", "is missing", remedy, code="is-missing"))
@@ -146,7 +145,7 @@ def plan(
         of_checkpoint = list(_checkpoint_remarks(config))
         raise typer.Exit(search_and_print(config, ranks, cluster, of_checkpoint, as_json=as_json))
     with progress() as show_step:
-        answer = _answer(config, ranks, cluster, rank, frozen, remarks, show_step)
+        answer = _answer(config, ranks, cluster, rank, frozen, verl_job, show_step)
     write_answer(answer.as_dict(), lambda: _print_answer(answer), as_json=as_json)
     raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
 
@@ -157,14 +156,15 @@ def _answer(
     cluster: Cluster,
     rank: int | None,
     frozen: str | None,
-    remarks: Sequence[str],
+    verl_job: VerlJob | None,
     show_step: Callable[[str], None],
 ) -> Answer:
     """Plan the job, and the rank and later switches if requested. Ends the command on errors."""
     started = time.perf_counter()
     later = None
     with refusing():
-        job = plan_job(config, ranks, cluster, show_step)
+        num_mtp_layers = None if verl_job is None else verl_job.num_mtp_layers
+        job = plan_job(config, ranks, cluster, show_step, num_mtp_layers=num_mtp_layers)
         if frozen is not None:
             later = later_switches(job, frozen.replace(" ", "").split(","))
     cost = {"seconds": time.perf_counter() - started, "peak_memory": _peak_memory()}
@@ -174,12 +174,14 @@ def _answer(
         started = time.perf_counter()
         rank_plan = job.plan_of(rank)
         of_rank = facts_of_rank(rank_plan, rank, time.perf_counter() - started)
-    return Answer(job, cost, of_rank, later, [*remarks, *_remarks(config, ranks)])
+    remarks = [] if verl_job is None else verl_job.remarks
+    remarks = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
+    return Answer(job, cost, of_rank, later, remarks)
 
 
-def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
+def _remarks(config: HybridConfig, ranks: int, num_mtp_layers: int | None) -> Iterator[str]:
     """Yield reasons why a planned job could not train, and limits of the numbers."""
-    for violation in find_violations(config, ranks):
+    for violation in find_violations(config, ranks, num_mtp_layers=num_mtp_layers):
         yield f"Training with this project's own loop is refused: {violation}"
     if config.actor_config.lora is not None or config.actor_config.frozen_parameters:
         yield (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hybrid_engine.files.documents import section_at
+from hybrid_engine.tools.cli.from_verl import _Reading
 from tests.hybrid_engine.tools.cli.test_plan_command import plan_as_json, run
 from tests.zoo.families import write_config
-from tests.zoo.published_configs import LLAMA_3_8B, QWEN3_30B_A3B
+from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_30B_A3B
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -65,7 +70,8 @@ def test_a_megatron_file_gives_the_plan_of_our_keys(tmp_path: Path) -> None:
     facts = plan_as_json(file, "--from", "verl")
     assert (facts["world_size"], facts["train"]["data"], facts["infer"]["data"]) == (8, 2, 2)
     assert same_plan(facts, plan_as_json(*our_keys, "--ranks", "8", "--hosts-of", "4"))
-    (remark,) = facts["remarks"]
+    remark, unread = facts["remarks"]
+    assert unread == "Not read:\n  actor_rollout_ref.model: enable_gradient_checkpointing"
     (tmp_path / "ours.yaml").write_text(remark.partition(":\n")[2])
     assert same_plan(facts, plan_as_json(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "valid file"
 
@@ -121,8 +127,8 @@ def test_our_keys_override_verls(tmp_path: Path) -> None:
         ([f"{ACTOR}.strategy=veomni"], f"{ACTOR}.strategy: 'veomni'. Use megatron, fsdp2 or fsdp"),
         ([f"{ACTOR}.megatron.tensor_parallel_size=2"], f"Did you mean {ACTOR}.megatron.tensor_model_parallel_size?"),
         ([f"+{ACTOR}.megatron.expert_model_paralel_size=2"], f"mean {ACTOR}.megatron.expert_model_parallel_size?"),
-        ([f"{ACTOR}.megatorn.param_offload=true"], f"{ACTOR}.megatorn.param_offload: is not a key of verl"),
-        (["actor.megatron.param_offload=true"], f"is not a key of verl. Did you mean {ACTOR}.megatron.param_offload?"),
+        ([f"{ACTOR}.megatorn.param_offload=true"], f"{ACTOR}.megatorn: is not a key of verl"),
+        (["actor.megatron.param_offload=true"], f"actor: is not a key of verl. Did you mean {ACTOR}."),
         (["trainer.n_gpu_per_node=8"], "trainer.n_gpu_per_node: is not a key of verl. Did you mean trainer.n_gpus_"),
         ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], f"{ACTOR}.megatron.tensor_model_parallel_size"),
         ([f"{ROLLOUT}.gpu_memory_utilization=lots"], f"{ROLLOUT}.gpu_memory_utilization (generate_config.gpu"),
@@ -171,7 +177,7 @@ def test_the_printed_configuration_has_lengths_batch_and_optimizer(tmp_path: Pat
     }
     assert config["generate_config"]["max_model_len"] == 4096
     assert "micro batches of 4 sequences of 4096 tokens" in result.stdout.replace("\n", " ")
-    assert "optim.lr_warmup_steps 10: not read" in result.stdout
+    assert "actor_rollout_ref.actor.optim: lr_warmup_steps" in result.stdout
 
 
 def test_settings_without_counterpart_are_remarked_on(tmp_path: Path) -> None:
@@ -186,11 +192,42 @@ def test_settings_without_counterpart_are_remarked_on(tmp_path: Path) -> None:
         f"{ACTOR}.optim.use_precision_aware_optimizer=true",
         f"+{ACTOR}.megatron.override_transformer_config.moe_shared_expert_overlap=true",
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8",
+        f"+{ACTOR}.optim.override_optimizer_config={{optimizer_cpu_offload: true, use_gloo_process_groups: false}}",
+        f"+{ACTOR}.megatron.override_ddp_config.nccl_ub=true",
     )
     plain = plan_as_json(write_verl_config(tmp_path, "megatron"), "--from", "verl")
-    assert len(plain["remarks"]) == 1
+    assert len(plain["remarks"]) == 2
     result = run(write_verl_config(tmp_path, "megatron"), "--from", "verl", *words, "--json")
     remarks = json.loads(result.stdout)["remarks"][1:]
     parts = ("sglang", "KV cache", "reference", "all weights", "critic", "moe_shared_expert_overlap", "kv_cache_d")
-    for part in (*parts, "quantization", "sequences that no", "moments"):
+    for part in (*parts, "quantization", "sequences that no", "moments", "use_gloo", "optimizer_cpu_", "nccl_ub"):
         assert sum(part in remark for remark in remarks) == 1, part
+    refused = [remark for remark in remarks if "a job with this project's engines is refused" in remark]
+    names = ("qat", "use_precision_aware_optimizer", "optimizer_cpu_offload True", "nccl_ub True")
+    assert [name for name in names if not any(name in remark for remark in refused)] == []
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_layers_for_multi_token_prediction_are_counted_if_verl_trains_them(enable: bool, tmp_path: Path) -> None:
+    model = {**DEEPSEEK_V3, "num_hidden_layers": 4, "first_k_dense_replace": 1}
+    words = (f"+actor_rollout_ref.model.mtp.enable={str(enable).lower()}", f"{ROLLOUT}.max_model_len=2048")
+    sizes = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}
+    facts = plan_as_json(write_verl_config(tmp_path, "megatron", model, megatron=sizes), "--from", "verl", *words)
+    config = facts["remarks"][0].partition(":\n")[2]
+    (tmp_path / "ours.yaml").write_text(config)
+    ours = plan_as_json(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")
+    assert same_plan(facts, ours) == enable
+    assert any("mtp.enable is not set" in remark for remark in facts["remarks"]) == (not enable)
+
+
+@given(st.dictionaries(st.sampled_from([ACTOR, f"{ACTOR}.megatron", "data", "x.y"]), st.text("abc_", min_size=1)))
+def test_every_key_is_converted_or_named(more: dict[str, str]) -> None:
+    tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}
+    for section, name in more.items():
+        section_at(tree, section.split("."))[name] = 1
+    reading = _Reading(tree, [])
+    reading.translate()
+    named = "\n".join(reading.remarks())
+    for section, name in more.items():
+        # `x` as a whole, because none of its keys was read.
+        assert re.search(rf"^  (sections: .*\bx\b|{section}: (.*, )?{name}(,|$))", named, re.MULTILINE), (section, name)
