@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
@@ -22,48 +23,63 @@ from tests.zoo.families import served_config, write_config
 ACTOR = {"fsdp": {}, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "bfloat16"}
 STATES = {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "bfloat16"}
 
-# Family with a written table -> changed keys, TP and PP.
-WRITTEN: dict[str, tuple[dict[str, Any], int, int]] = {
-    "llama": ({"num_key_value_heads": 1}, 2, 1),
-    "gemma3": ({"num_hidden_layers": 7}, 1, 2),
-    "gemma2": ({}, 2, 1),
-    "qwen2": ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 1, 1),
-    "mixtral": ({"sliding_window": 64}, 1, 1),
-    "deepseek_v2": ({}, 2, 1),
-}
+# Families with written tables, and architectures without: changed keys of config.json.
+CHANGES: dict[str, dict[str, Any]] = yaml.safe_load("""
+llama: {num_key_value_heads: 1}
+gemma2: {}
+gemma3: {num_hidden_layers: 7}
+qwen2: {use_sliding_window: true, sliding_window: 64, max_window_layers: 0}
+mixtral: {sliding_window: 64}
+deepseek_v2: {}
+GptOssForCausalLM: {}
+Olmo3ForCausalLM: {}
+Glm4MoeLiteForCausalLM: {}
+NemotronHForCausalLM: {}
+Qwen3NextForCausalLM: {}
+GraniteForCausalLM:
+  architectures: [GraniteMoeHybridForCausalLM]
+  model_type: granitemoehybrid
+  layer_types: [mamba, mamba, attention, mamba]
+  mamba_n_heads: 8
+  mamba_d_head: 32
+  mamba_d_state: 32
+  mamba_n_groups: 2
+  num_local_experts: 4
+  num_experts_per_tok: 2
+MistralForCausalLM:
+  architectures: [Lfm2ForCausalLM]
+  model_type: lfm2
+  layer_types: [conv, full_attention, conv, conv]
+  conv_L_cache: 3
+  conv_dim: 128
+  block_dim: 128
+  block_ff_dim: 192
+""")
+SIZES = {"llama": (2, 1), "gemma2": (2, 1), "gemma3": (1, 2), "deepseek_v2": (2, 1)}  # TP, PP
 # bfloat16: a key and a value of 2 heads x 32; the last inputs of a convolution, and a state for each head.
 FULL = LayerCache(2 * 2 * 2 * 32)
 WINDOWED = replace(FULL, window=16)
 MAMBA_2 = LayerCache(state=2 * (3 * (8 * 32 + 2 * 2 * 32) + 8 * 32 * 32))
 DELTA_NET = LayerCache(state=2 * (3 * (2 * 2 * 128 + 4 * 128) + 4 * 128 * 128))
 SHORT_CONVOLUTION = LayerCache(state=2 * 2 * 128)
-GRANITE = {
-    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
-    **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2, "num_local_experts": 4},
-    **{"num_experts_per_tok": 2, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
-}
-LFM2 = {
-    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "conv_L_cache": 3, "conv_dim": 128},
-    **{"block_dim": 128, "block_ff_dim": 192, "layer_types": ["conv", "full_attention", "conv", "conv"]},
-}
-# Architecture without one -> changed keys, and its caches, counted by hand.
-DERIVED: dict[str, tuple[dict[str, Any], dict[LayerCache, int]]] = {
-    "GptOssForCausalLM": ({}, {FULL: 2, WINDOWED: 2}),
-    "Olmo3ForCausalLM": ({}, {FULL: 1, WINDOWED: 3}),
-    "Glm4MoeLiteForCausalLM": ({}, {LayerCache(2 * (512 + 64)): 4}),
-    "NemotronHForCausalLM": ({}, {FULL: 1, MAMBA_2: 1}),
-    "Qwen3NextForCausalLM": ({}, {FULL: 1, DELTA_NET: 3}),
-    "GraniteForCausalLM": (GRANITE, {FULL: 1, MAMBA_2: 3}),
-    "MistralForCausalLM": (LFM2, {FULL: 1, SHORT_CONVOLUTION: 3}),
+# Without a written table: caches counted by hand.
+EXPECTED = {
+    "GptOssForCausalLM": {FULL: 2, WINDOWED: 2},
+    "Olmo3ForCausalLM": {FULL: 1, WINDOWED: 3},
+    "Glm4MoeLiteForCausalLM": {LayerCache(2 * (512 + 64)): 4},
+    "NemotronHForCausalLM": {FULL: 1, MAMBA_2: 1},
+    "Qwen3NextForCausalLM": {FULL: 1, DELTA_NET: 3},
+    "GraniteForCausalLM": {FULL: 1, MAMBA_2: 3},
+    "MistralForCausalLM": {FULL: 1, SHORT_CONVOLUTION: 3},
 }
 
 
 def caches_of_vllm(directory: str) -> dict[str, list[tuple[Any, Any]]]:
     """Return model -> (vLLM's caches, counted caches) of each position, and of the longest sequence."""
     caches: dict[str, list[tuple[Any, Any]]] = {}
-    for name in (*WRITTEN, *DERIVED):
-        changes, tensor, pipeline = WRITTEN.get(name, ({}, 1, 1))
-        changes, expected = DERIVED.get(name, (changes, {}))
+    for name, changes in CHANGES.items():
+        tensor, pipeline = SIZES.get(name, (1, 1))
+        expected = EXPECTED.get(name)
         values = {**(small_config if expected else served_config)(name), **changes, "torch_dtype": "bfloat16"}
         sizes = InferenceParallelism(tensor * pipeline, tensor, pipeline)
         generate = {"infer_tensor_parallel_size": tensor, "infer_pipeline_parallel_size": pipeline, "vllm": STATES}
@@ -81,7 +97,7 @@ def caches_of_vllm(directory: str) -> dict[str, list[tuple[Any, Any]]]:
 
 def test_plans_count_the_caches_of_vllm(engines: Ranks, tmp_path: Path) -> None:
     (caches,) = engines.launch(caches_of_vllm, 1, str(tmp_path))
-    assert caches.keys() == WRITTEN.keys() | DERIVED.keys()
+    assert caches.keys() == CHANGES.keys()
     for name, of_model in caches.items():
         for of_vllm, counted in of_model:
             assert of_vllm == counted, name
