@@ -319,9 +319,6 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states", "execute_model_state"),
         f"{_V1}.worker.gpu.states:RequestState": ("req_id_to_index",),
     },
-    "describe the caches of layers, for plans": {
-        f"{_LAYERS}.attention_layer_base:AttentionLayerBase": ("get_kv_cache_spec",),
-    },
     "have the tokenizer of requests that need it": {
         f"{_V1}.engine.llm_engine:LLMEngine": ("renderer", "output_processor"),
         "vllm.renderers.base:BaseRenderer": ("tokenizer",),
@@ -464,8 +461,8 @@ ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
     "makes transformers' decoder class compile itself": {
         "vllm.model_executor.models.transformers:TransformersForCausalLM": (DECORATE_DECODER,),
     },
-    "holds the KV cache of layers whose class has one": {
-        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("kv_cache",),
+    "has the KV cache of layers whose class has one, or describes it for plans": {
+        f"{_LAYERS}.attention_layer_base:AttentionLayerBase": ("kv_cache", "get_kv_cache_spec"),
     },
 }
 """Attributes like those of `READ` that a supported version may lack."""
