@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -42,6 +42,7 @@ class Break:
     Attributes:
         rule: beginning of the rule's sentence.
         key: of the violation, if it is not the rule's own key.
+        valid: changes to the nearest configuration that keeps the rule.
     """
 
     rule: str
@@ -51,6 +52,7 @@ class Break:
     model: dict[str, Any] = field(default_factory=lambda: DENSE)
     critic: dict[str, Any] | None = None
     key: str = ""
+    valid: dict[str, Any] = field(default_factory=dict)
 
 
 TP2, TP3 = ({"tensor_model_parallel_size": size} for size in (2, 3))
@@ -117,7 +119,13 @@ SIZE_BREAKS = (
     ),
     Break("CP is 1", actor={"context_parallel_size": 2}),
     Break("ETP is TP where EP is 1", actor={**TP2, **SP, **ETP1}, model=EXPERTS),
-    Break("With tied embeddings, MTP layers", 3, {**PP3, LAYOUT: "Etttt|m|L"}, model=TIED_MTP),
+    Break(
+        "With tied embeddings, MTP layers",
+        3,
+        {**PP3, LAYOUT: "Etttt|m|L"},
+        model=TIED_MTP,
+        valid={"actor": {**PP3, LAYOUT: "Ettt|t|mL"}},
+    ),
     Break("Sequence parallelism needs", actor=SP),
     Break("Training experts with TP > 1", actor={**TP2, **ETP1}, model=EXPERTS),
     Break("With sequence parallelism, seq_length", actor={**TP2, **SP, "seq_length": 9}),
@@ -161,9 +169,11 @@ TRAINER_BREAKS = (
     Break(
         "With recompute_method uniform",
         actor={
-            **{**PP2, **FIRST1, "recompute_granularity": "full"},
+            **{**PP2, "num_layers_in_first_pipeline_stage": 2, "recompute_granularity": "full"},
             **{"recompute_method": "uniform", "recompute_num_layers": 2},
         },
+        model={**DENSE, "num_hidden_layers": 5},
+        valid={"model": DENSE},
     ),
     Break(
         "recompute_modules are parts",
@@ -204,7 +214,11 @@ TRAINER_BREAKS = (
 GENERATE_BREAKS = (
     Break("dtype is the dtype in which", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
-    Break("check_compute: exact needs", generate={"check_compute": "exact", "quantization": "fp8"}),
+    Break(
+        "check_compute: exact needs",
+        generate={"check_compute": "exact", "quantization": "fp8"},
+        valid={"generate": {"check_compute": "exact", "quantization": "none"}},
+    ),
     Break("check_compute: exact needs", generate={"check_compute": "exact", "servers": ["http://127.0.0.1:1"]}),
     Break(
         "check_compute: exact needs",
@@ -244,7 +258,12 @@ GENERATE_BREAKS = (
         generate={"quantization": "fp8", "servers": ["http://127.0.0.1:1"]},
     ),
     Break("adapter needs actor_config.lora", generate=ADAPTER),
-    Break("adapter needs actor_config.lora", actor={"lora": {"rank": 1000}}, generate=ADAPTER),
+    Break(
+        "adapter needs actor_config.lora",
+        actor={"lora": {"rank": 513}},
+        generate=ADAPTER,
+        valid={"actor": {"lora": {"rank": 512}}},
+    ),
     Break("adapter needs actor_config.lora", actor={"lora": {}}, generate=ADAPTER, model=EXPERTS),
     Break(
         "adapter needs actor_config.lora",
@@ -319,6 +338,9 @@ def test_a_broken_rule_is_found(case: Break, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(values_of(case, tmp_path), case.world_size)
     assert {key for _, key in broken} <= {violation.key for violation in caught.value.findings}
+    if case.valid:
+        kept = broken_by(replace(case, **case.valid), tmp_path)
+        assert not [rule for rule, _ in kept if rule.rule.startswith(case.rule)]
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda constraint: f"{constraint.key}: {constraint.rule}")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer, rounding_faults, wire_dtype
+from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes
 from hybrid_engine.records.holdings import BoxOwners, groups_of_columns
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
@@ -212,6 +213,16 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
         else:
             assert count.received >= least
             assert count.own + count.received <= total
+
+
+def test_staging_holds_the_messages_of_two_buckets() -> None:
+    sides = []
+    for rank in (0, 1):
+        parts = [whole(name, (numel,), rank, name, name) for name, numel in (("a", 5), ("b", 6), ("c", 7))]
+        buffers = {buffer: part.buffers[buffer] for part in parts for buffer in part.buffers}
+        sides.append(Layout({"a": (5,), "b": (6,), "c": (7,)}, buffers, tuple(part.shards[0] for part in parts)))
+    result = plan(*sides, "xy", 1)
+    assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [2 * (6 + 7)] * 2
 
 
 @given(cases(), st.randoms(use_true_random=False))

@@ -73,21 +73,31 @@ class FakeTraining:
     frozen: Sequence[str] = ()
     process_groups: Sequence[dist.ProcessGroup] = ()
 
-    def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
+    def __init__(
+        self,
+        script: Script,
+        rank: int,
+        num_ranks: int,
+        *,
+        elastic: bool,
+        shapes: Mapping[str, tuple[int, int]] = MappingProxyType(SHAPES),
+    ) -> None:
         self.script = script
         self.rank = rank
         self.num_ranks = num_ranks
         self.version = 0
         self.guard = Guards()
-        self.tensors = dict(SHAPES)
-        numel = NUMEL // num_ranks
+        self.shapes = shapes
+        self.tensors = dict(shapes)
+        numel = sum(rows * columns for rows, columns in shapes.values()) // num_ranks
         device = own_device()
         self.param, self.grad = (
             allocate_elastic(numel, torch.float32, device, kind) if elastic else torch.zeros(numel, device=device)
             for kind in ("param", "grad")
         )
         self.grad.zero_()  # `allocate_elastic` does not clear memory of a GPU
-        self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
+        values = (canonical(name, 0, shape).chunk(num_ranks)[rank].flatten() for name, shape in shapes.items())
+        self.param.copy_(torch.cat([*values]))
         self.main = self.param.clone()
         self.moment = torch.full((numel,), 0.25, device=device)
         self.moment[:2] = torch.tensor([float("nan"), -0.0])  # compared by bits, not by value
@@ -102,12 +112,12 @@ class FakeTraining:
         buffer_id = BufferId(self.rank, "param")
         offset = 0
         shards = []
-        for name, (rows, columns) in SHAPES.items():
+        for name, (rows, columns) in self.shapes.items():
             part = rows // self.num_ranks
             shards.append(self._shard(name, (self.rank * part, 0), (part, columns), buffer_id, offset))
             offset += part * columns
         buffers = {buffer_id: Buffer(self.param.numel(), "float32")}
-        for name in self.tensors.keys() - SHAPES.keys():
+        for name in self.tensors.keys() - self.shapes.keys():
             buffers[BufferId(self.rank, name)] = Buffer(4, "float32")
             shards.append(self._shard(name, (0, 0), (2, 2), BufferId(self.rank, name), 0))
         return Layout(self.tensors, buffers, tuple(shards))
@@ -144,7 +154,7 @@ class FakeTraining:
         """Change every tensor as an optimizer step does; gradients remain."""
         self.version += 1
         offset = 0
-        for name, (rows, columns) in SHAPES.items():
+        for name, (rows, columns) in self.shapes.items():
             numel = rows // self.num_ranks * columns
             if name not in self.frozen:
                 self.param[offset : offset + numel].add_(1)
@@ -287,6 +297,7 @@ class Rig:
         build: bool = True,
         host: str = "here",
         device: str | None = None,
+        shapes: Mapping[str, tuple[int, int]] = MappingProxyType(SHAPES),
         **settings: object,
     ) -> None:
         self.config = GenerateConfig(**{"bucket_mb": 1, "timeout_seconds": 60, **settings})
@@ -295,8 +306,9 @@ class Rig:
         # An elastic buffer on a GPU takes whole chunks, so it is larger than its tensor.
         self.comes_in_chunks = elastic and own_device().type == "cuda"
         self.script = Script()
-        self.training = FakeTraining(self.script, self.job.rank, self.job.world_size, elastic=elastic)
-        self.inference = FakeInference(self.script, self.job.rank)
+        place = self.job.rank, self.job.world_size
+        self.training = FakeTraining(self.script, *place, elastic=elastic, shapes=shapes)
+        self.inference = FakeInference(self.script, self.job.rank, shapes)
         self.offloader = ScriptedOffloader(self.script, self.training)
         if build:
             self.build()
@@ -339,18 +351,18 @@ class Rig:
             assert set(self.inference.live) == self.inference.in_force == set(kept)
             assert self.manager.container.state is ContainerState.EMPTY
             return
-        assert self.inference.in_force == set(SHAPES)
-        trained = self.training.values["param"]
-        if self.training.num_ranks > 1:
-            trained = [torch.empty_like(trained[0]) for _ in range(self.training.num_ranks)]
-            dist.all_gather(trained, self.training.values["param"][0])
-        sizes = [rows * columns // len(trained) for rows, columns in SHAPES.values()]
-        for name, *parts in zip(SHAPES, *(flat.split(sizes) for flat in trained), strict=True):
-            assert torch.equal(self.inference.live[name], torch.cat(parts))
+        shapes = self.training.shapes
+        assert self.inference.in_force == set(shapes)
+        (own,) = self.training.values["param"]
+        messages = self.job.agreement.gather(own.cpu().numpy().tobytes(), bytes, "comparison of weights")
+        trained = [torch.frombuffer(bytearray(message), dtype=own.dtype).to(own.device) for message in messages]
+        sizes = [rows * columns // len(trained) for rows, columns in shapes.values()]
+        for name, *parts in zip(shapes, *(flat.split(sizes) for flat in trained), strict=True):
+            assert torch.equal(self.inference.live[name], torch.cat(parts)), name
 
 
-def canonical(name: str, version: int) -> torch.Tensor:
+def canonical(name: str, version: int, shape: tuple[int, int] | None = None) -> torch.Tensor:
     """Return the whole tensor after `version` steps; exact in float32."""
-    rows, columns = SHAPES[name]
+    rows, columns = shape or SHAPES[name]
     base = 0 if name == "first" else 1_000_000
     return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + base + version

@@ -9,6 +9,7 @@ import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
 from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.states import State
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, SHAPES, TRAIN, Rig
 
 NBYTES = {name: 4 * rows * columns for name, (rows, columns) in SHAPES.items()}
@@ -81,6 +82,27 @@ def test_unchanged_weights_are_not_onloaded_from_idle(job: None) -> None:
     assert {"onload param", "prepare", "check"}.isdisjoint(rig.script.take())
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN, kept=BOTH)
+
+
+@pytest.mark.parametrize("between", [IDLE, FORWARD])
+def test_weights_trained_before_another_state_are_sent(job: None, between: State) -> None:
+    rig = rig_with(2)
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.training.step()
+    rig.manager.enter(between)
+    rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+
+
+def test_weights_that_the_engine_has_voided_are_sent(job: None) -> None:
+    rig = rig_with(2)
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.inference.in_force.discard("second")
+    rig.script.take()
+    rig.manager.enter(INFER)
+    assert sent_groups(rig) == {"second"}
 
 
 @pytest.mark.parametrize(("megabytes", "kept"), [(0, set()), (1, {"first"}), (2, BOTH)])

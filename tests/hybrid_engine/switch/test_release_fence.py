@@ -1,6 +1,7 @@
-"""Fences of a switch on real ranks.
+"""Fences of a switch: memory is released only after all ranks have read it, and a failure leaves no
+fence pending.
 
-Memory is released only after all ranks have read it, and a failure leaves no fence pending.
+Ranks are threads of which each is the late one in turn; what ends by a timeout runs on real ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import Extent
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
+from tests.harness.rank_threads import RankThreads
 
 NUM_RANKS = 3
 NUM_BUCKETS = 4
@@ -57,19 +59,19 @@ def on_one_host() -> Pace:
     return Pace(FailureWatch(World(dist.HashStore(), 0, 1), TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
 
 
-def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) -> tuple[str, list[int]]:
+def fill(rank: int, group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) -> tuple[str, list[int]]:
     """Fill the way `WeightContainer` does; returns the outcome and the released positions.
 
     failing: rank -> (bucket, "before" or "after" it was sent).
     is_apart: the last rank has no memory to release.
     """
     state = State()
-    has_none = is_apart and dist.get_rank() == NUM_RANKS - 1
+    has_none = is_apart and rank == NUM_RANKS - 1
     schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
     buffers = {} if has_none else BUFFERS
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, is_apart=is_apart)
+    fence = ReleaseFence(rank, group, on_one_host(), state, buffers, schedule, is_apart=is_apart)
     fence.begin()
-    bucket, moment = failing.get(dist.get_rank(), (None, ""))
+    bucket, moment = failing.get(rank, (None, ""))
     try:
         for index in range(NUM_BUCKETS):
             if (index, "before") == (bucket, moment):
@@ -96,17 +98,20 @@ def scenarios() -> list[dict[int, tuple[int, str]]]:
     return [*singles, *several]
 
 
-def run_on_rank(is_apart: bool) -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
-    dist.init_process_group("gloo")
-    group = RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
-    results = [(fill(group, failing, is_apart), fill(group, {}, is_apart)) for failing in scenarios()]
-    dist.destroy_process_group()
-    return results
+each_is_late = pytest.mark.parametrize("late", range(NUM_RANKS))
 
 
+@each_is_late
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_no_failure_affects_the_next_switch(ranks: Ranks, is_apart: bool) -> None:
-    by_rank = ranks.launch(run_on_rank, NUM_RANKS, is_apart, timeout=200)
+def test_no_failure_affects_the_next_switch(is_apart: bool, late: int) -> None:
+    def run_on_rank(world: World) -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
+        group = RankGroup(world, "fences", range(NUM_RANKS), TIMEOUT)
+        return [
+            (fill(world.rank, group, failing, is_apart), fill(world.rank, group, {}, is_apart))
+            for failing in scenarios()
+        ]
+
+    by_rank = RankThreads(NUM_RANKS, late).run(run_on_rank)
     for number, failing in enumerate(scenarios()):
         for rank in range(NUM_RANKS):
             (outcome, released), after = by_rank[rank][number]
@@ -248,49 +253,32 @@ def test_a_fence_ends_when_a_rank_has_ended(ranks: Ranks) -> None:
 
 TRAINERS = (0, 1)
 SERVERS = (2,)
-PERIOD = 0.02  # most seconds of one random delay
 
 
-def hand_over(is_apart: bool) -> list[tuple[float, int]]:
-    """Switch with random delays; returns (time, change) of this rank's buckets on a shared device.
+@each_is_late
+@pytest.mark.parametrize(("is_apart", "most"), [(True, 2), (False, 4)])
+def test_a_device_of_two_processes_holds_two_buckets_more(is_apart: bool, most: int, late: int) -> None:
+    """The server holds all trainers' parts; changes of the device's memory count in buckets."""
+    changes = []
 
-    The change is positive for allocated and negative for released memory, in buckets.
-    """
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    group = RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
-    draw = random.Random(rank)
-    events = []
-
-    class SlowState(State):
+    class Device(State):
         def offload_parts(self, kind: str, parts: list[Part]) -> int:
-            time.sleep(draw.random() * PERIOD)
-            events.append((time.monotonic(), -len(parts)))
+            changes.append(-len(parts))
             return super().offload_parts(kind, parts)
 
-    num_buckets = 40
-    schedule = {bucket: {"flat": (Extent(bucket, bucket + 1),)} for bucket in range(num_buckets)}
-    if rank in SERVERS:
-        schedule = {bucket: {} for bucket in schedule}
-    buffers = {} if rank in SERVERS else {"flat": torch.zeros(num_buckets)}
-    fence = ReleaseFence(rank, group, on_one_host(), SlowState(), buffers, schedule, is_apart=is_apart)
-    fence.begin()
-    for bucket in range(num_buckets):
-        if rank in SERVERS:
-            events.append((time.monotonic(), len(TRAINERS)))  # it holds all trainers' parts
-            time.sleep(draw.random() * PERIOD * (bucket % 3 == 0))
-        fence.sent(bucket)
-    fence.finish()
-    dist.destroy_process_group()
-    return events
+    def hand_over(world: World) -> None:
+        group = RankGroup(world, "fences", range(NUM_RANKS), TIMEOUT)
+        is_server = world.rank in SERVERS
+        schedule = {bucket: {} for bucket in SCHEDULE} if is_server else SCHEDULE
+        buffers = {} if is_server else BUFFERS
+        fence = ReleaseFence(world.rank, group, on_one_host(), Device(), buffers, schedule, is_apart=is_apart)
+        fence.begin()
+        for bucket in BUCKETS:
+            changes.extend([len(TRAINERS)] * is_server)
+            fence.sent(bucket)
+        fence.finish()
 
-
-@pytest.mark.parametrize(("is_apart", "most"), [(True, 2), (False, 4)])
-def test_a_device_of_two_processes_holds_two_buckets_more(ranks: Ranks, is_apart: bool, most: int) -> None:
-    held = peak = 0
-    events = [event for rank_events in ranks.launch(hand_over, NUM_RANKS, is_apart) for event in rank_events]
-    for _, change in sorted(events):
-        held += change
-        peak = max(peak, held)
+    RankThreads(NUM_RANKS, late).run(hand_over)
+    peak = max(itertools.accumulate(changes))
     assert peak <= most * len(TRAINERS)
-    assert (peak > 2 * len(TRAINERS)) is not is_apart  # more without the second signal
+    assert (peak > 2 * len(TRAINERS)) is (not is_apart and late in TRAINERS)  # more without the second signal
