@@ -37,7 +37,7 @@ test test-fast test-faults test-long: export PYTHONDONTWRITEBYTECODE =
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help env rl test test-fast test-faults test-long test-gpu lint format docs matrix bench gpu-check offline-bundle
+.PHONY: help env rl test test-fast test-faults test-long test-gpu test-mutants lint format docs matrix bench gpu-check offline-bundle
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile && sed -n 's/^#: //p' Makefile
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
@@ -55,8 +55,10 @@ test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, 
 	    tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
 test-long: $(READY) ## What takes minutes: servers in more families, changed config.json files, whole runs of examples
 	$(PYTEST) -m long $(PYTEST_ARGS) tests
-lint: $(READY) ## Check style, formatting and types
-	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+test-mutants: $(READY) ## Change the engine line by line, and require tests to notice (ONLY=text, KIND=hand or syntax)
+	HYPOTHESIS_PROFILE=fast $(PY) -m tests.mutants.run --only '$(ONLY)' $(if $(KIND),--kind $(KIND))
+lint: $(READY) ## Check style, formatting, sizes and types
+	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m tests.harness.readability && $(PY) -m mypy
 format: $(READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 docs: $(READY) ## Make the pages of docs/ that have a source

@@ -1,8 +1,7 @@
-"""Names in backquotes in documents and docstrings exist; class names are unique."""
+"""Names in backquotes in documents and docstrings exist."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 from collections import defaultdict
@@ -142,15 +141,3 @@ def test_names_of_libraries_used_only_in_documents_exist() -> None:
         path = next(path for path in paths if path.is_file())
         words = {path.stem, *re.findall(r"\w+", path.read_text())}
         assert {part for name in names.split() for part in name.split(".")} - words == set(), file
-
-
-def test_class_names_are_unique() -> None:
-    """A search for a class name in the product finds a single class."""
-    places = defaultdict[str, list[str]](list)
-    for program in PROGRAMS[:2]:
-        for path in sorted((REPO_ROOT / program).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    name = node.name.lstrip("_")
-                    places[name].append(f"{path.relative_to(REPO_ROOT)}:{node.lineno}")
-    assert {name: lines for name, lines in places.items() if len(lines) > 1} == {}

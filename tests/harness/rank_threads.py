@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.ranks import groups, job
+from hybrid_engine.ranks import agreement, failure_watch, groups, job
 from hybrid_engine.ranks.world import World
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class RankThreads:
         self._store = dist.HashStore()
         self._place = threading.local()
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._waiting: dict[int, tuple[Callable[[], bool], str, bool]] = {}
         self._num_ended = 0
         self._turn: int | None = None
         self._stuck = ""
@@ -76,14 +78,13 @@ class RankThreads:
                 self._num_ended += 1
                 self._choose()
 
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=self._sleep)
         with ExitStack() as patches:
             for owner, name, replacement in (
-                (
-                    groups,
-                    "_connected",
-                    lambda world, name, ranks, _: _Gloo(self, name, ranks.index(world.rank), len(ranks)),
-                ),
+                (groups, "_connected", self._connect),
                 (job, "_wait", lambda store, names, *_: self.wait(lambda: store.check(names), f"store: {names}")),
+                (agreement, "time", clock),
+                (failure_watch, "time", clock),
                 (job, "join_process_group", lambda _: False),
                 (World, "of_default_group", self._new_world),
             ):
@@ -98,11 +99,19 @@ class RankThreads:
             raise errors[0]
         return [results[rank] for rank in range(self._num_ranks)]
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until it is this one's turn again, with `ready` true."""
+    def _sleep(self, seconds: float) -> None:
+        if hasattr(self._place, "rank"):
+            self.wait(lambda: True, "a time", is_idle=True)
+        time.sleep(min(seconds, 0.01) if hasattr(self._place, "rank") else seconds)
+
+    def wait(self, ready: Callable[[], bool], what: str, *, is_idle: bool = False) -> None:
+        """Let other ranks run until it is this one's turn again, with `ready` true.
+
+        An idle rank, which only looks again, comes after all others.
+        """
         rank = self._place.rank
         with self._changed:
-            self._waiting[rank] = ready, what
+            self._waiting[rank] = ready, what, is_idle
             self._choose()
             self._changed.wait_for(lambda: self._stuck or self._turn == rank)
             del self._waiting[rank]
@@ -112,20 +121,25 @@ class RankThreads:
     def _choose(self) -> None:
         if len(self._waiting) + self._num_ended < self._num_ranks or not self._waiting:
             return
-        able = [rank for rank, (ready, _) in self._waiting.items() if ready()]
+        able = [(is_idle, rank) for rank, (ready, _, is_idle) in self._waiting.items() if ready()]
         # The one that runs goes on for as long as it can.
         before = self._turn
-        self._turn = min(able, key=lambda rank: (rank == self._late, rank != before, rank), default=None)
+        order = sorted((is_idle, rank == self._late, rank != before, rank) for is_idle, rank in able)
+        self._turn = order[0][-1] if order else None
         if self._turn is None:
             self._stuck = "; ".join(
-                f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._waiting.items())
+                f"rank {rank} waits for {what}" for rank, (_, what, _) in sorted(self._waiting.items())
             )
         self._changed.notify_all()
 
     def _new_world(self) -> World:
         rank = self._place.rank
-        number = self._store.add(f"worlds/{rank}", 1)
-        return World(dist.PrefixStore(f"world {number}", self._store), rank, self._num_ranks)
+        # Only gloo would use the address: it tells the groups of different jobs apart.
+        name = f"job {self._store.add(f'jobs/{rank}', 1)}"
+        return World(dist.PrefixStore(name, self._store), rank, self._num_ranks, address=name)
+
+    def _connect(self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> _Gloo:
+        return _Gloo(self, f"{name} of {world.address}", ranks.index(world.rank), len(ranks))
 
 
 @dataclass(frozen=True)

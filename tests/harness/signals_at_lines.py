@@ -9,7 +9,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+import hybrid_engine
 from tests.harness.compiled import load_compiled
+
+ENGINE = f"{Path(hybrid_engine.__file__).parent}/".encode()
 
 
 class Stop(BaseException):
@@ -38,7 +41,7 @@ class Interrupter:
 
     def __enter__(self) -> Self:
         self._before = signal.signal(signal.SIGUSR1, self._raise)
-        _counter().count_lines(ctypes.c_long(self._at))
+        _counter().count_lines(ctypes.c_long(self._at), ENGINE)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -325,13 +325,3 @@ def test_private_names_of_torch_are_in_their_modules() -> None:
 @pytest.mark.parametrize("name", hybrid_engine.__all__)
 def test_public_names_can_be_imported(name: str) -> None:
     assert getattr(hybrid_engine, name).__name__.endswith(name)
-
-
-def test_files_have_at_most_700_lines() -> None:
-    long = {
-        str(path.relative_to(REPO_ROOT)): count
-        for package in (ENGINE, PATCHES)
-        for path in sources(package)
-        if (count := len(path.read_text().splitlines())) > 700
-    }
-    assert long == {}

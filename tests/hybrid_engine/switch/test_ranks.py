@@ -1,4 +1,8 @@
-"""Two real ranks with fakes of their engines: each trains half of every tensor and serves all."""
+"""Two ranks with fakes of their engines: each trains half of every tensor and serves all.
+
+They are threads, each the late one in turn; what takes signals or patches classes runs on real
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,23 @@ from hybrid_engine.transports.delta_transport import DeltaTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks
+from tests.harness.rank_threads import RankThreads
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
-SCENARIOS: dict[str, Callable[[], object]] = {}
+Scenario = Callable[[int], object]
+"""Takes the rank."""
+ON_THREADS: dict[str, Scenario] = {}
+ON_PROCESSES: dict[str, Scenario] = {}
 
 
-def scenario(function: Callable[[], object]) -> Callable[[], object]:
-    """Register a scenario; all of them run in one launch."""
-    SCENARIOS[function.__name__] = function
+def scenario(function: Scenario) -> Scenario:
+    ON_THREADS[function.__name__] = function
+    return function
+
+
+def on_processes(function: Scenario) -> Scenario:
+    """Register a scenario that needs ranks of its own; all of them run in one launch."""
+    ON_PROCESSES[function.__name__] = function
     return function
 
 
@@ -56,7 +69,7 @@ def assert_switches_succeed(rig: Rig) -> None:
 
 
 @scenario
-def plan_faults() -> dict[str, object]:
+def plan_faults(rank: int) -> dict[str, object]:
     rig = Rig(build=False)
     if rig.training.rank == 1:
         rig.training.tensors["orphan"] = (2, 2)
@@ -70,7 +83,7 @@ def plan_faults() -> dict[str, object]:
 
 
 @scenario
-def layout_fails_on_rank_1() -> dict[str, object]:
+def layout_fails_on_rank_1(rank: int) -> dict[str, object]:
     rig = Rig(build=False)
     if rig.training.rank == 1:
         rig.script.arm("layout", OSError("disk on fire"))
@@ -78,17 +91,17 @@ def layout_fails_on_rank_1() -> dict[str, object]:
 
 
 @scenario
-def other_device_on_rank_1() -> dict[str, object]:
-    return error_of(Rig(build=False, device="meta" if dist.get_rank() == 1 else None).build)
+def other_device_on_rank_1(rank: int) -> dict[str, object]:
+    return error_of(Rig(build=False, device="meta" if rank == 1 else None).build)
 
 
 @scenario
-def other_plan_on_rank_1() -> dict[str, object]:
-    return error_of(Rig(build=False, bucket_mb=1 + dist.get_rank()).build)
+def other_plan_on_rank_1(rank: int) -> dict[str, object]:
+    return error_of(Rig(build=False, bucket_mb=1 + rank).build)
 
 
 @scenario
-def shared_memory_without_exported_buffers() -> dict[str, object]:
+def shared_memory_without_exported_buffers(rank: int) -> dict[str, object]:
     return error_of(lambda: Rig(elastic=False, transport="shared_memory"))
 
 
@@ -105,8 +118,8 @@ def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]
     return lambda: setattr(transport, "run", run)
 
 
-@scenario
-def transports() -> dict[str, object]:
+@on_processes
+def transports(rank: int) -> dict[str, object]:
     """Return the report's figures and the bytes counted, by transport and kind of buffers."""
     results = {}
     cases = [("shared_memory", True), ("collective", True), ("collective", False), ("auto", True), ("auto", False)]
@@ -149,7 +162,7 @@ def _fail_on_rank_0(call: str, **settings: object) -> dict[str, object]:
 
 
 @scenario
-def one_rank_fails() -> dict[str, object]:
+def one_rank_fails(rank: int) -> dict[str, object]:
     """Fail in each of several calls, the second bucket's included, over both transports."""
     results = {}
     for call in ("prepare", "buffers", "proving", "allocate second", "commit second", "wake"):
@@ -161,7 +174,7 @@ def one_rank_fails() -> dict[str, object]:
 
 
 @scenario
-def start_hook_fails_on_rank_1() -> dict[str, object]:
+def start_hook_fails_on_rank_1(rank: int) -> dict[str, object]:
     rig = Rig()
     rig.manager.on_reshard_start(lambda _before, _target: rig.script.reach("hook"))
     if rig.training.rank == 1:
@@ -173,7 +186,7 @@ def start_hook_fails_on_rank_1() -> dict[str, object]:
 
 
 @scenario
-def restore_fails_on_rank_1() -> dict[str, object]:
+def restore_fails_on_rank_1(rank: int) -> dict[str, object]:
     """Rank 0 fails, then rank 1 fails to restore training."""
     rig = Rig(elastic=True)
     rig.training.step()
@@ -190,7 +203,7 @@ def restore_fails_on_rank_1() -> dict[str, object]:
 
 
 @scenario
-def prefetch_on_rank_0() -> dict[str, object]:
+def prefetch_on_rank_0(rank: int) -> dict[str, object]:
     """Rank 0 prefetches while rank 1 still generates, or fails to."""
     rig = Rig(elastic=True, prefetch="auto")
     prefetched = []
@@ -214,7 +227,7 @@ def prefetch_on_rank_0() -> dict[str, object]:
 
 
 @scenario
-def interrupted_on_rank_0() -> dict[str, object]:
+def interrupted_on_rank_0(rank: int) -> dict[str, object]:
     """Ctrl-C reaches rank 0 before the end of a switch, rank 1 after it; both recover together."""
     rig = Rig(elastic=True)
     rig.training.step()
@@ -230,7 +243,7 @@ def interrupted_on_rank_0() -> dict[str, object]:
 
 
 @scenario
-def release_fails_on_rank_0() -> dict[str, object]:
+def release_fails_on_rank_0(rank: int) -> dict[str, object]:
     """Rank 0 keeps inference weights; the next fill must not leave rank 1 waiting."""
     rig = Rig(transport="collective", timeout_seconds=5)  # a waiting rank fails soon
     rig.training.step()
@@ -280,25 +293,25 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
     return {"error": type(caught.value).__name__, "deltas": deltas}
 
 
-@scenario
-def interrupted_before_deltas() -> dict[str, object]:
+@on_processes
+def interrupted_before_deltas(rank: int) -> dict[str, object]:
     """The fill before was complete."""
     return _interrupt(TransportSet, "prepare")
 
 
-@scenario
-def interrupted_among_deltas() -> dict[str, object]:
+@on_processes
+def interrupted_among_deltas(rank: int) -> dict[str, object]:
     """Rank 0 has received the headers of a bucket and sent only its own header."""
     return _interrupt(DeltaTransport, "_announced")
 
 
-@scenario
-def interrupted_before_the_first_message() -> dict[str, object]:
+@on_processes
+def interrupted_before_the_first_message(rank: int) -> dict[str, object]:
     return _interrupt(CollectiveTransport, "_pack", incremental="off")
 
 
 @scenario
-def skipped_then_changed() -> list[object]:
+def skipped_then_changed(rank: int) -> list[object]:
     """A delta refers to the other rank's last message, here of two fills ago."""
     rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=2)
     counts = []
@@ -315,7 +328,7 @@ def skipped_then_changed() -> list[object]:
 
 
 @scenario
-def only_what_changed() -> dict[str, object]:
+def only_what_changed(rank: int) -> dict[str, object]:
     """A tensor that one rank has changed or lost is sent by all ranks."""
     rig = Rig(build=False, elastic=True, incremental="auto", incremental_mb=2)
     rig.training.frozen = ("first",)
@@ -349,16 +362,23 @@ def only_what_changed() -> dict[str, object]:
     return sent
 
 
+@pytest.fixture(scope="module", params=[0, 1], ids="rank {} is late".format)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
+    """Results of each scenario on threads, by rank."""
+    return RankThreads(2, request.param, early=True).run(
+        lambda world: {name: run(world.rank) for name, run in ON_THREADS.items()}
+    )
+
+
 def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
-    results = {name: run() for name, run in SCENARIOS.items()}
+    results = {name: run(dist.get_rank()) for name, run in ON_PROCESSES.items()}
     dist.destroy_process_group()
     return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks(ranks: Ranks) -> list[dict[str, dict]]:
-    """Results of each scenario, by rank."""
+def two_processes(ranks: Ranks) -> list[dict[str, dict]]:
     return ranks.launch(run_scenarios, 2, timeout=200)
 
 
@@ -399,13 +419,13 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]]
         assert more.items() <= error.items()
 
 
-def test_each_transport_reads_only_the_other_half(two_ranks: list[dict[str, dict]]):
+def test_each_transport_reads_only_the_other_half(two_processes: list[dict[str, dict]]):
     half = NBYTES // 2
     by_name = {
         **dict.fromkeys(("shared_memory, elastic", "auto, elastic"), "shared_memory"),
         **dict.fromkeys(("collective, elastic", "collective, plain", "auto, plain"), "collective"),
     }
-    for results in two_ranks:
+    for results in two_processes:
         assert results["transports"] == {
             case: {
                 **{"received": half, "least": half, "own": half, "carried": {name: half}},
@@ -437,8 +457,8 @@ def test_all_ranks_send_what_one_rank_must_send(two_ranks: list[dict[str, dict]]
 
 
 @pytest.mark.parametrize("name", ["before_deltas", "among_deltas", "before_the_first_message"])
-def test_an_interrupt_in_a_fill_leaves_both_ranks_in_step(two_ranks: list[dict[str, dict]], name: str):
-    outcomes = [results[f"interrupted_{name}"] for results in two_ranks]
+def test_an_interrupt_in_a_fill_leaves_both_ranks_in_step(two_processes: list[dict[str, dict]], name: str):
+    outcomes = [results[f"interrupted_{name}"] for results in two_processes]
     assert [outcome["error"] for outcome in outcomes] == ["KeyboardInterrupt", "ReshardError"]
     assert [outcome["deltas"] for outcome in outcomes] == [0, 0]
 
