@@ -42,7 +42,7 @@ SECONDS_ON_SEVERAL = 3000.0
 MINUTES_ON_THE_CPU = (
     *("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage2d_server.py", "test_stage3_ranks.py"),
 )
-"""Files that `make test` leaves out; tests/faults/test_gpu_checks.py runs them."""
+"""Files that `make test` leaves out."""
 # Names of a child's files.
 REPORTS = "reports"
 OUTPUT = "output"

@@ -46,7 +46,6 @@ _SLOW = (
     "hybrid_engine/switch/test_interrupts.py",
     "hybrid_engine/tools/verify/test_golden.py",
     "offline",
-    "test_gpu_checks.py",
 )
 """Files and folders below tests/ marked `slow`: heavy imports at the top, or slow tests."""
 

@@ -16,8 +16,7 @@ from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.zoo import sharded_models, workers
 from tests.zoo.tiny_models import label_log_probs, token_batch
 
-MEGABYTES = 2
-INCREMENTAL = {"incremental": "auto", "incremental_mb": MEGABYTES, "bucket_mb": 1}
+INCREMENTAL = {"incremental": "auto", "incremental_mb": 2, "bucket_mb": 1}
 TP2 = {"tensor_model_parallel_size": 2}
 INFER_TP2 = {"infer_tensor_parallel_size": 2}
 PROMPT = [list(range(2, 14))]
@@ -30,16 +29,12 @@ class Round:
 
     Attributes:
         read, skipped: bytes of this rank's vLLM weights.
-        surplus: received bytes above the minimum for what changed.
-        kept: bytes of weights that stayed on the device before.
         different: parameters that differ from vLLM's own load.
         logprobs: distributions over a prompt.
     """
 
     read: int
     skipped: int
-    surplus: int
-    kept: int
     different: list[str]
     logprobs: list[torch.Tensor]
 
@@ -70,7 +65,6 @@ class Rounds:
         """Run `action` in `train_context`, then a rollout."""
         sharding = self._engine.sharding
         with self._engine.train_context():
-            back = sharding.last_report
             if action is not None:
                 action()
             self._save()
@@ -83,8 +77,6 @@ class Rounds:
         return Round(
             report.bytes_own + report.bytes_received,
             report.bytes_skipped,
-            report.bytes_received - report.bytes_least,
-            back.bytes_kept if back is not None else 0,
             [name for name, tensor in native.items() if not torch.equal(tensor, self._committed[name])],
             logprobs,
         )
