@@ -101,6 +101,11 @@ def other_plan_on_rank_1(rank: int) -> dict[str, object]:
 
 
 @scenario
+def other_setting_on_rank_1(rank: int) -> dict[str, object]:
+    return error_of(Rig(build=False, verify="full" if rank == 1 else "off").build)
+
+
+@scenario
 def shared_memory_without_exported_buffers(rank: int) -> dict[str, object]:
     return error_of(lambda: Rig(elastic=False, transport="shared_memory"))
 
@@ -387,6 +392,7 @@ REMOTE = RemoteError
 ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     "plan_faults": ((PlanError, PlanError), ["orphan: a training parameter", "longed_for", "no training rank"], {}),
     "other_plan_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
+    "other_setting_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
     "layout_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: disk on fire"], {}),
     "other_device_on_rank_1": ((REMOTE, ConfigError), ["meta, but training weights of rank 1 are on "], {}),
     "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),

@@ -162,10 +162,12 @@ def test_a_sample_counts_a_skipped_tensor_only_if_it_was_compared(job: None, mon
     monkeypatch.setattr(verifier, "NUM_SAMPLED", 1)
     rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="sample")
     counts = []
-    for _ in range(4):
+    for number in range(7):
+        if number == 5:  # "first" is sent again, in a switch that compares "second"
+            rig.training.param.data[:1] += 1
         counts.append(rig.manager.enter(INFER).tensors_verified)
         rig.manager.enter(TRAIN)
-    assert counts == [1, 0, 1, 0]  # "first" was compared when it was sent, "second" was not
+    assert counts == [1, 0, 1, 0, 1, 0, 0]  # "first" was compared when it was sent, "second" was not
     rig.close()
 
 

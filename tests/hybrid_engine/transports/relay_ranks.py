@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.plan import Bucket, ReshardPlan
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.setup import _gather_handles
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.router import REGISTRY, RegisteredTransport, TransportSet, export_handles
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
@@ -82,21 +85,22 @@ class Rank:
     def __init__(
         self,
         reshard: Reshard,
+        job: Job,
         timeout: float = 60,
         registry: Sequence[type[RegisteredTransport]] = REGISTRY,
     ) -> None:
-        self.rank = dist.get_rank()
+        self.rank = job.rank
+        self.meet = partial(job.agreement.conclude, "until here other ranks may read this rank's buffers")
         self.plan = reshard.plan(rank=self.rank)
         self.expected = self._tensors(reshard.destination)
         self.source = {}
         for name, flat in self._tensors(reshard.source).items():
             self.source[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param").copy_(flat)
         relays = RelayBuffers(self.rank, self.plan.relays)
-        gathered: list = [None] * len(HOSTS)
-        dist.all_gather_object(gathered, export_handles(self.rank, {**self.source, **relays.tensors}))
-        handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        self.group = dist.new_group()
-        self.notify_group = dist.new_group()
+        owner = ExitStack()
+        exported = export_handles(self.rank, {**self.source, **relays.tensors})
+        handles = _gather_handles(job, exported, job.new_host_group(owner))
+        self.group, notify_group = job.new_group(owner), job.new_group(owner)
         context = TransportContext(
             self.rank,
             reshard.source.buffers,
@@ -104,7 +108,7 @@ class Rank:
             self.group,
             destination_buffers=reshard.destination.buffers,
             relays=relays,
-            notify_group=self.notify_group,
+            notify_group=notify_group,
             timeout=timeout,
         )
         self.router = TransportSet.connect(context, registry=registry)

@@ -1,4 +1,8 @@
-"""Relays on two simulated hosts: data crosses the network once, and failures reach all ranks."""
+"""Relays on two simulated hosts: data crosses the network once, and failures reach all ranks.
+
+Ranks are threads, each the late one in turn; what patches modules or ends by a timeout runs on real
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +17,37 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
 from hybrid_engine.switch import setup
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
 from hybrid_engine.transports.delta_transport import DeltaTransport
 from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, export_handles
 from tests.harness.launch import Ranks
+from tests.harness.rank_threads import RankThreads
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
 
 
-def run_reshard(make: Callable[[], Reshard]) -> dict[str, object]:
+def run_reshard(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     """Fill twice over the same transports, the second time ahead; returns errors and bytes."""
     reshard = make()
-    rank = Rank(reshard)
+    rank = Rank(reshard, job)
     wrong = []
     for is_ahead in (False, True):
         rank.clear()
         received = dict.fromkeys(Link, 0)
-        dist.barrier()
+        rank.meet()
         for bucket in rank.plan.buckets:
             following = rank.following(bucket.index) if is_ahead else None
             report = rank.router.run(bucket, rank.source, rank.destination, following)
             for link, nbytes in report.nbytes_by_link.items():
                 received[link] += nbytes
         wrong += rank.wrong()
-    dist.barrier()  # until then other ranks may read this rank's buffers
+    rank.meet()
     rank.router.close()
     count = rank.plan.bytes_by_rank[rank.rank]
     by_link = {Link.SELF: count.own, Link.HOST: count.host, Link.NETWORK: count.network}
@@ -53,12 +60,12 @@ def run_reshard(make: Callable[[], Reshard]) -> dict[str, object]:
     }
 
 
-def run_with_deltas(make: Callable[[], Reshard]) -> dict[str, object]:
+def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     """Fill four times: whole, changed, unchanged, whole; in order or one bucket ahead.
 
     On odd ranks messages do not arrive in the copies of the last messages, as on a GPU.
     """
-    rank = Rank(make(), registry=DELTA_REGISTRY)
+    rank = Rank(make(), job, registry=DELTA_REGISTRY)
     bytes_across = []
     counts = []
     rank.router._transports[CollectiveTransport.name]._receives_copies = rank.rank % 2 == 0
@@ -66,12 +73,12 @@ def run_with_deltas(make: Callable[[], Reshard]) -> dict[str, object]:
         if number == 1:
             rank.negate()
         rank.clear(whole=whole)
-        dist.barrier()
+        rank.meet()
         reports = [
             rank.router.run(bucket, rank.source, rank.destination, rank.following(bucket.index) if is_ahead else None)
             for bucket in rank.plan.buckets
         ]
-        dist.barrier()  # until then other ranks may read this rank's buffers
+        rank.meet()
         assert rank.wrong() == []
         bytes_across.append(sum(report.nbytes_by_link[Link.NETWORK] for report in reports))
         counts.append(asdict(rank.router.deltas_sent()))
@@ -175,52 +182,59 @@ def relay_rank_falls_silent(rank: Rank) -> list[object]:
     return [first, outcome_of(lambda: Silent.last.notify(1, "relay arrived", [], [3]))]
 
 
-SCENARIOS = [
-    sender_fails,
-    reader_abandons,
-    sender_fails_ahead,
-    relay_rank_gives_up_ahead,
-    relay_rank_falls_silent,
-]
-
-
-FAULTY = {relay_rank_falls_silent: (Silent, 1)}
-"""Scenario -> mixin of its collective transport, and the timeout in seconds."""
+SCENARIOS = [sender_fails, reader_abandons, sender_fails_ahead, relay_rank_gives_up_ahead]
 DELTAS = {"": CollectiveTransport, " with deltas": DeltaTransport}
 
 
-def begin_deltas(rank: Rank, *, is_faulty: bool) -> None:
-    """Begin a fill with deltas, after a whole fill unless the transport is faulty."""
-    if not is_faulty:
+def run_scenario(scenario: Callable[[Rank], list[object]], kind: str, job: Job) -> list[object]:
+    """Run a scenario in a fill with or without deltas; the former follows a whole fill."""
+    rank = Rank(RESHARDS["halves to every rank"](), job, registry=(*REGISTRY[:-1], DELTAS[kind]))
+    if kind:
         assert [*map(rank.run_ahead, range(3)), rank.wrong()] == ["ok", "ok", "ok", []]
-        dist.barrier()  # until then other ranks may read this rank's buffers
+        rank.meet()
         rank.negate()
-    dist.barrier()
+    rank.meet()
     rank.clear(whole=False)
+    outcome = scenario(rank)
+    rank.meet()
+    return outcome
 
 
-def run_all() -> dict[str, object]:
-    dist.init_process_group("gloo")
-    results: dict[str, object] = {name: run_reshard(make) for name, make in RESHARDS.items()}
-    results["manager"] = switch_with_manager()
-    results["changes"] = {name: run_with_deltas(make) for name, make in RESHARDS.items()}
+def run_on_thread(world: World) -> dict[str, object]:
+    job = Job.join(60, host=HOSTS[world.rank])
+    results: dict[str, object] = {name: run_reshard(make, job) for name, make in RESHARDS.items()}
+    results["changes"] = {name: run_with_deltas(make, job) for name, make in RESHARDS.items()}
     for scenario in SCENARIOS:
-        mixin, timeout = FAULTY.get(scenario, (object, 60))
-        for kind, transport in DELTAS.items():
-            bases = (transport,) if mixin is object else (mixin, transport)
-            registry = (*REGISTRY[:-1], type("OfScenario", bases, {}))
-            rank = Rank(RESHARDS["halves to every rank"](), timeout, registry)
-            if kind:
-                begin_deltas(rank, is_faulty=scenario in FAULTY)
-            results[f"{scenario.__name__}{kind}"] = scenario(rank)
-            dist.barrier()  # until then other ranks may read this rank's buffers
+        for kind in DELTAS:
+            results[f"{scenario.__name__}{kind}"] = run_scenario(scenario, kind, job)
+    job.close()
+    return results
+
+
+@pytest.fixture(scope="module", params=range(4), ids="rank {} is late".format)
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, object]]:
+    return RankThreads(4, request.param, early=request.param % 2 == 1).run(run_on_thread)
+
+
+def run_on_process() -> dict[str, object]:
+    dist.init_process_group("gloo")
+    results: dict[str, object] = {"manager": switch_with_manager()}
+    job = Job.join(60, host=HOSTS[dist.get_rank()])
+    for kind, transport in DELTAS.items():
+        registry = (*REGISTRY[:-1], type("OfScenario", (Silent, transport), {}))
+        rank = Rank(RESHARDS["halves to every rank"](), job, 1, registry)
+        rank.clear(whole=not kind)
+        rank.meet()
+        results[f"silent{kind}"] = relay_rank_falls_silent(rank)
+        rank.meet()
+    job.close()
     dist.destroy_process_group()
     return results
 
 
 @pytest.fixture(scope="module")
-def four_ranks(ranks: Ranks) -> list[dict[str, object]]:
-    return ranks.launch(run_all, 4, timeout=250)
+def four_processes(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(run_on_process, 4, timeout=250)
 
 
 @pytest.mark.parametrize("name", RESHARDS)
@@ -236,9 +250,9 @@ def test_most_reshards_have_relays(four_ranks: list[dict[str, object]]):
     assert len(with_relays) > len(RESHARDS) // 2
 
 
-def test_the_manager_relays_if_all_ranks_of_a_host_can(four_ranks: list[dict[str, object]]):
+def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: list[dict[str, object]]):
     quarter = NBYTES // 4
-    for rank, results in enumerate(four_ranks):
+    for rank, results in enumerate(four_processes):
         reports = results["manager"]
         for report in reports.values():
             assert report["bytes_received"] == report["bytes_least"] == 3 * quarter
@@ -253,7 +267,7 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_ranks: list[dict[str
         assert sum(relayed["bytes_by_transport"].values()) == 3 * quarter
         assert relayed["bytes_by_transport"]["collective"] == relayed["bytes_across_hosts"]
     for first in (0, 2):
-        entered = [four_ranks[rank]["manager"]["relayed"]["bytes_across_hosts"] for rank in (first, first + 1)]
+        entered = [four_processes[rank]["manager"]["relayed"]["bytes_across_hosts"] for rank in (first, first + 1)]
         assert sum(entered) == 2 * quarter
         assert min(entered) > 0
 
@@ -322,7 +336,7 @@ def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: lis
 
 
 @with_or_without_deltas
-def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_ranks: list[dict[str, object]], kind: str):
-    first, second = four_ranks[2][f"relay_rank_falls_silent{kind}"]
+def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_processes: list[dict[str, object]], kind: str):
+    first, second = four_processes[2][f"silent{kind}"]
     check_error(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9)
     check_error(second, "TransportError", "earlier failure", within=5)
