@@ -19,7 +19,7 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.transports import collective
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.messages import MessagePlanner
+from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, TransportSet, export_handles
 from tests.harness.launch import Ranks
@@ -180,6 +180,13 @@ def test_collective_staging_is_reused(results_by_rank):
     assert [result["collective", "staging_is_reused"] for result in results_by_rank] == [[]] * len(results_by_rank)
 
 
+def test_a_message_of_another_bucket_is_refused() -> None:
+    staged = StagedMessage(Message(1), torch.empty(HEADER_NBYTES, dtype=torch.uint8))
+    staged.write_header(3, "")
+    assert staged.fault(3) == ""
+    assert "of bucket 3, expected" in staged.fault(2)
+
+
 @given(cases())
 def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None:
     """Includes casts and relay buffers; senders and receivers expect the same."""
@@ -192,6 +199,7 @@ def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None
             outgoing, incoming = messages.messages(bucket.of_rank(rank).transfers)
             for ends, messages_of_rank in ((sent, outgoing), (received, incoming)):
                 for message in messages_of_rank:
+                    assert all(piece.start % piece.dtype.itemsize == 0 for piece in message.pieces)
                     key = (rank, message.peer) if ends is sent else (message.peer, rank)
                     ends[key] += sum(piece.nbytes for piece in message.pieces)
                     ends[key] += sum(image.nbytes for image in message.images)
