@@ -172,6 +172,7 @@ def test_memory_with_two_names_is_released_after_the_later_bucket() -> None:
     for shards in ([tied, view], [view, tied]):
         assert release_schedule(shards, ["a", "b"]) == ({}, {"flat": (Extent(0, 12),)})
         assert release_schedule(shards, ["b", "a"]) == ({}, {"flat": (Extent(0, 12),)})
+        assert release_schedule(shards, ["b"]) == ({},)  # "a" is not read, so its memory stays
 
 
 @given(cases(), st.booleans(), st.integers(0, 3))
