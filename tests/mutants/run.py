@@ -41,7 +41,7 @@ TABLE = Path(__file__).with_name("by_hand.toml")
 PASSED = 0
 VERDICTS = {PASSED: "survives", 1: "killed", 2: "killed", -signal.SIGKILL: "killed"}
 """By exit status of pytest: 2 if tests cannot be imported; killed after the timeout."""
-FAULTS = ("survives", "cannot be judged", "killed, though it may survive")
+FAULTS = ("survives", "cannot be judged")
 PYTEST = ("-q", "-x", "--tb=line", "--no-header", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist")
 FIRST_TIMEOUT = 1000.0
 SLOWEST = 5  # times the seconds of unchanged code, after which a mutant counts as killed
