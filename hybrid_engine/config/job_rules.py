@@ -28,8 +28,6 @@ from hybrid_engine.layouts.memory import (
     megatron_memory,
     plan_memory,
 )
-from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model, require_written
@@ -303,26 +301,14 @@ def megatron_training(
     """
     sizes = actor.sizes(world_size)
     side = training_side(table, sizes, actor.params_dtype)
-    return side, megatron_state(actor, side, sizes)
-
-
-def megatron_state(
-    actor: ActorConfig, source: SideLayout | StoredElements, sizes: TrainParallelism
-) -> TrainingMemory:
-    """Return the memory of training state.
-
-    Args:
-        actor: settings of the training model.
-        source: stored elements of each rank, or of each pipeline stage.
-        sizes: parallel sizes.
-    """
-    return megatron_memory(
-        source,
+    state = megatron_memory(
+        side,
         sizes,
         actor.params_dtype,
         is_distributed=actor.use_distributed_optimizer,
         float32_grads=actor.overrides.ddp.get("grad_reduce_in_fp32") is not False,
     )
+    return side, state
 
 
 def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | None:

@@ -109,7 +109,7 @@ def load_config(
     violations: list[Violation] = []
     num_ranks = _number_of_ranks(world_size, violations)
     try:
-        config, models = parsed_config(values, directory)
+        config, models = _parsed_config(values, directory)
     except ConfigError as error:
         raise ConfigError([*violations, *error.findings], file) from error
     if violations:
@@ -129,7 +129,7 @@ def load_config(
     return config
 
 
-def parsed_config(
+def _parsed_config(
     values: Mapping[str, Any], directory: Path | None
 ) -> tuple[HybridConfig, dict[str, Path]]:
     """Return the configuration in `values` and its models' directories by key.

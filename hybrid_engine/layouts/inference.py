@@ -7,20 +7,13 @@ gate/up), `vocab_parallel_embedding.py`, `fused_moe/expert_map_manager.py`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.layouts.parameters import (
-    Location,
-    Parameter,
-    StoredElements,
-    parameters_of,
-    parts_of,
-)
+from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
@@ -75,40 +68,6 @@ def inference_side(
     return _VllmSide(table, parallelism, dtype).build()
 
 
-class InferenceElements:
-    """Counter of the elements that vLLM's ranks store, for many sizes of one model."""
-
-    def __init__(self, table: ModelTable) -> None:
-        self._table = table
-        self._parts: dict[object, list[tuple[Parameter, int]]] = {}
-
-    def count(self, sizes: InferenceParallelism) -> StoredElements:
-        """Return the elements of the rank with the most, by pipeline stage.
-
-        `sizes` must satisfy the size rules.
-        """
-        side = _VllmSide(self._table, sizes, "bfloat16")
-        key = (sizes.tensor, sizes.expert > 1, sizes.replicas_per_instance > 1)
-        if key not in self._parts:
-            self._parts[key] = parts_of(self._table, side.local_numel)
-        dense = np.zeros(sizes.pipeline, dtype=np.int64)
-        experts = np.zeros(sizes.pipeline, dtype=np.int64)
-        counted = set()
-        # Keyed by tensors: a tied head is the same part as the embedding.
-        parts: Counter[tuple[str, ...]] = Counter()
-        most_experts = -(-self._table.dims.num_experts // sizes.expert)
-        for parameter, numel in self._parts[key]:
-            copies = most_experts if parameter.is_expert else 1
-            parts[parameter.tensors] += copies * numel
-            stored = experts if parameter.is_expert else dense
-            for stage in side.stages_with(parameter):
-                # A stage with the embedding and a tied head stores the tensor once.
-                if parameter.indices or (parameter.tensors, stage) not in counted:
-                    counted.add((parameter.tensors, stage))
-                    stored[stage] += copies * numel
-        return StoredElements(dense + experts, experts, max(parts.values()))
-
-
 class _VllmSide:
     """Layout of vLLM's side. Arrays of ranks and pieces are shared by tensors with equal owners."""
 
@@ -131,7 +90,7 @@ class _VllmSide:
     def build(self) -> SideLayout:
         held: set[tuple[str, int]] = set()
         for parameter in parameters_of(self._table):
-            for stage in self.stages_with(parameter):
+            for stage in self._stages_with(parameter):
                 for tensor, pieces in self._pieces_of(parameter, stage).items():
                     if self._table.is_served(tensor) and (tensor, stage) not in held:
                         held.add((tensor, stage))
@@ -166,7 +125,7 @@ class _VllmSide:
                 of_expert=parameter.is_expert,
             )
 
-    def stages_with(self, parameter: Parameter) -> Sequence[int]:
+    def _stages_with(self, parameter: Parameter) -> Sequence[int]:
         """Return the pipeline stages that have a parameter."""
         num_stages = self._sizes.pipeline
         if parameter.location is Location.DECODER:
@@ -176,29 +135,6 @@ class _VllmSide:
         if parameter.location is Location.MTP or self._table.serving.ends_on_every_stage:
             return range(num_stages)
         return [0 if parameter.location is Location.EMBEDDING else num_stages - 1]
-
-    def local_numel(self, parameter: Parameter) -> int:
-        """Return the elements of a parameter that one rank stores.
-
-        An expert is whole on some ranks, or cut on all.
-        """
-        total = 0
-        dim = parameter.packing.dim
-        is_whole_expert = parameter.is_expert and self._sizes.expert > 1
-        for tensor in filter(self._table.is_served, parameter.tensors):
-            shape = self._table.shapes[tensor]
-            if isinstance(parameter.packing, Vocabulary):
-                length = self._sizes.padded_vocabulary(shape[dim]) // self._sizes.tensor
-            elif is_whole_expert or self._is_whole(parameter):
-                length = shape[dim]
-            else:
-                length = 0
-                for ranks_by_span in self._cuts(parameter, tensor, shape[dim]):
-                    # All spans of a cut have one length.
-                    start, stop = next(iter(ranks_by_span))
-                    length += stop - start
-            total += length * math.prod(shape) // shape[dim]
-        return total
 
     def _pieces_of(self, parameter: Parameter, stage: int) -> Mapping[str, tuple[PlacedBox, ...]]:
         """Return the pieces of each tensor on a stage."""

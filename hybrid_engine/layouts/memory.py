@@ -60,7 +60,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybrid_engine.layouts.parallelism import ShardedParallelism, TrainParallelism
-from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
@@ -108,7 +107,7 @@ class TrainingMemory:
 
 
 def megatron_memory(
-    source: SideLayout | StoredElements,
+    source: SideLayout,
     train: TrainParallelism,
     dtype: str,
     *,
@@ -118,7 +117,7 @@ def megatron_memory(
     """Return the memory of Megatron's ranks.
 
     Args:
-        source: elements that the ranks store, by rank or by stage. The result has the same axis.
+        source: layout of all ranks.
         train: parallel sizes.
         dtype: dtype of the weights.
         is_distributed: True if data parallel ranks shard the optimizer's state.
@@ -149,23 +148,7 @@ def sharded_memory(
 ) -> TrainingMemory:
     """Return the memory of FSDP2's ranks. The few buffers of modules count as parameters."""
     moments = 2 * source.holdings.nbytes_by_rank()
-    return _of_shards(source.num_elements, moments, model, sizes, dtype)
-
-
-def largest_shard(model: PackedModel, sizes: ShardedParallelism, dtype: str) -> TrainingMemory:
-    """Return the memory of FSDP2's first rank, which has no padding; arrays of one element."""
-    numel = np.array([sum(model.local_numel(name, sizes.num_shards) for name in model.shapes)])
-    return _of_shards(numel, 2 * numel * DTYPE_NBYTES[dtype], model, sizes, dtype)
-
-
-def _of_shards(
-    numel: np.ndarray,
-    moments: np.ndarray,
-    model: PackedModel,
-    sizes: ShardedParallelism,
-    dtype: str,
-) -> TrainingMemory:
-    params = numel * DTYPE_NBYTES[dtype]
+    params = source.num_elements * DTYPE_NBYTES[dtype]
     uneven_numel = 0
     for name in model.shapes:
         if not model.splits_evenly(name, sizes.num_shards):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-
-import numpy as np
 
 from hybrid_engine.models.packing import Packing, Shape, part_of_tensor, tensor_name
 from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
@@ -111,42 +109,6 @@ def _shape_of(part: str, shapes: Mapping[str, Shape]) -> Shape:
     name = tensor_name(part)
     # Most parts are whole tensors.
     return shapes[name] if name == part else part_of_tensor(part, shapes[name]).kept
-
-
-@dataclass(frozen=True, eq=False)
-class StoredElements:
-    """Elements of the parameters that ranks store; int arrays by pipeline stage.
-
-    Attributes:
-        num_elements: as in `SideLayout`.
-        num_expert_elements: as in `SideLayout`.
-        largest_part: elements of the largest part of the model (see `parts_of`) on a rank; all
-            experts of a layer count as one part.
-    """
-
-    num_elements: np.ndarray
-    num_expert_elements: np.ndarray
-    largest_part: int
-
-
-def parts_of(
-    table: ModelTable,
-    numel_of: Callable[[Parameter], int],
-) -> list[tuple[Parameter, int]]:
-    """Return (a parameter, sum of `numel_of` over all parameters) for each part of the model.
-
-    The parameters of a part are always on the same ranks: attention, MLP or one expert of a layer,
-    the embedding, the head and so on. Only the first expert of a layer is included.
-    """
-    parts: dict[object, tuple[Parameter, int]] = {}
-    for parameter in parameters_of(table, most_experts=1):
-        layer = parameter.indices.get("layer")
-        # Outside of layers, the tensors distinguish parameters.
-        tensors = parameter.tensors if layer is None else ()
-        key = (parameter.location, layer, parameter.is_of_mlp, parameter.is_expert, tensors)
-        first, numel = parts.get(key, (parameter, 0))
-        parts[key] = (first, numel + numel_of(parameter))
-    return list(parts.values())
 
 
 def packed_size(parameter: Parameter) -> int:

@@ -61,8 +61,8 @@ class PackedModel:
         rows = -(-shape[0] // num_shards)
         return rows * math.prod(shape[1:])
 
-    def numel_by_layer(self, num_shards: int) -> dict[str, int]:
-        """Return the parameter elements that each rank stores, by prefix of the layer.
+    def numel_by_layer(self) -> dict[str, int]:
+        """Return the elements of all parameters, by prefix of the layer.
 
         Parameters outside of layers are at "".
         """
@@ -70,7 +70,7 @@ class PackedModel:
         for name in self.shapes.keys() - set(self.whole):
             prefix = re.match(r".*?\.\d+\.", name)
             layer = prefix[0] if prefix else ""
-            layers[layer] = layers.get(layer, 0) + self.local_numel(name, num_shards)
+            layers[layer] = layers.get(layer, 0) + math.prod(self.shapes[name])
         return layers
 
     def splits_evenly(self, name: str, num_shards: int) -> bool:

@@ -7,7 +7,6 @@ Sources: megatron-core 0.16.1, `models/gpt/gpt_model.py` (contents of each chunk
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,14 +14,7 @@ import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import (
-    Location,
-    Parameter,
-    StoredElements,
-    packed_size,
-    parameters_of,
-    parts_of,
-)
+from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
@@ -51,41 +43,6 @@ def training_side(
     if invalid:
         raise ConfigError(invalid)
     return _TrainingSide(table, parallelism, dtype).build()
-
-
-class TrainingElements:
-    """Counter of the elements that Megatron's ranks store, for many sizes of one model."""
-
-    def __init__(self, table: ModelTable) -> None:
-        self._table = table
-        self._parts: dict[object, list[tuple[Parameter, int]]] = {}
-
-    def count(self, sizes: TrainParallelism) -> StoredElements:
-        """Return the elements of each rank of a stage, as in `training_side`.
-
-        `sizes` must satisfy the size rules.
-        """
-        side = _TrainingSide(self._table, sizes, "bfloat16")
-        key = (
-            sizes.tensor,
-            sizes.expert_cut,
-            sizes.make_vocab_size_divisible_by,
-            sizes.cuts_whole_projections,
-        )
-        if key not in self._parts:
-            self._parts[key] = parts_of(self._table, side.local_numel)
-        dense = np.zeros(sizes.pipeline, dtype=np.int64)
-        experts = np.zeros(sizes.pipeline, dtype=np.int64)
-        # Keyed by tensors: a tied head is the same part as the embedding.
-        parts: Counter[tuple[str, ...]] = Counter()
-        experts_per_rank = self._table.dims.num_experts // sizes.expert
-        for parameter, numel in self._parts[key]:
-            copies = experts_per_rank if parameter.is_expert else 1
-            parts[parameter.tensors] += copies * numel
-            stored = experts if parameter.is_expert else dense
-            for chunk in side.chunks_with(parameter):
-                stored[chunk.stage] += copies * numel
-        return StoredElements(dense + experts, experts, max(parts.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +84,11 @@ class _TrainingSide:
 
     def build(self) -> SideLayout:
         for parameter in parameters_of(self._table):
-            for chunk in self.chunks_with(parameter):
+            for chunk in self._chunks_with(parameter):
                 self._add(parameter, chunk)
         return self._side.build()
 
-    def chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
+    def _chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
         """Yield the chunks that have a parameter."""
         if parameter.location is Location.DECODER:
             by_layer = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
@@ -201,11 +158,6 @@ class _TrainingSide:
     def _over(self, parameter: Parameter) -> Over:
         is_whole = parameter.packing.may_be_whole and not self._sizes.cuts_whole_projections
         return Over.NONE if is_whole else parameter.packing.over
-
-    def local_numel(self, parameter: Parameter) -> int:
-        """Return the elements of one rank's part of a parameter."""
-        num_parts = self._sizes.num_parts(self._over(parameter))
-        return math.prod(self._local_shape(parameter, num_parts))
 
     def _local_shape(self, parameter: Parameter, num_parts: int) -> Shape:
         """Return the shape of one rank's part of a parameter, as Megatron allocates it."""

@@ -118,7 +118,7 @@ def require_rules(table: ModelTable, key: str = "model") -> None:
         raise ConfigError([_without_name_table(table, key, remedy)])
 
 
-def require_written(table: ModelTable, key: str = "model") -> None:
+def require_written(table: ModelTable, key: str) -> None:
     """Raise ConfigError, under `key`, for a derived table, where layouts follow from rules."""
     if table.is_derived:
         remedy = "Name a model with a name table, or measure this one in a job"

@@ -2,7 +2,6 @@
 
     plan_command.py       `plan`: options and their checks; tools/plan/ does the work
     from_verl.py          `plan --from verl`: conversion of a verl configuration
-    search_output.py      `plan --search`: output
     verify_command.py     `verify`: options, checks and verdict; tools/verify/ does the work
     certify_command.py    `certify`: likewise
     options.py            parts that the commands' options have in common
@@ -13,8 +12,8 @@ Exit status:
     1   `verify` or `certify` found a difference
     2   the request is invalid, and every reason was printed before anything started; or the answer
         could not be written
-    3   `plan`: the job does not fit its devices or hosts, or with --search no job fits. `verify`,
-        `certify`: the ranks or engines ended without a verdict; their output is printed
+    3   `plan`: the job does not fit its devices or hosts. `verify`, `certify`: the ranks or engines
+        ended without a verdict; their output is printed
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.config.loading import parsed_config
 from hybrid_engine.errors import (
     ConfigError,
     DependencyError,
@@ -63,13 +62,12 @@ def split_words(
     return files, [match[1] for match in map(override.fullmatch, words) if match]
 
 
-def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = False) -> HybridConfig:
+def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
     """Return the checked configuration from the words of `config_argument`.
 
     Args:
         words: at most one file, and overrides KEY=VALUE.
         ranks: number of ranks.
-        sizes_are_open: sizes may be missing, so rules are not checked yet.
 
     Raises:
         ConfigError: with every violation.
@@ -85,7 +83,7 @@ def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = Fals
     if violations:
         raise ConfigError(violations)
     directory = Path(files[0]).absolute().parent if files else None
-    return check_config(values, ranks, directory, sizes_are_open=sizes_are_open)
+    return check_config(values, ranks, directory)
 
 
 def check_config(
@@ -93,7 +91,6 @@ def check_config(
     ranks: int,
     directory: Path | None,
     *,
-    sizes_are_open: bool = False,
     num_mtp_layers: int | None = None,
 ) -> HybridConfig:
     """Return the checked configuration of a mapping; see `read_config` and `load_config`.
@@ -104,9 +101,6 @@ def check_config(
     if violations:
         raise ConfigError(violations)
     try:
-        if sizes_are_open:
-            config, _ = parsed_config(values, directory)
-            return config
         return load_config(
             values,
             ranks,

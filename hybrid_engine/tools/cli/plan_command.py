@@ -27,7 +27,6 @@ from hybrid_engine.tools.cli.options import (
     refusing,
 )
 from hybrid_engine.tools.cli.output import Console, new_table, progress, write_answer
-from hybrid_engine.tools.cli.search_output import search_and_print
 from hybrid_engine.tools.plan.answer import (
     UNITS,
     Answer,
@@ -96,19 +95,11 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")
     ] = False,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search",
-            help="Find the sizes that the configuration leaves out: "
-            "the best pairs of layouts, planned.",
-        ),
-    ] = False,
 ) -> None:
     """Say whether a job fits its devices and what a switch between its two layouts moves.
 
     Needs no device, no weights. The verdict comes first, then the numbers. Exits with 3 if the job
-    does not fit, or with --search if no job does.
+    does not fit.
     """
     violations = list(_option_violations(hosts_of, device_gib, host_gib))
     size = collect(violations, _size_of_device, device, device_gib)
@@ -125,25 +116,15 @@ def plan(
         remedy = "Give the number of ranks: one for each device"
         violations.append(Violation("--ranks", "is missing", remedy, code="is-missing"))
     else:
-        config = collect(violations, read_config, words, ranks, sizes_are_open=search)
+        config = collect(violations, read_config, words, ranks)
     if rank is not None and ranks is not None and not 0 <= rank < ranks:
         problem = f"{rank} of {ranks} ranks, counted from 0"
         violations.append(Violation("--rank", problem, "Name one of them", code="out-of-range"))
-    for name, value in (("--rank", rank), ("--frozen", frozen), ("--from", source)):
-        if search and value is not None:
-            remedy = "Plan one of the pairs that it finds"
-            violation = Violation(
-                name, "cannot be combined with --search", remedy, code="not-with-search"
-            )
-            violations.append(violation)
     if violations or config is None or rates is None or size is None or ranks is None:
         refuse(violations)
     hosts_of = 8 if hosts_of is None else hosts_of
     is_elastic = _has_elastic_buffers() if elastic is None else elastic
     cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic)
-    if search:
-        of_checkpoint = list(_checkpoint_remarks(config))
-        raise typer.Exit(search_and_print(config, ranks, cluster, of_checkpoint, as_json=as_json))
     with progress() as show_step:
         answer = _answer(config, ranks, cluster, rank, frozen, verl_job, show_step)
     write_answer(answer.as_dict(), lambda: _print_answer(answer), as_json=as_json)

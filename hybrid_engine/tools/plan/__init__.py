@@ -6,10 +6,7 @@
                          (planning/), memory of every phase (layouts/memory.py), room for the KV
                          cache -> JobPlan; traced_side.py has vLLM's layout of a model without a
                          name table
-    3  search.py         find_pairs: a configuration without sizes -> the best pairs of layouts,
-                         each planned; if none fits, changes with which one fits;
-                         searched_sizes.py has the sizes to try
-    4  answer.py         JobPlan -> named numbers (`plan --json`), sentences of the verdict, tables
+    3  answer.py         JobPlan -> named numbers (`plan --json`), sentences of the verdict, tables
 
 Called by the command `plan`. This package plans no transfers: bytes come from `planning.summary`,
 and the transfers of a rank from `planning.planner`.

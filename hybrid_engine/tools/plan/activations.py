@@ -226,7 +226,7 @@ def gathered_nbytes(model: PackedModel, actor: ActorConfig) -> int:
     assert actor.fsdp is not None
     itemsize = DTYPE_NBYTES[actor.params_dtype]
     itemsize = COMPUTE_NBYTES.get(actor.fsdp.mixed_precision, itemsize)
-    layers = model.numel_by_layer(1)
+    layers = model.numel_by_layer()
     root = layers.pop("", 0)
     layer = max(layers.values(), default=0)
     keeps_all = actor.fsdp.sharding_strategy == "SHARD_GRAD_OP"

@@ -247,9 +247,7 @@ def job_phases(
         inference: bytes of vLLM's weights.
         bucket: bytes of the largest bucket.
         critic: training state of the critic.
-        working: estimates of training steps.
-
-    All arrays are by rank, or all by pipeline stage.
+        working: estimates of training steps, by rank.
     """
     plan = plan_memory(state, inference, bucket, critic, stays=what_stays(config))
     phases = dict(plan.phases)
@@ -270,41 +268,6 @@ def stays_beside(phases: Mapping[str, Phase]) -> int:
     by_model = phases["generate"].by_model
     training = [nbytes for model, nbytes in by_model.items() if model != "vLLM"]
     return int(np.max(sum(training), initial=0))
-
-
-def cache_room(
-    config: HybridConfig,
-    table: ModelTable,
-    infer: InferenceParallelism,
-    device: float,
-    weights: int,
-    stages: Sequence[tuple[LayerCache, ...]],
-    longest: int,
-    beside: int,
-) -> CacheRoom:
-    """Return the room for the KV cache on a device.
-
-    `stages`: caches of the layers of every stage, in the served dtype. See `CacheRoom` for the
-    other arguments.
-    """
-    generate = config.generate_config
-    itemsize = DTYPE_NBYTES[config.served_dtype]
-    layers = max(stages, key=partial(sequence_nbytes, length=longest))
-    if str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        layers = tuple(replace(layer, per_token=layer.per_token // itemsize) for layer in layers)
-    cache_mb = generate.kv_cache_mb
-    return CacheRoom(
-        device=device,
-        utilization=generate.gpu_memory_utilization,
-        weights=weights,
-        step=vllm_step_nbytes(table, infer, generate, itemsize, device),
-        layers=layers,
-        # vLLM schedules a step per stage while one ends.
-        in_flight=(infer.pipeline + 1) * step_tokens(generate, device),
-        longest=longest,
-        given=None if cache_mb is None else cache_mb * MIB,
-        beside=beside,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,14 +375,25 @@ class JobPlan:
     @cached_property
     def cache(self) -> CacheRoom:
         """Room for the KV cache in vLLM's share of a device."""
-        return cache_room(
-            self.config,
-            self.table,
-            self.infer,
-            device=self.cluster.device_gib * GIB,
+        generate = self.config.generate_config
+        itemsize = DTYPE_NBYTES[self.config.served_dtype]
+        device = self.cluster.device_gib * GIB
+        layers = max(self.stage_caches, key=partial(sequence_nbytes, length=self.max_model_len))
+        if str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
+            layers = tuple(
+                replace(layer, per_token=layer.per_token // itemsize) for layer in layers
+            )
+        cache_mb = generate.kv_cache_mb
+        return CacheRoom(
+            device=device,
+            utilization=generate.gpu_memory_utilization,
             weights=int(self.memory.inference.max()),
-            stages=self.stage_caches,
+            step=vllm_step_nbytes(self.table, self.infer, generate, itemsize, device),
+            layers=layers,
+            # vLLM schedules a step per stage while one ends.
+            in_flight=(self.infer.pipeline + 1) * step_tokens(generate, device),
             longest=self.max_model_len,
+            given=None if cache_mb is None else cache_mb * MIB,
             beside=stays_beside(self.phases),
         )
 
@@ -454,7 +428,6 @@ def plan_job(
     world_size: int,
     cluster: Cluster | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    inference: Callable[[ModelTable, InferenceParallelism, str], SideLayout] = inference_side,
     num_mtp_layers: int | None = None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, and count bytes and memory.
@@ -464,8 +437,6 @@ def plan_job(
         world_size: number of ranks.
         cluster: hosts, devices and links; default: hosts of 8 H200.
         progress: callback with the name of each step.
-        inference: lays out vLLM's side; plans of several jobs of a model may pass a cached
-            function.
         num_mtp_layers: see `load_config`.
 
     Raises:
@@ -481,17 +452,19 @@ def plan_job(
     source, state, working = _training(config, world_size, table)
     infer = generate.sizes(world_size)
     hosts = cluster.hosts(world_size)
+    lay_out: Callable[[ModelTable, InferenceParallelism], SideLayout]
     if table.is_derived:
         # How vLLM divides it among stages and what its layers cache is in no rule.
         sides = TracedSides(config, len(set(hosts)), source.holdings.shapes)
-        inference = sides.side
+        lay_out = sides.side
         traced = sides.positions(table, infer)
         cached = [planned.caches for planned in traced]
         longest = traced[0].max_model_len
     else:
+        lay_out = partial(inference_side, dtype=dtype)
         cached = layer_caches(table, infer, DTYPE_NBYTES[dtype])
         longest = longest_sequence(config)
-    positions = inference(table, infer, dtype)
+    positions = lay_out(table, infer)
     relaying = cluster.relaying_hosts(world_size)
     progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
@@ -514,7 +487,7 @@ def plan_job(
     if order != tuple(range(world_size)):
         progress("counting bytes in that order")
         infer = replace(infer, rank_order=order)
-        destination = inference(table, infer, dtype)
+        destination = lay_out(table, infer)
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
@@ -556,7 +529,9 @@ def _training(
     model = sharded_model(config, table)
     source = sharded_side(table, model, sizes, actor.params_dtype)
     state = sharded_memory(source, model, sizes, actor.params_dtype)
-    working = sharded_working(config, table, model)
+    activations = activation_nbytes(table, Step.of(actor, ShardedParallelism(1)))
+    gathered = np.array([gathered_nbytes(model, actor)])
+    working = Working(activations, np.zeros_like(activations), gathered)
     return source, state, working.by_rank(world_size)
 
 
@@ -571,23 +546,8 @@ def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
     return packed_model_of(config.model, table)
 
 
-def sharded_working(config: HybridConfig, table: ModelTable, model: PackedModel) -> Working:
-    """Return the estimates of training steps with FSDP2, equal on all ranks.
-
-    Arrays have one element.
-    """
-    actor = config.actor_config
-    step = Step.of(actor, ShardedParallelism(1))
-    activations = activation_nbytes(table, step)
-    gathered = np.array([gathered_nbytes(model, actor)])
-    return Working(activations, np.zeros_like(activations), gathered)
-
-
 def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
-    """Return the bytes offloaded to host memory while vLLM generates.
-
-    The array is like those of `state`.
-    """
+    """Return the bytes by rank offloaded to host memory while vLLM generates."""
     by_kind = {
         "param": state.params,
         "optimizer": state.optimizer,

@@ -54,12 +54,7 @@ class TracedSides:
         self._shapes = shapes
         self._traced: dict[InferenceParallelism, list[PlannedPosition]] = {}
 
-    def side(
-        self,
-        table: ModelTable,
-        sizes: InferenceParallelism,
-        _dtype: str = "",
-    ) -> SideLayout:
+    def side(self, table: ModelTable, sizes: InferenceParallelism) -> SideLayout:
         """Return vLLM's part of every tensor on all ranks.
 
         Args:

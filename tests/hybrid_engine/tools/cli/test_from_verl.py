@@ -137,7 +137,6 @@ def test_our_keys_override_verls(tmp_path: Path) -> None:
         (["trainer.nnodes=${oc.env:NODES}"], "`--cfg job --resolve`"),
         (["actor_rollout_ref.hybrid_engine=false"], "Here they share devices"),
         (["actor_confg.seed=1"], "of this project. Did you mean actor_config?"),
-        (["--search"], "--from: cannot be combined with --search"),
     ],
 )
 def test_an_unplannable_key_is_refused(words: list[str], message: str, tmp_path: Path) -> None:

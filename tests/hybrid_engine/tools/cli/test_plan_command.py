@@ -1,4 +1,4 @@
-"""`python -m hybrid_engine plan`: figures, refusals, a search, and DeepSeek-V3 on 2,048 ranks."""
+"""`python -m hybrid_engine plan`: figures, refusals, and DeepSeek-V3 on 2,048 ranks."""
 
 from __future__ import annotations
 
@@ -232,9 +232,8 @@ def test_sequences_longer_than_the_models_positions_are_refused_as_by_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), LENGTH + "131073"
-    for options in ((), ("--search",)):
-        refused = run(*arguments, *options)
-        assert (refused.exit_code, "the model has 131,072 positions" in refused.stderr) == (2, True)
+    refused = run(*arguments)
+    assert (refused.exit_code, "the model has 131,072 positions" in refused.stderr) == (2, True)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert run(*arguments).exit_code == 0
 
@@ -272,9 +271,9 @@ def test_a_narrow_cache_has_twice_the_tokens(tmp_path: Path) -> None:
 
 def test_a_quantised_checkpoint_is_remarked_on(tmp_path: Path) -> None:
     model = write_config(tmp_path, {**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}})
-    for facts in (plan_as_json(*job(model, 8, tp=8)), json.loads(run(*job(model, 8), "--search", "--json").stdout)):
-        assert any("stored quantised ('fp8')" in remark for remark in facts["remarks"])
-        assert not any("counted unquantised" in remark for remark in facts["remarks"])
+    facts = plan_as_json(*job(model, 8, tp=8))
+    assert any("stored quantised ('fp8')" in remark for remark in facts["remarks"])
+    assert not any("counted unquantised" in remark for remark in facts["remarks"])
 
 
 def test_bytes_of_fp8_rollouts_are_remarked_on(tmp_path: Path) -> None:
@@ -283,27 +282,6 @@ def test_bytes_of_fp8_rollouts_are_remarked_on(tmp_path: Path) -> None:
     for arguments in (job(published, 8, tp=8), (*job(plain, 8, tp=8), "generate_config.quantization=fp8")):
         (remark,) = [remark for remark in plan_as_json(*arguments)["remarks"] if "unquantised" in remark]
         assert "sent quantised weights" in remark
-
-
-def test_a_search_fits_80_columns_and_its_keys_are_valid(tmp_path: Path) -> None:
-    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 16), LENGTH + "8192", "--device", "h100"
-    shown = CliRunner().invoke(app, ["plan", *arguments, "--search"], env={"COLUMNS": "80"})
-    assert shown.exit_code == 0
-    before, _, after = shown.stdout.partition("# 1\n")
-    assert all(len(line) <= 80 for line in before.splitlines())
-    assert "…" not in before
-    assert all(head in before for head in ("training", "generation", "state", "act.", "tokens", "recv.", "cost"))
-    first = json.loads(run(*arguments, "--search", "--json").stdout)["rows"][0]
-    pasted = after.split("# 2\n")[0]
-    (tmp_path / "job.yaml").write_text(pasted)
-    row = plan_as_json(str(tmp_path / "job.yaml"), *arguments, "--host-gib", "1e5")
-    assert (row["train"], row["infer"]) == (first["train"], first["infer"])
-    memory = row["memory"]["device"]
-    verdict = row["verdict"]
-    terms = {"training": memory["training"], "activations": memory["activations"], "peak": memory["peak"]}
-    assert {name: numbers["max"] for name, numbers in terms.items()} == {name: first[name] for name in terms}
-    assert (verdict["cache_tokens"], verdict["fits"]) == (first["cache_tokens"], True)
-    assert (row["seconds"]["max"], row["bytes"]["received"]["mean"]) == (first["seconds"], first["received"])
 
 
 def test_arguments_override_keys_of_a_file(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Caches that plans count, compared with those that vLLM's own layers describe."""
+"""Caches that plans count, compared with those that vLLM's own layers describe; their room."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.models.config_json import longest_of
+from hybrid_engine.tools.plan.cluster_plan import CacheRoom
 from hybrid_engine.tools.plan.traced_side import TracedSides
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.models.small_configs import small_config
@@ -112,3 +116,31 @@ def test_a_sequence_takes_the_blocks_that_vllm_requires(length: int, in_flight: 
     required = spec.max_admission_blocks_per_request(in_flight, length) * spec.page_size_bytes
     counted = sequence_nbytes([replace(FULL, window=1024)], length, in_flight)
     assert 0 <= required - counted <= 2 * spec.page_size_bytes
+
+
+@given(
+    share=st.integers(1, 100),
+    step=st.integers(0, 20),
+    per_token=st.integers(1, 9),
+    longest=st.integers(1, 20),
+    more=st.integers(-5, 5),
+    cache_size=st.none() | st.integers(1, 90),
+    other=st.integers(0, 50),
+)
+def test_a_vllm_that_cannot_start_never_fits(
+    share: int, step: int, per_token: int, longest: int, more: int, cache_size: int | None, other: int
+) -> None:
+    """Device of 100 bytes: weights leave `more` than a step and the longest sequence take."""
+    needed = longest * per_token
+    weights = max(0, share - step - needed - more)
+    cache = CacheRoom(100, share / 100, weights, step, (LayerCache(per_token),), 7, longest, cache_size, other)
+    taken = math.ceil(100 * (share / 100))
+    size = taken - weights - step
+    if cache_size is not None:
+        size = cache_size
+        taken = weights + step + cache_size
+    assert cache.fits == (needed <= size and taken + other <= 100)
+    if cache.fits and cache_size is None:
+        assert 100 * cache.needed <= share + 1
+    if weights + step + needed > taken and cache_size is None:
+        assert 100 * cache.needed > share
