@@ -305,6 +305,8 @@ class TrainerCheck:
         trainer: Probed = self._trainer  # type: ignore[assignment]
         with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing():
             self._trained = trainer.probe(self.tokens)
+            if self._fingerprint is not None:
+                self._fingerprint.note_zero_buffers()
         if self._reference is not None:
             with self._probing():
                 answer = self._reference.probe(self.tokens)

@@ -180,7 +180,8 @@ def test_a_bias_that_was_zero_is_compared_again(job: None, refusal: str, expecte
     """vLLM may ignore it. Where nothing can be compared, training it is no error."""
     rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal))
     rig.training.model.register_buffer("bias", torch.zeros(3))
-    rig.training.fingerprint.renew()
+    rig.training.fingerprint = Fingerprint([rig.training.model])
+    rig.build()
     counts = []
     for switch in range(4):
         rig.manager.enter(TRAIN)
