@@ -54,10 +54,12 @@ def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **changes)).float()
+    # Eager attention honours all settings, such as Gemma's soft cap.
+    config = AutoConfig.from_pretrained(path, attn_implementation="eager", **changes)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point() and not name.endswith("inv_freq"):
+        for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+            if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.randn(tensor.shape))
     return model
 

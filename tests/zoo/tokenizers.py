@@ -10,7 +10,8 @@ NUMBERS_TEMPLATE = (
     "7 {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}8{% endif %}"
 )
 CHARACTERS_TEMPLATE = (
-    "{% if tools %}{{ '' }}{% endif %}{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}\n{% endfor %}"
+    "{% if tools %}{{ '' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}{{ suffix }}"
 )
 
