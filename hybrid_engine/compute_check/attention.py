@@ -44,7 +44,9 @@ class Rotary:
         cls, frequencies: torch.Tensor, scale: float = 1.0, positions: Sequence[int] = POSITIONS
     ) -> Rotary:
         """Return a rotation by constant frequencies [pairs], in radians per token."""
-        angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies.double())
+        angles = torch.outer(
+            torch.tensor(positions, dtype=torch.float64), frequencies.double().cpu()
+        )
         return cls.of_rotated(angles.cos(), angles.sin(), positions, scale)
 
     @classmethod
