@@ -103,7 +103,6 @@ class Fingerprint:
         self._ignored = _OF_EVERY_MODULE.union(ignored)
         self._tree: list[_Node] = []
         self._compared: dict[tuple[str, ...], list[str]] = {}
-        self._zero: set[str] = set()
         # Aliases, because the address of a storage that was offloaded may change.
         self._placed = {name: part_of(tensor).detach() for name, tensor in self._stored()}
         self.renew()
@@ -112,32 +111,23 @@ class Fingerprint:
         """Compare with the present structure from now on; tensors stay where they were made."""
         self._seen, self._contents = self._snapshot()
 
-    def note_zero_buffers(self) -> None:
-        """Remember which persistent buffers are zero; they must be on the device."""
-        self._zero = {name for name, has_value in self._any_value().items() if not has_value}
+    def zero_buffers(self) -> set[str]:
+        """Return the names of persistent buffers that are zero, as a router's bias is at first.
 
-    def no_longer_zero(self) -> list[str]:
-        """Describe persistent buffers that were zero, such as a router's bias before training.
-
-        A side that ignores such a buffer computed the same until now. Offloaded ones are left out.
+        A side that ignores such a buffer computes the same. Parameters must be on the device, which
+        is awaited once.
         """
-        values = self._any_value()
-        return [f"{name} is no longer zero" for name in sorted(self._zero) if values.get(name)]
-
-    def _any_value(self) -> dict[str, bool]:
-        """Return whether each persistent buffer has a value but 0; waits for the device once."""
         buffers = {
             name: tensor
             for name, tensor in self._stored()
             if tensor.is_floating_point()
             and not isinstance(tensor, torch.nn.Parameter)
-            # An offloaded buffer has no memory.
-            and tensor.untyped_storage().nbytes()
             and not tensor.is_meta
         }
-        counts = [tensor.count_nonzero() for tensor in buffers.values()]
-        found = torch.stack(counts).tolist() if counts else []
-        return dict(zip(buffers, map(bool, found), strict=True))
+        if not buffers:
+            return set()
+        counts = torch.stack([tensor.count_nonzero() for tensor in buffers.values()]).tolist()
+        return {name for name, count in zip(buffers, counts, strict=True) if not count}
 
     def require_placed(self) -> None:
         """Raise ReshardError if a tensor moved, vanished, or has another name."""

@@ -159,6 +159,7 @@ class TrainerCheck:
         self._source = reference
         self._reference: Probed | None = None
         self._trained: ProbeAnswer | None = None
+        self._zero: set[str] = set()  # buffers that were zero when the trainer computed
         self._causes: list[str] = []
         self.tokens: torch.Tensor | None = None
 
@@ -167,18 +168,23 @@ class TrainerCheck:
         """True if the next fill compares; the same on all ranks."""
         return self.tokens is not None and not self._has_passed
 
-    def must_repeat(self) -> bool:
+    def must_repeat(self, *, has_trained: bool, will_fill: bool) -> bool:
         """Return whether this rank's model may compute otherwise than when the sides were compared.
 
         No collective; ranks may differ, and the caller calls `repeat` if any returns True. Raises
         ComputationError if it may, and the sides cannot be compared.
+
+        Args:
+            has_trained: the switch begins in TRAIN. Values may have changed, and are on the device.
+            will_fill: the switch ends in INFER, so the structure of the model is compared.
         """
         will_compare = not self._has_passed and not self._refusal
         if self._fingerprint is None or will_compare:
             return False
-        differences = self._fingerprint.differences()
-        if not differences and self._when != "off" and not self._refusal:
-            differences = self._fingerprint.no_longer_zero()
+        differences = self._fingerprint.differences() if will_fill else []
+        if has_trained and self._zero and not self._refusal:
+            trained = self._zero - self._fingerprint.zero_buffers()
+            differences += [f"{name} is no longer zero" for name in sorted(trained)]
         if not differences:
             return False
         since = "the trainer's function may have changed since the engine was built or compared"
@@ -304,9 +310,9 @@ class TrainerCheck:
         # `agree` chooses tokens only for a `Probed`.
         trainer: Probed = self._trainer  # type: ignore[assignment]
         with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing():
-            self._trained = trainer.probe(self.tokens)
             if self._fingerprint is not None:
-                self._fingerprint.note_zero_buffers()
+                self._zero = self._fingerprint.zero_buffers()
+            self._trained = trainer.probe(self.tokens)
         if self._reference is not None:
             with self._probing():
                 answer = self._reference.probe(self.tokens)

@@ -268,8 +268,10 @@ class ShardingManager(Switch):
         with self._phase("survey") as ballot:
             self._note_peak()
             # A publisher, which has an outer switch, compares servers by itself.
-            if target is State.INFER and not self._is_within:
-                ballot.is_raised = check.must_repeat()
+            if not self._is_within:
+                ballot.is_raised = check.must_repeat(
+                    has_trained=before is State.TRAIN, will_fill=target is State.INFER
+                )
         if ballot.is_raised:
             check.repeat()
         # IDLE may follow a release that failed, so inference weights may be left there too.

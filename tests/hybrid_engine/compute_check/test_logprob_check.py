@@ -18,6 +18,7 @@ from hybrid_engine.compute_check.logprob_check import LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.switch.states import State
 from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
@@ -103,10 +104,11 @@ class ProbedRig(Rig):
         layers: Mapping[int, Attention] = ProbedTraining.layers,
         served: Mapping[int, Attention] = ProbedTraining.layers,
         reads: tuple[Mapping[str, Read], Mapping[str, Read]] = ({}, {}),
+        is_elastic: bool = False,
         **settings: object,
     ) -> None:
         super().__init__(build=False, **settings)
-        self.training = ProbedTraining(self.script, self.job.rank, self.job.world_size, elastic=False)
+        self.training = ProbedTraining(self.script, self.job.rank, self.job.world_size, elastic=is_elastic)
         self.training.limits = limits
         self.training.layers = layers
         self.inference = ProbedInference(self.script, self.job.rank)
@@ -175,18 +177,26 @@ def test_a_changed_function_is_compared_again(
     assert len(warned) == (when == "off")
 
 
+@pytest.mark.parametrize("between", [[INFER], [IDLE, INFER], [INFER, IDLE, INFER]], ids=len)
 @pytest.mark.parametrize(("refusal", "expected"), [("", [1, 0, 1, 0]), ("splits sequences", [0, 0, 0, 0])])
-def test_a_bias_that_was_zero_is_compared_again(job: None, refusal: str, expected: list[int]) -> None:
-    """vLLM may ignore it. Where nothing can be compared, training it is no error."""
-    rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal))
-    rig.training.model.register_buffer("bias", torch.zeros(3))
-    rig.training.fingerprint = Fingerprint([rig.training.model])
-    rig.build()
+def test_a_bias_that_was_zero_is_compared_again(
+    job: None, refusal: str, expected: list[int], between: list[State]
+) -> None:
+    """vLLM may ignore it. Where nothing can be compared, training it is no error.
+
+    It leaves the device with the parameters, and is not read there.
+    """
+    rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal), is_elastic=True)
+    bias = rig.training.param[:3]
+    bias.zero_()
+    rig.training.model.register_buffer("bias", bias)
+    rig.training.fingerprint.renew()
     counts = []
     for switch in range(4):
         rig.manager.enter(TRAIN)
-        rig.training.model.bias[1] = max(0, switch - 1)  # type: ignore[operator]
-        rig.manager.enter(INFER)
+        bias[1] = max(0, switch - 1)
+        for state in between:
+            rig.manager.enter(state)
         counts.append(rig.num_probed())
     assert counts == expected
 
