@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -124,11 +124,21 @@ A larger error changes the angle after some 10,000 tokens.
 LENGTH = 64
 """Tokens per sequence of a probe, more if a window is to be exceeded, and in a block of it."""
 
-Layers = Mapping[int, Collection[Attention]]
-"""Layer number -> distinct attention settings of all ranks with this layer.
 
-There is more than one if ranks differ.
-"""
+@dataclass(frozen=True)
+class AlikeLayers:
+    """Layers that share the same attention settings."""
+
+    attention: Attention
+    numbers: tuple[int, ...]
+
+
+def grouped(attention: Mapping[int, Attention]) -> tuple[AlikeLayers, ...]:
+    """Group layers, given by number, by their settings, because most are alike."""
+    numbers: dict[Attention, list[int]] = {}
+    for number, settings in attention.items():
+        numbers.setdefault(settings, []).append(number)
+    return tuple(AlikeLayers(settings, tuple(layers)) for settings, layers in numbers.items())
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,10 @@ class Difference:
 
 
 def attention_differences(
-    trainer: Layers, inference: Layers, max_length: int | None, num_run: int = 0
+    trainer: Iterable[AlikeLayers],
+    inference: Iterable[AlikeLayers],
+    max_length: int | None,
+    num_run: int = 0,
 ) -> tuple[list[str], list[str]]:
     """Describe every difference between layers that both sides have, once for all such layers.
 
@@ -155,44 +168,48 @@ def attention_differences(
     window.
 
     Args:
+        trainer, inference: layers of all ranks, which may differ.
         num_run: length of the sequences that both sides compute.
 
     Returns:
         the differences that those sequences do not reach, and the others, which change the
         log-probabilities if they have an effect.
     """
-    layers: dict[Difference, list[int]] = {}
-    for layer in sorted(trainer.keys() & inference.keys()):
-        in_layer: dict[Difference, None] = {}  # an ordered set: several pairs may differ alike
-        for first, second in product(trainer[layer], inference[layer]):
-            in_layer |= dict.fromkeys(differences(first, second, max_length))
-        for difference in in_layer:
-            layers.setdefault(difference, []).append(layer)
-    unreached: list[str] = []
-    reached: list[str] = []
-    for difference, numbers in layers.items():
+    layers: dict[Difference, set[int]] = {}
+    pairs = product(_numbers(trainer).items(), _numbers(inference).items())
+    for (first, numbers), (second, others) in pairs:
+        for difference in differences(first, second, max_length) if numbers & others else ():
+            layers.setdefault(difference, set()).update(numbers & others)
+    texts: tuple[list[str], list[str]] = ([], [])
+    for difference, common in sorted(layers.items(), key=lambda item: sorted(item[1])):
         values = f"{difference.first} for the trainer and {difference.second} for vLLM"
-        text = f"in {ranges(numbers)}, {difference.name} is {values}"
-        (reached if difference.reach < num_run else unreached).append(text)
-    return unreached, reached
+        is_reached = difference.reach < num_run
+        texts[is_reached].append(f"in {ranges(sorted(common))}, {difference.name} is {values}")
+    return texts
 
 
-def unread_layers(trainer: Layers, inference: Layers) -> list[int]:
+def unread_layers(trainer: Iterable[AlikeLayers], inference: Iterable[AlikeLayers]) -> list[int]:
     """Return the layers that `attention_differences` does not compare fully.
 
     A side of these layers cannot be read.
     """
+    sides = [_numbers(trainer), _numbers(inference)]
+    unread = [
+        numbers
+        for side in sides
+        for attention, numbers in side.items()
+        if None in (attention.scale, attention.rotary)
+    ]
+    first, second = (set[int]().union(*side.values()) for side in sides)
+    return sorted((first ^ second).union(*unread))
 
-    def is_read(side: Layers, layer: int) -> bool:
-        kinds = side.get(layer, ())
-        return bool(kinds) and all(
-            None not in (attention.scale, attention.rotary) for attention in kinds
-        )
 
-    layers = trainer.keys() | inference.keys()
-    return sorted(
-        layer for layer in layers if not (is_read(trainer, layer) and is_read(inference, layer))
-    )
+def _numbers(side: Iterable[AlikeLayers]) -> dict[Attention, set[int]]:
+    """Return the numbers of the layers with each setting, on any rank of a side."""
+    numbers: dict[Attention, set[int]] = {}
+    for alike in side:
+        numbers.setdefault(alike.attention, set()).update(alike.numbers)
+    return numbers
 
 
 def differences(

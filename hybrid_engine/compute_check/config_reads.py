@@ -27,6 +27,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -97,7 +98,7 @@ _DECIDED_ELSEWHERE = {
 """Reason -> pattern of keys whose numbers either side may read alone."""
 _OF_POSITIONS = re.compile(r"llama_4_scaling_beta$")
 """Keys that act beyond `original_max_position_embeddings` alone."""
-_OF_ALL_FAMILIES = {"architectures", "model_type", "dtype", "torch_dtype"}
+OF_ALL_FAMILIES = {"architectures", "model_type", "dtype", "torch_dtype"}
 
 
 def merged_reads(ranks: Iterable[Mapping[str, Read] | None]) -> dict[str, Read] | None:
@@ -107,47 +108,50 @@ def merged_reads(ranks: Iterable[Mapping[str, Read] | None]) -> dict[str, Read] 
         if reads is None:
             return None
         for key, read in reads.items():
-            if key not in merged or merged[key].is_usual:
-                merged[key] = read
+            _add(merged, key, read)
     return merged
 
 
+def _add(reads: dict[str, Read], key: str, read: Read) -> None:
+    """Add a read of a key, in place of one with the same value as without the key."""
+    if reads.setdefault(key, read).is_usual:
+        reads[key] = read
+
+
 def one_sided(
-    trainer: Mapping[str, Read], inference: Mapping[str, Read], scales_positions: bool
+    trainer: Mapping[str, Read] | None, inference: Mapping[str, Read] | None, scales_positions: bool
 ) -> tuple[list[Violation], list[str]]:
     """Return violations for limits that one side alone reads, and texts about its other keys.
 
-    `scales_positions`: sequences may be longer than `original_max_position_embeddings`.
+    Args:
+        trainer, inference: reads of all ranks; None: unknown, so nothing is compared.
+        scales_positions: sequences may be longer than `original_max_position_embeddings`.
     """
+    violations: list[Violation] = []
+    texts: list[str] = []
+    if trainer is None or inference is None:
+        return violations, texts
+    by_trainer = partial(Violation, code="read-by-trainer-alone")
+    by_vllm = partial(Violation, code="read-by-vllm-alone")
     sides = (
-        (trainer, inference, "the trainer", "vLLM does not read it", _by_trainer),
-        (inference, trainer, "vLLM", "the trainer does not read it", _by_vllm),
+        (trainer, inference, "the trainer", "vLLM does not read it", by_trainer),
+        (inference, trainer, "vLLM", "the trainer does not read it", by_vllm),
     )
-    violations = []
-    texts = []
     for reads, others, name, lack, violation in sides:
         for key, read in sorted(reads.items()):
             is_decided = any(re.search(pattern, key) for pattern in _DECIDED_ELSEWHERE.values())
-            if key in others or read.is_usual or is_decided or key in _OF_ALL_FAMILIES:
+            if key in others or read.is_usual or is_decided or key in OF_ALL_FAMILIES:
                 continue
             problem = f"{read.value} is read by {name} ({read.reader}), but {lack}"
             is_of_positions = _OF_POSITIONS.search(key) is not None
-            if not read.is_number or (is_of_positions and not scales_positions):
-                texts.append(f"{key}: {problem}")
-                continue
             remedy = "Use its default in the model and in config.json"
             if is_of_positions:
                 remedy = "Set generate_config.max_model_len to original_max_position_embeddings"
-            violations.append(violation(key, problem, remedy))
+            if read.is_number and (scales_positions or not is_of_positions):
+                violations.append(violation(key, problem, remedy))
+            else:
+                texts.append(f"{key}: {problem}")
     return violations, texts
-
-
-def _by_trainer(key: str, problem: str, remedy: str) -> Violation:
-    return Violation(key, problem, remedy, code="read-by-trainer-alone")
-
-
-def _by_vllm(key: str, problem: str, remedy: str) -> Violation:
-    return Violation(key, problem, remedy, code="read-by-vllm-alone")
 
 
 class ReadRecorder:
@@ -276,9 +280,7 @@ class ReadRecorder:
         if isinstance(value, list) and isinstance(usual, tuple):
             usual = list(usual)  # as in a file
         read = Read(reader, shortened(value), value is None or value == usual, _has_number(value))
-        known = self.reads.setdefault(key, read)
-        if known.is_usual and not read.is_usual:
-            self.reads[key] = read
+        _add(self.reads, key, read)
 
 
 def _has_number(value: Any) -> bool:

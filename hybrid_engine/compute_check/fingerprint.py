@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -239,11 +239,15 @@ class Fingerprint:
         return properties
 
 
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """Interface of training weights whose model is known; its structure is compared."""
-
-    fingerprint: Fingerprint
+def settings_of(module: torch.nn.Module) -> dict[str, object]:
+    """Return the numbers, flags and texts that a module computes with."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None)
+        and not name.startswith("_")
+        and is_computed_with(name)
+    }
 
 
 def summary_of(value: object) -> object:

@@ -72,12 +72,15 @@ class Gap:
 
         Blocks of `LENGTH` positions, because an effect of long sequences moves only the later
         positions. A quantile, because rounding moves single tokens, and a different function many.
+        NaN if a difference is.
         """
         num_blocks = -(-self.tokens.shape[1] // LENGTH)
         sizes = []
         for block in self._differences.chunk(num_blocks, dim=1):
+            if block.isnan().any():
+                return math.nan
             index = int((block.numel() - 1) * self.rounding.quantile)
-            sizes.append(block.flatten().sort().values[index])  # NaN is the largest
+            sizes.append(block.flatten().sort().values[index])
         return torch.stack(sizes).max().item()
 
     @property

@@ -19,7 +19,7 @@ length are refused at set-up; the others are named as causes if the log-probabil
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,15 +27,15 @@ from typing import Any, Literal
 import torch
 
 from hybrid_engine.compute_check.attention import (
-    Attention,
-    Layers,
+    AlikeLayers,
     attention_differences,
+    grouped,
     original_length,
     ranges,
     unread_layers,
 )
 from hybrid_engine.compute_check.config_reads import Read, merged_reads, one_sided
-from hybrid_engine.compute_check.fingerprint import NUM_NAMED, Fingerprinted
+from hybrid_engine.compute_check.fingerprint import NUM_NAMED, Fingerprint
 from hybrid_engine.compute_check.gap import Gap, max_length_of, tokens_within
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
@@ -57,7 +57,6 @@ logger = logging.getLogger("hybrid_engine")
 _NUM_NAMED = 12
 """Maximum number of settings in a message."""
 
-_MISMATCH = "vLLM does not compute what the trainer computes"
 _REMEDY = (
     "Make the model and its config.json agree, "
     "or set generate_config.check_compute: off to skip this check"
@@ -68,14 +67,6 @@ _EXACTNESS = (
     "tensor-parallel sizes: {}. Otherwise set generate_config.check_compute: always, which allows "
     "rounding"
 )
-
-
-@dataclass(frozen=True)
-class AlikeLayers:
-    """Layers of one rank that share the same attention settings."""
-
-    attention: Attention
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -91,14 +82,6 @@ class Description:
     limits: ProbeLimits
     layers: tuple[AlikeLayers, ...] = ()
     reads: dict[str, Read] | None = None
-
-
-@dataclass(frozen=True)
-class _RankDescription:
-    """Descriptions of the trainer and of inference engines that one rank knows."""
-
-    trainer: Description
-    inference: tuple[Description, ...]
 
 
 @dataclass(frozen=True)
@@ -149,8 +132,8 @@ class TrainerCheck:
         when: When,
         reference: ConfigModel | None = None,
     ) -> None:
-        weights = trainer.weights
-        self._fingerprint = weights.fingerprint if isinstance(weights, Fingerprinted) else None
+        # None: the model of these weights is unknown.
+        self._fingerprint: Fingerprint | None = getattr(trainer.weights, "fingerprint", None)
         self._has_passed = when == "off"
         self._refusal = ""  # reason for which nothing is compared
         self._trainer = trainer
@@ -227,32 +210,25 @@ class TrainerCheck:
         """
         with self._job.agreement.phase(_PHASE):
             positions = sorted({at for side in inference for at in side.limits.positions})
-            own = _RankDescription(described(self._trainer, positions), tuple(inference))
-            original = original_length(_settings_of(self._trainer))
-        by_rank = self._job.agreement.gather(own, _RankDescription, _PHASE)
-        trainers = [rank.trainer for rank in by_rank]
-        engines = [engine for rank in by_rank for engine in rank.inference]
+            own = (described(self._trainer, positions), tuple(inference))
+            settings = (
+                self._trainer.computed_settings() if isinstance(self._trainer, Probed) else {}
+            )
+        by_rank = self._job.agreement.gather(
+            own, tuple[Description, tuple[Description, ...]], _PHASE
+        )
+        trainers = [trainer for trainer, _ in by_rank]
+        engines = [engine for _, of_rank in by_rank for engine in of_rank]
         limits = [side.limits for side in (*trainers, *engines)]
         max_length = max_length_of(limits)
-        scales_positions = original is not None and (max_length is None or max_length >= original)
-        self._compare_reads(trainers, engines, scales_positions)
-
         # Of both sides: one of them may ignore its window.
         layers = [alike for side in (*trainers, *engines) for alike in side.layers]
         sizes = {alike.attention.window or 0 for alike in layers}
         # A window beyond the longest possible sequence hides no token.
         windows = {size for size in sizes if max_length is None or size <= max_length}
         refusal, self.tokens = tokens_within(limits, windows)
-        num_run = 0 if self.tokens is None else self.tokens.shape[1]
-        remedy = _REMEDY
-        if scales_positions:
-            remedy = (
-                f"If later positions alone differ, set generate_config.max_model_len to at most "
-                f"{original}. {_REMEDY}"
-            )
-        self._compare_attention(
-            _by_number(trainers), _by_number(engines), max_length, num_run, remedy
-        )
+        self._reference = self._trained = None
+        self._compare_readings(trainers, engines, max_length, original_length(settings))
         self._refusal = refusal
         if self.tokens is not None:
             length = self.tokens.shape[1]
@@ -358,38 +334,46 @@ class TrainerCheck:
             )
         self._log(logging.INFO, "%s computes what the trainer computes: %s", name, gap)
 
-    def _compare_reads(
-        self, trainers: list[Description], engines: list[Description], scales_positions: bool
+    def _compare_readings(
+        self,
+        trainers: Sequence[Description],
+        engines: Sequence[Description],
+        max_length: int | None,
+        original: int | None,
     ) -> None:
-        """Raise ConfigError for limits in config.json that one side alone reads."""
+        """Raise an error for what one side alone does and no run with `tokens` reaches.
+
+        `max_length`, `original`: tokens of the longest sequence, and of those before rotations
+        change.
+        """
+        remedy = _REMEDY
+        scales_positions = original is not None and (max_length is None or max_length >= original)
+        if scales_positions:
+            remedy = (
+                f"If later positions alone differ, set generate_config.max_model_len to at most "
+                f"{original}. {_REMEDY}"
+            )
         by_trainer = merged_reads(side.reads for side in trainers)
         by_vllm = merged_reads(side.reads for side in engines)
-        if by_trainer is not None and by_vllm is not None:
-            violations, self._causes = one_sided(by_trainer, by_vllm, scales_positions)
-            if violations:
-                raise ConfigError(violations)
-
-    def _compare_attention(
-        self,
-        trainer: Layers,
-        inference: Layers,
-        max_length: int | None,
-        num_run: int,
-        remedy: str,
-    ) -> None:
-        """Raise ComputationError for differences that runs of `num_run` tokens do not reach."""
-        unreached, reached = attention_differences(trainer, inference, max_length, num_run)
+        violations, texts = one_sided(by_trainer, by_vllm, scales_positions)
+        if violations:
+            raise ConfigError(violations)
+        sides = [[alike for side in of for alike in side.layers] for of in (trainers, engines)]
+        num_run = 0 if self.tokens is None else self.tokens.shape[1]
+        unreached, reached = attention_differences(*sides, max_length, num_run)
         if unreached:
             listed = "; ".join([*unreached, *reached])
-            raise ComputationError(f"{_MISMATCH}: {listed}. {remedy}", code="attention-differs")
-        self._causes = [*reached, *self._causes]
-        unread = unread_layers(trainer, inference)
+            raise ComputationError(
+                f"vLLM does not compute what the trainer computes: {listed}. {remedy}",
+                code="attention-differs",
+            )
+        self._causes = [*reached, *texts]
+        unread = unread_layers(*sides)
         if unread and isinstance(self._trainer, Probed):
-            layers = ranges(unread)
             self._log(
                 logging.WARNING,
                 "the attention of %s is not compared: a side cannot be read",
-                layers,
+                ranges(unread),
             )
 
     def _log(self, level: int, message: str, *args: object) -> None:
@@ -504,29 +488,6 @@ def described(side: object, positions: Sequence[int] = ()) -> Description:
         layers = grouped(side.attention(positions or limits.positions))
     reads = dict(side.config_reads()) if isinstance(side, WithConfigReads) else None
     return Description(limits, layers, reads)
-
-
-def _settings_of(side: object) -> Mapping[str, Any]:
-    return side.computed_settings() if isinstance(side, Probed) else {}
-
-
-def grouped(attention: Mapping[int, Attention]) -> tuple[AlikeLayers, ...]:
-    """Group layers, given by number, by their settings, because most are alike."""
-    numbers: dict[Attention, list[int]] = {}
-    for number, settings in attention.items():
-        numbers.setdefault(settings, []).append(number)
-    return tuple(AlikeLayers(settings, tuple(layers)) for settings, layers in numbers.items())
-
-
-def _by_number(sides: Iterable[Description]) -> Layers:
-    """Merge the layers of all ranks: layer number -> its distinct settings."""
-    attention: dict[int, list[Attention]] = {}
-    for alike in (layers for side in sides for layers in side.layers):
-        for number in alike.numbers:
-            known = attention.setdefault(number, [])
-            if alike.attention not in known:
-                known.append(alike.attention)
-    return attention
 
 
 def differing(

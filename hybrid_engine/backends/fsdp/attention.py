@@ -36,9 +36,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
-from hybrid_engine.backends.fsdp.names import plain_name, transformers_model
+from hybrid_engine.backends.fsdp.names import computing_modules, transformers_model
 from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
 from hybrid_engine.compute_check.config_reads import Read, ReadRecorder
+from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import clipped
 from hybrid_engine.models.derived import config_of, meta_model
@@ -88,12 +89,7 @@ class AttentionCall:
 
 
 class _AttentionReached(Exception):
-    """Ends a layer's forward pass at the call of its attention."""
-
-    def __init__(self, window: int | None, settings: Mapping[str, Any]) -> None:
-        super().__init__(window, settings)
-        self.window = window
-        self.settings = settings
+    """Ends a layer's forward pass at the call of its attention; has its window and settings."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +112,17 @@ def recorded(model: torch.nn.Module) -> Recorded:
     Allocates no memory for weights, and leaves the random number generators unchanged.
     """
     inner = transformers_model(model)
-    live_modules = {plain_name(name): module for name, module in inner.named_modules()}
     recorder = ReadRecorder(_is_of_model)
     config = config_of(inner)
     architecture = config.architectures[0]
     recorder.watch(config)
     with torch.random.fork_rng(devices=[]):
         reader = meta_model(config, architecture)
+    modules = computing_modules(inner)
     for name, module in reader.named_modules():
         # A user may have changed settings since the model was built from its config.
-        if (live := live_modules.get(name)) is not None:
-            _copy_settings(live, module)
+        settings = settings_of(modules[name]) if name in modules else {}
+        vars(module).update({key: settings[key] for key in settings.keys() & vars(module).keys()})
     recorder.scan(reader)
     calls = attention_calls(reader.eval())
     recorder.stop()
@@ -143,15 +139,6 @@ def _is_of_model(frame: FrameType) -> bool:
     return is_of_model and "rope" not in module and "Rotary" not in frame.f_code.co_qualname
 
 
-def _copy_settings(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Copy the numbers, flags and strings of a live module to its counterpart."""
-    for key, value in vars(source).items():
-        if key.startswith("_") or key not in vars(target):
-            continue
-        if isinstance(value, bool | int | float | str | None):
-            setattr(target, key, value)
-
-
 @torch.no_grad()
 def live_attention(
     model: torch.nn.Module,
@@ -162,16 +149,14 @@ def live_attention(
 
     `calls`: recorded from a copy of it.
     """
-    live_modules = {
-        plain_name(name): module for name, module in transformers_model(model).named_modules()
-    }
+    modules = computing_modules(transformers_model(model))
     # Layers share calls of rotary modules.
     rotaries: dict[int, Rotary | None] = {id(None): Rotary()}
     attention: dict[int, Attention] = {}
     for number, call in calls.items():
         rotary = call.rotary
         if rotary is not None and id(rotary) not in rotaries:
-            rotaries[id(rotary)] = _rotary_of(live_modules[rotary.module], rotary, positions)
+            rotaries[id(rotary)] = _rotary_of(modules[rotary.module], rotary, positions)
         scaling = float(call.settings["scaling"])
         softcap = call.settings.get("softcap")
         attention[number] = Attention(scaling, call.window, softcap, rotaries[id(rotary)])
@@ -239,31 +224,54 @@ def _attention_calls(
 ) -> dict[int, AttentionCall]:
     rotary_calls: list[RotaryCall] = []
     calls: dict[int, AttentionCall] = {}
+    watch = OperationWatch()
+
+    def note_rotary(name: str, _module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        rotary_calls.append(RotaryCall(name, args, kwargs, output))
+
+    def recording(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """Return a forward pass of a layer that ends at its attention, and returns its input."""
+
+        def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            watch.storages.clear()
+            try:
+                return forward(hidden, *args, **kwargs)
+            except _AttentionReached as reached:
+                # The layer's rotary module is identified by its output among the arguments. Some
+                # layers get it and have no rotation.
+                arguments = {id(value) for value in (*args, *kwargs.values())}
+                used = (
+                    call
+                    for call in rotary_calls
+                    if id(call.output) in arguments and watch.storages & storages_in(call.output)
+                )
+                calls[number] = AttentionCall(*reached.args, next(used, None))
+                return returned(hidden)
+
+        return record
+
     layer_classes = model._no_split_modules or ()
     # A vision tower has layers of its own, and comes first.
     has_tower = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_tower else model
     layers = [module for module in decoder.modules() if type(module).__name__ in layer_classes]
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    mask = torch.ones_like(tokens)
-    watch = OperationWatch()
     with ExitStack() as undo:
         undo.enter_context(watch)
         for name, module in model.named_modules():
             if _is_rotary(module):
-                hook = partial(_record_rotary_call, rotary_calls, name)
+                hook = partial(note_rotary, name)
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
                 # Some forward methods have a decorator that chooses frequencies by the highest
                 # position. Positions on the meta device have no value.
-                plain_forward = inspect.unwrap(type(module).forward)
-                module.forward = plain_forward.__get__(module)
+                module.forward = inspect.unwrap(type(module).forward).__get__(module)
                 undo.callback(delattr, module, "forward")
         for number, layer in enumerate(layers):
-            layer.forward = _recording(layer.forward, number, calls, rotary_calls, watch, returned)
+            layer.forward = recording(layer.forward, number)
             undo.callback(delattr, layer, "forward")
         undo.enter_context(attributes_set([model.config], _attn_implementation=_RECORDER))
         # Without the head, which may compute losses from the layers' outputs.
-        model.base_model(tokens, attention_mask=mask, use_cache=False)
+        model.base_model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     return calls
 
 
@@ -301,48 +309,6 @@ def _is_rotary(module: torch.nn.Module) -> bool:
     """Return whether a module computes with buffers alone, as rotary embeddings do."""
     has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
     return has_buffers and next(module.parameters(), None) is None
-
-
-def _record_rotary_call(
-    calls: list[RotaryCall],
-    name: str,
-    _module: Any,
-    args: Any,
-    kwargs: Any,
-    output: Any,
-) -> None:
-    """Append the call of a rotary module (a forward hook)."""
-    calls.append(RotaryCall(name, args, kwargs, output))
-
-
-def _recording(
-    forward: Callable[..., Any],
-    number: int,
-    calls: dict[int, AttentionCall],
-    rotary_calls: list[RotaryCall],
-    watch: OperationWatch,
-    returned: Callable[[torch.Tensor], Any],
-) -> Callable[..., Any]:
-    """Return a forward pass of layer `number` that records its attention call.
-
-    It ends at that call, and returns the input of the layer as its own forward pass would.
-    """
-
-    def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watch.storages.clear()
-        try:
-            return forward(hidden, *args, **kwargs)
-        except _AttentionReached as reached:
-            # The layer's rotary module is identified by its output among the arguments. Some layers
-            # get it and have no rotation.
-            arguments = {id(value) for value in (*args, *kwargs.values())}
-            rotary = next((call for call in rotary_calls if id(call.output) in arguments), None)
-            if rotary is not None and watch.storages.isdisjoint(storages_in(rotary.output)):
-                rotary = None
-            calls[number] = AttentionCall(reached.window, reached.settings, rotary)
-            return returned(hidden)
-
-    return record
 
 
 def _record_mask(

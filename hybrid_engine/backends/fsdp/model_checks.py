@@ -22,8 +22,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
-from hybrid_engine.backends.fsdp.names import plain_name
-from hybrid_engine.compute_check.fingerprint import is_computed_with
+from hybrid_engine.backends.fsdp.names import computing_modules
+from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.errors import DependencyError, ModelError, clipped
 from hybrid_engine.models.derived import meta_copy_of
 
@@ -229,13 +229,10 @@ def require_configured(model: torch.nn.Module) -> None:
         # vLLM's values, not those of transformers' classes, are what the live model must have.
         set_epsilon_of_norms(configured)
         owners = model_of_modules(configured)
-        live_modules = {plain_name(name): module for name, module in model.named_modules()}
+        modules = computing_modules(model)
         modules_by_difference: dict[_ConfigDifference, list[str]] = {}
         for name, module in configured.named_modules():
-            live = live_modules.get(name)
-            # A layer of PEFT has attributes of its own; the layer inside it computes.
-            while isinstance(base := getattr(live, "base_layer", None), torch.nn.Module):
-                live = base
+            live = modules.get(name)
             if live is None:
                 continue
             differences = [
@@ -285,13 +282,10 @@ def _attribute_differences(
     configured: torch.nn.Module,
 ) -> Iterator[_ConfigDifference]:
     """Compare numbers, flags and strings of two modules, and the classes of activations."""
-    live_attributes = vars(live)
-    for key, value in vars(configured).items():
-        if key.startswith("_") or key not in live_attributes or not is_computed_with(key):
-            continue
-        live_value = live_attributes[key]
-        # The config determines these; tensors and functions are compared by other checks.
-        if isinstance(value, bool | int | float | str | None) and live_value != value:
+    # The config determines these; tensors and functions are compared by other checks.
+    for key, value in settings_of(configured).items():
+        live_value = vars(live).get(key, value)
+        if live_value != value:
             yield _ConfigDifference(key, clipped(repr(live_value)), clipped(repr(value)))
     # A module without children and parameters is an activation, whose class is its function, or a
     # dropout, which does nothing in inference.

@@ -129,6 +129,16 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def computing_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return plain name -> module; a layer of PEFT counts as the layer inside it, which computes."""
+    modules = {}
+    for name, module in model.named_modules():
+        while isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
+            module = base
+        modules[plain_name(name)] = module
+    return modules
+
+
 class _PeftLayers:
     """Modules that PEFT put in place of others.
 

@@ -14,6 +14,7 @@ from hybrid_engine.compute_check.attention import (
     attention_differences,
     compared_positions,
     differences,
+    grouped,
     unread_layers,
 )
 
@@ -58,26 +59,26 @@ def test_differences_that_a_run_reaches_are_kept_apart() -> None:
     """Log-probabilities of a run decide about those; none of its tokens shows the others."""
     plain = replace(rotary(FREQUENCIES), window=1000)
     odd = {
-        0: [replace(plain, scale=2.0, rotary=Rotary())],
-        1: [replace(plain, window=100)],
-        2: [rotary(LATER)],
+        0: replace(plain, scale=2.0, rotary=Rotary()),
+        1: replace(plain, window=100),
+        2: rotary(LATER),
     }
-    trainer = {number: [plain] for number in odd}
+    sides = (grouped(dict.fromkeys(odd, plain)), grouped(odd))
     scale = "in layer 0, the scale of attention scores is 1 for the trainer and 2 for vLLM"
     rotated = "in layer 0, the number of rotary frequencies is 64 for the trainer and 0 for vLLM"
-    unreached, reached = attention_differences(trainer, odd, None, 100 + LENGTH)
+    unreached, reached = attention_differences(*sides, None, 100 + LENGTH)
     assert sorted(reached[:2]) == sorted([scale, rotated])
     assert reached[2].startswith("in layer 1, the sliding window is 1000 tokens")
     assert ["in layer 2, rotary frequency 63" in text for text in unreached] == [True, False]
-    unreached, reached = attention_differences(trainer, odd, None, 99 + LENGTH)
+    unreached, reached = attention_differences(*sides, None, 99 + LENGTH)
     assert any("the sliding window is 1000 tokens" in text for text in unreached)
-    unreached, reached = attention_differences(trainer, odd, None)
+    unreached, reached = attention_differences(*sides, None)
     assert (len(unreached) > 3, reached) == (True, [])
 
 
 def test_a_window_beyond_the_longest_sequence_has_no_effect() -> None:
-    whole = {0: [Attention(1.0)]}
-    windowed = {0: [Attention(1.0, window=128)]}
+    whole = grouped({0: Attention(1.0)})
+    windowed = grouped({0: Attention(1.0, window=128)})
     for longest, num_differences in ((127, 0), (128, 1), (None, 1)):
         unreached, reached = attention_differences(whole, windowed, longest)
         assert (len(unreached), reached) == (num_differences, [])
@@ -88,8 +89,8 @@ def test_layers_of_all_ranks_are_compared() -> None:
     plain = Attention(1.0)
     scaled = Attention(2.0)
     unread = Attention(1.0, rotary=None)
-    trainer = {0: [plain], 1: [plain, scaled], 2: [plain], 4: [scaled], 5: [unread]}
-    inference = {number: [plain] for number in (0, 1, 2, 3, 4, 5)}
+    trainer = grouped({0: plain, 1: plain, 2: plain, 5: unread}) + grouped({1: scaled, 4: scaled})
+    inference = grouped(dict.fromkeys(range(6), plain))
     scale = "the scale of attention scores is 2 for the trainer and 1 for vLLM"
     assert attention_differences(trainer, inference, None) == ([f"in layers 1, 4, {scale}"], [])
     assert unread_layers(trainer, inference) == [3, 5]

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.compute_check.attention import LENGTH, Attention
+from hybrid_engine.compute_check.attention import LENGTH, Attention, grouped
 from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
-from hybrid_engine.compute_check.logprob_check import LogprobCheck
+from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
 from hybrid_engine.switch.states import State
 from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
@@ -315,6 +316,30 @@ def test_unreadable_layers_do_not_prevent_the_check(probed: ProbedRig, caplog: p
     assert "the attention of layers 0 to 1 is not compared" in caplog.text
 
 
+class Reference:
+    """transformers' class of the config, which answers instead of engines that cannot."""
+
+    limits = ProbeLimits()
+    probe_limits = ProbedInference.probe_limits
+    computed_settings = ProbedInference.computed_settings
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        return ProbeAnswer(log_probs_of(tokens), torch.float32)
+
+
+def test_servers_that_join_later_are_compared_with_the_trainer(probed: ProbedRig) -> None:
+    """The comparison with transformers' class, and causes of differences, end with the servers before."""
+    source = ConfigModel(Reference, is_needed=True)  # type: ignore[arg-type]
+    comparison = ServerComparison(probed.training, probed.job, "first", source)
+    scaled = grouped({0: Attention(2.0)})
+    for refusal, layers, causes in (("quantised", (), 0), ("", scaled, 1), ("", (), 0)):
+        worker = Description(ProbeLimits(refusal, max_length=63), layers)
+        comparison.join([ServerDescription(workers=[worker], settings={})])
+        assert comparison.is_due
+        assert comparison.asks_servers is not bool(refusal)
+        assert len(comparison._causes) == causes
+
+
 @pytest.mark.parametrize(
     ("windows", "most", "length"),
     [
@@ -435,6 +460,13 @@ def test_in_float32_one_token_may_differ() -> None:
     gap.served.log_probs[0, 5] += 2.0
     assert gap.is_rounding
     gap.served.log_probs[0, 7] += 0.002
+    assert not gap.is_rounding
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_one_nan_is_not_rounding(dtype: torch.dtype) -> None:
+    gap = answers(0.0, dtype)
+    gap.served.log_probs[0, 5] = torch.nan
     assert not gap.is_rounding
 
 

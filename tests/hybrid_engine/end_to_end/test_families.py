@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.attention import live_attention, recorded
-from hybrid_engine.compute_check.attention import attention_differences, compared_positions, original_length
+from hybrid_engine.compute_check.attention import attention_differences, compared_positions, grouped, original_length
 from hybrid_engine.compute_check.config_reads import one_sided
 from hybrid_engine.compute_check.gap import tokens_within
 from hybrid_engine.compute_check.probes import ProbeLimits
@@ -73,11 +73,10 @@ def _reading(directory: Path, name: str) -> str:
     # Rotary modules have values on no meta device.
     live = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     trainer = live_attention(live, of_trainer.calls, positions)
-    sides = ({number: [layer] for number, layer in side.items()} for side in (trainer, layers))
     windows = {layer.window or 0 for layer in layers.values()}
     _, tokens = tokens_within([ProbeLimits(max_length=MAX_MODEL_LEN - 1)], windows)
     assert tokens is not None
-    unreached, _ = attention_differences(*sides, MAX_MODEL_LEN - 1, tokens.shape[1])
+    unreached, _ = attention_differences(grouped(trainer), grouped(layers), MAX_MODEL_LEN - 1, tokens.shape[1])
     return "attention-differs" if unreached else ""
 
 

@@ -41,7 +41,7 @@ from hybrid_engine.backends.vllm.live_attention import live_attention, require_p
 from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
-from hybrid_engine.compute_check.attention import LENGTH, Attention, attention_differences
+from hybrid_engine.compute_check.attention import LENGTH, Attention, attention_differences, grouped
 from hybrid_engine.compute_check.gap import Gap
 from hybrid_engine.compute_check.probes import ProbeAnswer
 from hybrid_engine.config import HybridConfig, load_config
@@ -223,9 +223,8 @@ def _serve(trial: Trial, job: Job) -> None:
         unread = trial.weights.keys() - {shard.region.tensor for shard in layout.shards}
         if unread:
             raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
-        trainer = {number: [attention] for number, attention in trial.attention.items()}
-        vllm = {number: [attention] for number, attention in live_attention(model, layers).items()}
-        unreached, _ = attention_differences(trainer, vllm, NUM_TOKENS, LENGTH)
+        sides = (grouped(trial.attention), grouped(live_attention(model, layers)))
+        unreached, _ = attention_differences(*sides, NUM_TOKENS, LENGTH)
         if unreached:
             raise ComputationError("; ".join(unreached))
         model.load_weights(trial.weights.items())

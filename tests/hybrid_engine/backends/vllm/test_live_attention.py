@@ -22,7 +22,7 @@ from hybrid_engine.backends.vllm.positions import (
     _rotary_embeddings_kept,
 )
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
-from hybrid_engine.compute_check.attention import POSITIONS, Attention, attention_differences, unread_layers
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, attention_differences, grouped, unread_layers
 from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.errors import ModelError
@@ -181,7 +181,7 @@ def attention(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention]) -> list[str]:
-    first, second = ({layer: [attention] for layer, attention in side.items()} for side in (trainer, inference))
+    first, second = grouped(trainer), grouped(inference)
     assert unread_layers(first, second) == []
     unreached, _ = attention_differences(first, second, 127)
     return unreached
