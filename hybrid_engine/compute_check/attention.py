@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -217,69 +217,58 @@ def differences(
 ) -> Iterator[Difference]:
     """Yield the differences of two layers that exceed rounding."""
 
-    def window(size: int | None) -> str:
-        return (
-            "none"
-            if size is None or (max_length is not None and size > max_length)
-            else f"{size} tokens"
-        )
-
     if first.rotary is not None and second.rotary is not None:
         yield from _rotary_differences(first.rotary, second.rotary)
     if first.scale is None or second.scale is None:
         return
-    sizes = [size for size in (first.window, second.window) if size is not None]
-    # A block of tokens beyond the window shows it.
-    reach = min(sizes, default=0) + LENGTH - 1
-    properties = [
-        Difference("the sliding window", window(first.window), window(second.window), reach),
-        Difference("the cap of attention scores", _number(first.softcap), _number(second.softcap)),
+    sizes = [
+        size if size is not None and (max_length is None or size <= max_length) else None
+        for size in (first.window, second.window)
     ]
-    yield from (difference for difference in properties if difference.first != difference.second)
-    if not math.isclose(first.scale, second.scale, rel_tol=_RELATIVE_ERROR):
-        yield Difference(
-            "the scale of attention scores", _number(first.scale), _number(second.scale)
-        )
+    if sizes[0] != sizes[1]:
+        windows = ["none" if size is None else f"{size} tokens" for size in sizes]
+        # A block of tokens beyond the window shows it.
+        reach = min(size for size in sizes if size is not None) + LENGTH - 1
+        yield Difference("the sliding window", *windows, reach=reach)
+    if first.softcap != second.softcap:
+        caps = map(_number, (first.softcap, second.softcap))
+        yield Difference("the cap of attention scores", *caps)
+    scales = (first.scale, second.scale)
+    if not math.isclose(*scales, rel_tol=_RELATIVE_ERROR):
+        yield Difference("the scale of attention scores", *map(_number, scales))
 
 
 def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
-    if len(first.frequencies) != len(second.frequencies):
+    counts = [str(len(side.frequencies)) for side in (first, second)]
+    if counts[0] != counts[1]:
         # One of the two may have a rotary module that it does not use. A run tells.
-        yield Difference(
-            "the number of rotary frequencies",
-            str(len(first.frequencies)),
-            str(len(second.frequencies)),
-        )
+        yield Difference("the number of rotary frequencies", *counts)
         return
     rounding = first.rounding + second.rounding
-    turned = []
-    scaled = []
+    turned: list[Difference] = []
+    scaled: list[Difference] = []
     for position in sorted({*first.positions} & {*second.positions}):
         index, other = first.positions.index(position), second.positions.index(position)
         pairs = [*zip(first.angles[index], second.angles[other], strict=True)]
-        scales = (first.scales[index], second.scales[other])
         wrong = [
             pair
-            for pair, (angles, frequency) in enumerate(zip(pairs, first.frequencies, strict=True))
-            if not _is_same_angle(angles, position * abs(frequency), rounding)
+            for pair, frequency in enumerate(first.frequencies)
+            if not _is_same_angle(pairs[pair], position * abs(frequency), rounding)
         ]
         if wrong:
             # The lowest frequency, where rope scalings differ most.
-            turned.append((position, wrong[-1], pairs[wrong[-1]]))
+            name, unit = f"the angle of rotary pair {wrong[-1]} at position {position}", "radians"
+            if position == 1:
+                name, unit = f"rotary frequency {wrong[-1]}", "radians per token"
+            values = [f"{_number(angle)} {unit}" for angle in pairs[wrong[-1]]]
+            turned.append(Difference(name, *values, reach=position))
+        scales = (first.scales[index], second.scales[other])
         if not math.isclose(*scales, rel_tol=_RELATIVE_ERROR + rounding):
-            scaled.append((position, scales))
-    if turned:
-        (position, pair, angles), (reach, *_) = turned[0], turned[-1]
-        name, unit = f"the angle of rotary pair {pair} at position {position}", "radians"
-        if position == 1:
-            name, unit = f"rotary frequency {pair}", "radians per token"
-        by_trainer, by_vllm = (f"{_number(angle)} {unit}" for angle in angles)
-        yield Difference(name, by_trainer, by_vllm, reach)
-    if scaled:
-        (position, scales), (reach, _) = scaled[0], scaled[-1]
-        by_trainer, by_vllm = map(_number, scales)
-        name = "the scale of rotated elements"
-        yield Difference(name, by_trainer, by_vllm, reach if position else 0)
+            values = [*map(_number, scales)]
+            scaled.append(Difference("the scale of rotated elements", *values, reach=position))
+    for found in filter(None, (turned, scaled)):
+        # From position 0 on it affects every token.
+        yield replace(found[0], reach=found[-1].reach if found[0].reach else 0)
 
 
 def _is_same_angle(angles: tuple[float, float], turned: float, rounding: float) -> bool:

@@ -151,6 +151,11 @@ class TrainerCheck:
         """True if the next fill compares; the same on all ranks."""
         return self.tokens is not None and not self._has_passed
 
+    @property
+    def asks_engines(self) -> bool:
+        """True if the next fill asks engines or servers for log-probabilities; as `is_due`."""
+        return self.is_due and self._reference is None
+
     def must_repeat(self, *, has_trained: bool, will_fill: bool) -> bool:
         """Return whether this rank's model may compute otherwise than when the sides were compared.
 
@@ -406,16 +411,14 @@ class LogprobCheck(TrainerCheck):
 
     def _image_for_all(self) -> ProbeImage | None:
         """Return the prompt with an image that both sides compute; None unless all ranks can."""
-        inference = self._inference
         image = None
         with self._job.agreement.phase(_PHASE):
             if (
-                self.tokens is not None
-                and self._reference is None
+                self.asks_engines
                 and isinstance(self._trainer, ProbedWithImages)
-                and isinstance(inference, WithImagePrompt)
+                and isinstance(self._inference, WithImagePrompt)
             ):
-                image = inference.image_prompt()
+                image = self._inference.image_prompt()
         (is_missing,) = self._job.agreement.any_of([image is None], _PHASE)
         return None if is_missing else image
 
@@ -441,25 +444,20 @@ class LogprobCheck(TrainerCheck):
         try:
             if self._reference is None:
                 with self._job.agreement.phase("compute", SHORT_PATIENCE):
-                    # `agree` chooses tokens only for a `Probed`.
-                    inference: Probed = self._inference  # type: ignore[assignment]
-                    answer = inference.probe(self.tokens)
-                    self._inference.reset_caches()
-                    self._require_same(self._gap(answer), inference.computed_settings())
+                    # `agree` chooses tokens only for a `Probed`, and images for `WithImagePrompt`.
+                    inference: Any = self._inference
+                    gaps = [self._gap(inference.probe(self.tokens))]
                     if self._image is not None:
-                        self._compare_images(self._image)
+                        assert self._trained_image is not None, "the trainer was probed"
+                        answer = inference.probe_image(self._image)
+                        name = "vLLM, given an image,"
+                        gaps.append(Gap(self._image.tokens, self._trained_image, answer, name))
+                    inference.reset_caches()
+                    for gap in gaps:
+                        self._require_same(gap, inference.computed_settings())
         finally:
             self._trained = None
         self._note_passed()
-
-    def _compare_images(self, image: ProbeImage) -> None:
-        """Compare the log-probabilities of a prompt with an image."""
-        inference: Any = self._inference
-        assert self._trained_image is not None, "the trainer was probed"
-        answer = inference.probe_image(image)
-        inference.reset_caches()
-        gap = Gap(image.tokens, self._trained_image, answer, "vLLM, given an image,")
-        self._require_same(gap, inference.computed_settings())
 
 
 def exactness(device: torch.device) -> str:

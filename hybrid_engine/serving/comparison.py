@@ -17,12 +17,10 @@ import msgspec
 import torch
 
 from hybrid_engine.compute_check.gap import NUM_ROWS, ROUNDING
-from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, TrainerCheck, When
+from hybrid_engine.compute_check.logprob_check import Description, TrainerCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import MessageError, ServerError, clipped
-from hybrid_engine.ports import Trainer
-from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
 
 _DTYPES = {str(dtype): dtype for dtype in ROUNDING}
@@ -122,25 +120,12 @@ class ServerComparison(TrainerCheck):
     `TrainerCheck`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        job: Job,
-        when: When,
-        reference: ConfigModel | None = None,
-    ) -> None:
-        super().__init__(trainer, job, when, reference)
-        self._servers: Sequence[ServerDescription] = ()
+    _servers: Sequence[ServerDescription] = ()
 
     @property
     def is_on(self) -> bool:
         """True if servers that join are compared; the same on all ranks."""
         return self._when != "off"
-
-    @property
-    def asks_servers(self) -> bool:
-        """True if the next fill asks servers for log-probabilities; the same on all ranks."""
-        return self.is_due and self._reference is None
 
     def join(self, servers: Sequence[ServerDescription]) -> None:
         """Compare the layers of servers that just joined, and choose tokens to compare.

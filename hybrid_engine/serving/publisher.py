@@ -356,7 +356,7 @@ class WeightPublisher(Switch):
     ) -> ReshardReport | None:
         """Switch trainers and servers."""
         is_due = target is State.INFER and self._comparison.is_due
-        is_compared = is_due and self._comparison.asks_servers
+        is_compared = is_due and self._comparison.asks_engines
         update = Update(
             name=self._name,
             to=target.value,  # type: ignore[arg-type]  # mypy knows it as a str, not as one of four

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ports import TrainingWeights
@@ -86,14 +86,14 @@ class Replicas:
         texts = [region_text(region) for group in self._groups for region, _ in group]
         own = dict(zip(texts, (digest for group in digests for digest in group), strict=True))
         by_rank = job.agreement.gather(own, dict[str, int], _PHASE, sys.maxsize)
-        ranks_by_box: dict[str, dict[int, list[int]]] = {}
+        ranks_by_box: dict[str, dict[int, int]] = {}
         for rank, of_rank in enumerate(by_rank):
             for text, digest in of_rank.items():
-                ranks_by_box.setdefault(text, {}).setdefault(digest, []).append(rank)
+                ranks_by_box.setdefault(text, {})[rank] = digest
         findings = [
-            replicas_differ(text, ranks.values())
-            for text, ranks in ranks_by_box.items()
-            if len(ranks) > 1
+            replicas_differ(text, by_rank.items())
+            for text, by_rank in ranks_by_box.items()
+            if len({*by_rank.values()}) > 1
         ]
         with job.agreement.phase(_PHASE):
             raise WeightError(findings)
@@ -110,7 +110,10 @@ def ranks_text(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def replicas_differ(region: str, ranks_by_digest: Collection[list[int]]) -> str:
-    """Describe a region with different bits on groups of ranks."""
-    listed = " and ".join(map(ranks_text, sorted(ranks_by_digest)))
+def replicas_differ(region: str, digests: Iterable[tuple[int, int]]) -> str:
+    """Describe a region with different bits on groups of ranks, given pairs of rank and digest."""
+    ranks_by_digest: dict[int, list[int]] = {}
+    for rank, digest in digests:
+        ranks_by_digest.setdefault(digest, []).append(rank)
+    listed = " and ".join(map(ranks_text, sorted(ranks_by_digest.values())))
     return f"{region}: {listed} train it with different bits; replicas must be equal"

@@ -253,11 +253,8 @@ class Verification:
                 continue
             named.add(region.tensor)
             is_region = numbers == number
-            distinct = digests[is_region].unique()
-            ranks_by_digest = [
-                ranks[is_region & (digests == digest)].tolist() for digest in distinct
-            ]
-            self._findings.append(replicas_differ(region_text(region), ranks_by_digest))
+            by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
+            self._findings.append(replicas_differ(region_text(region), by_rank))
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def plain_name(name: str) -> str:
 
 
 def computing_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return plain name -> module; a layer of PEFT counts as the layer inside it, which computes."""
+    """Return plain name -> module; of a layer of PEFT, the layer inside it, which computes."""
     modules = {}
     for name, module in model.named_modules():
         while isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):

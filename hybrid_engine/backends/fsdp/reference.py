@@ -20,19 +20,15 @@ from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.names import canonical_views, model_of_config
-from hybrid_engine.backends.huggingface.loading import layout_of
 from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor
-from hybrid_engine.backends.huggingface.saving import bring_to_writer
+from hybrid_engine.backends.huggingface.saving import Delivery, transfers_to_writers
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, following_log_probs
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import Packed
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
 
 _PHASE = "computing with transformers' class"
@@ -81,7 +77,8 @@ class TransformersReference:
         Collective. Parameters must be on the device.
         """
         job = self._job
-        model = _LayeredModel(self._directory, self._dtype, self._table)
+        with job.agreement.phase(_PHASE):
+            model = _LayeredModel(self._directory, self._dtype, self._table)
         rows: list[list[float]] = []
         failure: Exception | None = None
         with ExitStack() as stack:
@@ -216,41 +213,21 @@ class _Parts:
             weights.prepare()
         source = gather_side(job, weights)
         with job.agreement.phase(_PHASE):
-            layout = source.layout
-            dtypes = {
-                shard.region.tensor: layout.buffers[shard.place.buffer].dtype
-                for shard in layout.shards
-            }
-            self._stored = {
+            dtypes = source.placed.holdings.dtypes
+            stored = {
                 name: StoredTensor("", table.shapes[name], dtypes[name])
                 for part in parts
                 for name in part
             }
-            written = layout_of(self._stored, dict.fromkeys(self._stored, 0), {})
-            destination = Side.split(written, job.world_size)
-            transfers = box_transfers(source, destination, [""] * job.world_size, job.rank)
-            self._buffers = weights.buffers()
-        self._transfers: dict[str, list[Transfer]] = {name: [] for name in self._stored}
-        for transfer in transfers:
-            self._transfers[transfer.dst.buffer.name].append(transfer)
-        peers = {rank for each in transfers for rank in (each.src_rank, each.dst_rank)}
-        meeting = job.parts_that_meet(peers)
-        self._group = None if meeting is None else job.new_group(stack, meeting)
+            transfers = transfers_to_writers(source, stored, dict.fromkeys(stored, 0), {}, job)
+            buffers = weights.buffers()
+        self._delivery = Delivery(stored, transfers, buffers, job, stack)
 
     def bring(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the next part on rank 0, on the host. Collective."""
         names = self.left.pop(0)
         self.is_broken = True
         with self._job.agreement.phase(_PHASE, SHORT_PATIENCE):
-            tensors = {
-                name: bring_to_writer(
-                    self._stored[name],
-                    self._transfers[name],
-                    self._buffers,
-                    self._job.rank,
-                    self._group,
-                )
-                for name in names
-            }
+            tensors = {name: self._delivery.bring(name) for name in names}
         self.is_broken = False
         return tensors

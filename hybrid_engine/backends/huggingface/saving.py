@@ -69,7 +69,6 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
-from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
 from hybrid_engine.records.sides import Side
@@ -125,9 +124,8 @@ def save_hf_checkpoint(
     with job.agreement.phase("planning the checkpoint"):
         tensors = _tensors_to_store(source.layout, table, stored_dtype)
         stored = plan_files(tensors, file_nbytes)
-        written = layout_of(stored, writers(stored, job.world_size), table.copies)
-        destination = Side.split(written, job.world_size)
-        transfers = box_transfers(source, destination, [""] * job.world_size, job.rank)
+        ranks = writers(stored, job.world_size)
+        transfers = transfers_to_writers(source, stored, ranks, table.copies, job)
         buffers = weights.buffers()
         # Checked in the stored dtype, in which a large value may become infinite.
         if check_nan:
@@ -342,15 +340,8 @@ def write_files(
     """
     written: dict[str, str] = {}
     files = list(by_file(stored).items())
-    transfers_by_tensor: dict[str, list[Transfer]] = {name: [] for name in stored}
-    peers = []
-    for transfer in transfers:
-        transfers_by_tensor[transfer.dst.buffer.name].append(transfer)
-        peers += [transfer.src_rank, transfer.dst_rank]
-    # Ranks in different parts exchange nothing, so each part has a group.
     with ExitStack() as stack:
-        parts = job.parts_that_meet(peers)
-        group = None if parts is None else job.new_group(stack, parts)
+        delivery = Delivery(stored, transfers, buffers, job, stack)
         # In each round rank i writes the i-th file.
         for start in range(0, len(files), job.world_size):
             files_of_round = files[start : start + job.world_size]
@@ -362,8 +353,7 @@ def write_files(
                 # All ranks go through the tensors in the same order, so sends and receives match.
                 for writer, (file, names) in enumerate(files_of_round):
                     for name in names:
-                        boxes = transfers_by_tensor[name]
-                        tensor = bring_to_writer(stored[name], boxes, buffers, job.rank, group)
+                        tensor = delivery.bring(name)
                         if writer == job.rank:
                             tensors.setdefault(file, {})[name] = tensor
             with job.agreement.phase("writing the checkpoint"):
@@ -376,51 +366,88 @@ def write_files(
     return checksums
 
 
-def bring_to_writer(
-    stored: StoredTensor,
-    transfers: Sequence[Transfer],
-    buffers: Mapping[str, torch.Tensor],
-    rank: int,
-    group: RankGroup | None,
-) -> torch.Tensor:
-    """Bring the boxes of one tensor to the rank that writes it.
+def transfers_to_writers(
+    source: Side,
+    stored: Mapping[str, StoredTensor],
+    ranks: Mapping[str, int],
+    copies: Mapping[str, str],
+    job: Job,
+) -> list[Transfer]:
+    """Return the transfers from and to this rank that bring tensors to their writers.
 
     Args:
-        stored: the tensor.
-        transfers: transfers of its boxes from and to this rank.
-        buffers: this rank's flat buffers, by name.
-        rank: this rank.
-        group: group of the ranks that exchange boxes; None: all transfers are local.
-
-    Returns:
-        the tensor, on the host, or an empty tensor on a rank that does not write it.
+        source: layouts of all ranks for training.
+        stored: the tensors.
+        ranks: tensor -> rank that writes it.
+        copies: tensor -> other tensor that it repeats.
+        job: job of all ranks.
     """
-    dtype = getattr(torch, stored.dtype)
-    is_writer = any(transfer.dst_rank == rank for transfer in transfers)
-    whole = torch.empty(stored.shape if is_writer else 0, dtype=dtype)
-    works = []
-    # Boxes stay referenced until their transfers end.
-    received = []
-    sent = []
-    for transfer in transfers:
-        if transfer.src_rank == rank:
-            box = _source_box(transfer, buffers).to(device="cpu", dtype=dtype)
-            if transfer.dst_rank == rank:
-                strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
+    destination = Side.split(layout_of(stored, ranks, copies), job.world_size)
+    return list(box_transfers(source, destination, [""] * job.world_size, job.rank))
+
+
+class Delivery:
+    """Tensors on their way from the ranks that train them to the ranks that write them.
+
+    Construction is collective, and all ranks bring the same tensors in the same order.
+
+    Args:
+        stored: the tensors.
+        transfers: transfers of their boxes from and to this rank.
+        buffers: this rank's flat buffers, by name.
+        job: job of all ranks.
+        stack: ends the connections.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        transfers: Sequence[Transfer],
+        buffers: Mapping[str, torch.Tensor],
+        job: Job,
+        stack: ExitStack,
+    ) -> None:
+        self._stored = stored
+        self._buffers = buffers
+        self._rank = job.rank
+        self._transfers: dict[str, list[Transfer]] = {name: [] for name in stored}
+        for transfer in transfers:
+            self._transfers[transfer.dst.buffer.name].append(transfer)
+        peers = {rank for each in transfers for rank in (each.src_rank, each.dst_rank)}
+        # Ranks in different parts exchange nothing, so each part has a group.
+        parts = job.parts_that_meet(peers)
+        self._group = None if parts is None else job.new_group(stack, parts)
+
+    def bring(self, name: str) -> torch.Tensor:
+        """Return a tensor on the host, or an empty tensor on a rank that does not write it."""
+        stored = self._stored[name]
+        transfers = self._transfers[name]
+        dtype = getattr(torch, stored.dtype)
+        is_writer = any(transfer.dst_rank == self._rank for transfer in transfers)
+        whole = torch.empty(stored.shape if is_writer else 0, dtype=dtype)
+        works = []
+        # Boxes stay referenced until their transfers end.
+        received = []
+        sent = []
+        for transfer in transfers:
+            if transfer.src_rank == self._rank:
+                box = _source_box(transfer, self._buffers).to(device="cpu", dtype=dtype)
+                if transfer.dst_rank == self._rank:
+                    strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
+                else:
+                    assert self._group is not None, "a transfer to another rank needs a group"
+                    sent.append(_bytes_of(box.contiguous()))
+                    works.append(self._group.begin_send(sent[-1], transfer.dst_rank))
             else:
-                assert group is not None, "a transfer to another rank needs a group"
-                sent.append(_bytes_of(box.contiguous()))
-                works.append(group.begin_send(sent[-1], transfer.dst_rank))
-        else:
-            assert group is not None, "a transfer from another rank needs a group"
-            box = torch.empty(transfer.lengths, dtype=dtype)
-            received.append((transfer, box))
-            works.append(group.begin_receive(_bytes_of(box), transfer.src_rank))
-    for work in works:
-        work.wait()
-    for transfer, box in received:
-        strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
-    return whole
+                assert self._group is not None, "a transfer from another rank needs a group"
+                box = torch.empty(transfer.lengths, dtype=dtype)
+                received.append((transfer, box))
+                works.append(self._group.begin_receive(_bytes_of(box), transfer.src_rank))
+        for work in works:
+            work.wait()
+        for transfer, box in received:
+            strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
+        return whole
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

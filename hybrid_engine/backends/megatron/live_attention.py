@@ -23,6 +23,8 @@ from hybrid_engine.backends.megatron.internals import score_factor_of_yarn, soft
 from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
 
 _NOT_ROTATED = ("learned_absolute", "none")
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Settings of YaRN with the same names in the configuration and in the rotary embedding."""
 
 
 def live_attention(model: Any, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
@@ -51,18 +53,11 @@ def latent_attention(config: Any) -> Attention:
     query_size = config.qk_head_dim + config.qk_pos_emb_head_dim
     score_factor = score_factor_of_yarn(config.rotary_scaling_factor, config.mscale_all_dim)
     settings = {"rotary_base": config.rotary_base, "use_cpu_initialization": True}
+    rotary: Any = RotaryEmbedding(config.qk_pos_emb_head_dim, config.rotary_percent, **settings)
     if config.rope_type == "yarn":
-        settings |= {
-            "scaling_factor": config.rotary_scaling_factor,
-            "original_max_position_embeddings": config.original_max_position_embeddings,
-            "beta_fast": config.beta_fast,
-            "beta_slow": config.beta_slow,
-            "mscale": config.mscale,
-            "mscale_all_dim": config.mscale_all_dim,
-        }
+        settings |= {name: getattr(config, name) for name in _YARN}
+        settings["scaling_factor"] = config.rotary_scaling_factor
         rotary = YarnRotaryEmbedding(config.qk_pos_emb_head_dim, **settings)
-    else:
-        rotary = RotaryEmbedding(config.qk_pos_emb_head_dim, config.rotary_percent, **settings)
     return Attention(scale=score_factor**2 / math.sqrt(query_size), rotary=rotary_of(rotary))
 
 
@@ -80,11 +75,10 @@ def _rotary(model: Any, mixer: MegatronAttention, positions: Sequence[int]) -> R
     """Return the rotation of a layer."""
     # Latent attention has a rotary embedding per layer; other layers share the model's.
     skips = getattr(mixer.config, "no_rope_freq", None)
-    if model.position_embedding_type in _NOT_ROTATED and not hasattr(mixer, "rotary_pos_emb"):
-        return Rotary()
-    if isinstance(skips, list) and skips[mixer.layer_number - 1]:
-        return Rotary()
     of_layer = getattr(mixer, "rotary_pos_emb", None)
+    is_skipped = isinstance(skips, list) and skips[mixer.layer_number - 1]
+    if is_skipped or (of_layer is None and model.position_embedding_type in _NOT_ROTATED):
+        return Rotary()
     return rotary_of(of_layer or getattr(model, "rotary_pos_emb", None), positions)
 
 

@@ -22,8 +22,11 @@ def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
     table's length follows from the scaling's keys (`original_max_position_embeddings` times
     `factor`), `max_model_len` from other keys. Weights and tables may be on the meta device.
     """
-    tables = {name: _rotary_table(module) for name, module in model.named_modules()}
-    lengths = {name: len(table) for name, table in tables.items() if table is not None}
+    lengths = {
+        name.rpartition(".")[0]: len(table)
+        for name, table in model.named_buffers()
+        if name.endswith(".cos_sin_cache") and table.dim() == 2
+    }
     short = [name for name, length in lengths.items() if length < max_model_len]
     if short:
         raise ModelError(
@@ -74,12 +77,6 @@ def live_attention(
             rotary=default_rotary if not inside else inside.pop() if len(inside) == 1 else None,
         )
     return attention
-
-
-def _rotary_table(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return cosines and sines [positions, pairs + pairs] of a vLLM rotary embedding; or None."""
-    table = getattr(module, "cos_sin_cache", None)
-    return table if isinstance(table, torch.Tensor) and table.dim() == 2 else None
 
 
 def _is_rotary(module: torch.nn.Module) -> bool:

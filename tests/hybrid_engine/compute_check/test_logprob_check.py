@@ -336,7 +336,7 @@ def test_servers_that_join_later_are_compared_with_the_trainer(probed: ProbedRig
         worker = Description(ProbeLimits(refusal, max_length=63), layers)
         comparison.join([ServerDescription(workers=[worker], settings={})])
         assert comparison.is_due
-        assert comparison.asks_servers is not bool(refusal)
+        assert comparison.asks_engines is not bool(refusal)
         assert len(comparison._causes) == causes
 
 

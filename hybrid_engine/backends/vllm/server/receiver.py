@@ -38,7 +38,14 @@ _TransferEngine: Any = internals.TRANSFER_ENGINE.load()
 
 
 class HybridEngineReceiver(_TransferEngine):
-    """Weight transfer engine of one worker; vLLM makes it after the model."""
+    """Weight transfer engine of one worker; vLLM makes it after the model.
+
+    Attributes:
+        layers: attention of the model's layers.
+        receiver: receiver of weights.
+        model: the model.
+        capture: capture of experts for a comparison, and, after it, `routes`.
+    """
 
     init_info_cls = internals.INIT_INFO.load()
     update_info_cls = internals.UPDATE_INFO.load()
@@ -68,9 +75,9 @@ class HybridEngineReceiver(_TransferEngine):
                 "start the server without --kv-transfer-config",
                 code="kv-connector",
             )
-        self._model = model
-        self._capture = ExitStack()
-        self._routes: list[LayerRoutes] = []
+        self.model = model
+        self.capture = ExitStack()
+        self.routes: list[LayerRoutes] = []
         self._caches = WorkerCaches()
         memory = WeightMemory()
         if device.type == "cpu":
@@ -89,15 +96,6 @@ class HybridEngineReceiver(_TransferEngine):
         """Attach to vLLM's worker, which is ready, and free the memory of its missing weights."""
         self._caches.sleeper.worker = worker
         self._weights.release()
-
-    def begin_capture(self, num_tokens: int) -> None:
-        """Capture the experts of the next tokens, until `end_capture`."""
-        self._routes = self._capture.enter_context(captured_routes(self._model, num_tokens))
-
-    def end_capture(self) -> list[list[list[int]]]:
-        """Return the experts of each token in each layer with experts; none if unknown."""
-        self._capture.close()
-        return [layer.experts.tolist() for layer in self._routes]
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Any:
         return _read(Invitation, init_dict)
@@ -185,14 +183,15 @@ def layers_of(worker: Any) -> tuple[AlikeLayers, ...]:
 
 
 def begin_capture(worker: Any, num_tokens: int) -> None:
-    """Capture the experts of the next `num_tokens` tokens in a worker."""
-    worker.weight_transfer_engine.begin_capture(num_tokens)
+    """Capture the experts of the next `num_tokens` tokens in a worker, until `end_capture`."""
+    engine = worker.weight_transfer_engine
+    engine.routes = engine.capture.enter_context(captured_routes(engine.model, num_tokens))
 
 
 def end_capture(worker: Any) -> list[list[list[int]]]:
-    """Return the experts that were captured in a worker."""
-    routes: list[list[list[int]]] = worker.weight_transfer_engine.end_capture()
-    return routes
+    """Return the experts of each token in each layer with experts; none if unknown."""
+    worker.weight_transfer_engine.capture.close()
+    return [layer.experts.tolist() for layer in worker.weight_transfer_engine.routes]
 
 
 def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, int]:
