@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
-from hybrid_engine.compute_check.attention import Attention, Rotary, differences
+from hybrid_engine.compute_check.attention import Attention, Difference, Rotary, differences
 from hybrid_engine.errors import Violation
 from hybrid_engine.models.table import Extras, ModelTable, RotaryScaling
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
@@ -250,11 +250,7 @@ def _latent_attention(
         return attention
 
     live_modules = getattr(args, "attention", {}).values()
-    live = dict.fromkeys(map(completed, live_modules)) or {built: None}
-    # A dict, because layers alike differ alike, and the order of layers is kept.
-    live_differences = {
-        difference: None for attention in live for difference in differences(attention, expected)
-    }
+    live_differences = _distinct(map(completed, live_modules or [built]), expected)
     if not live_differences:
         return
     if any(differences(built, expected)):
@@ -267,6 +263,12 @@ def _latent_attention(
     for difference in live_differences:
         key = f"MLASelfAttention, {difference.name}"
         yield _mismatch(key, difference.first, difference.second, source)
+
+
+def _distinct(layers: Iterable[Attention], expected: Attention) -> list[Difference]:
+    """Return the differences of layers from `expected`, in order: layers alike differ alike."""
+    found = {each: None for layer in dict.fromkeys(layers) for each in differences(layer, expected)}
+    return [*found]
 
 
 def _computed(config: Any) -> dict[str, Any]:
@@ -367,17 +369,10 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator
     if not hasattr(args, "attention"):
         yield from _rotary_arguments(scaling, args, names)
         return
-    live = dict.fromkeys(attention.rotary for attention in args.attention.values())
-    if None in live:
+    expected = Attention(None, rotary=Rotary.of_frequencies(_frequencies(table)))
+    if any(attention.rotary is None for attention in args.attention.values()):
         yield _beyond("rotary frequencies cannot be read off this model")
-    expected = Attention(1.0, rotary=Rotary.of_frequencies(_frequencies(table)))
-    # A dict, because layers alike differ alike, and the order of layers is kept.
-    live_differences = {
-        difference: None
-        for rotary in live
-        for difference in differences(replace(expected, rotary=rotary), expected)
-    }
-    for difference in live_differences:
+    for difference in _distinct(args.attention.values(), expected):
         problem = (
             f"{difference.name} is {difference.first} in Megatron, "
             f"the Hugging Face config asks for {difference.second} "

@@ -493,13 +493,13 @@ def differing(
 ) -> str:
     """Describe the settings that differ between the sides, `causes` first, and the remedy."""
     differences = [*causes]
-    for name in sorted(trainer.keys() & inference.keys()):
-        if trainer[name] != inference[name]:
-            by_trainer = shortened(trainer[name], 80)
+    for name in sorted(trainer, key=lambda name: (name not in inference, name)):
+        by_trainer = shortened(trainer[name], 80)
+        if name not in inference:
+            differences.append(f"the trainer has {name} {by_trainer}")
+        elif trainer[name] != inference[name]:
             by_vllm = shortened(inference[name], 80)
             differences.append(f"{name} is {by_trainer} for the trainer and {by_vllm} for vLLM")
-    for name in sorted(trainer.keys() - inference.keys()):
-        differences.append(f"the trainer has {name} {shortened(trainer[name], 80)}")
     listed = "; ".join(differences[:_NUM_NAMED]) or "none of those with a name"
     num_more = len(differences) - _NUM_NAMED
     more = f"; and {num_more} more" if num_more > 0 else ""

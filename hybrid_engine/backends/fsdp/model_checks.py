@@ -307,12 +307,11 @@ def _buffer_differences(
         configured: its counterpart on the meta device. It is given memory.
         model: transformers model that `configured` belongs to.
     """
-    buffers = dict(configured.named_buffers(recurse=False))
     # A switch delivers persistent buffers, as it does weights.
     in_checkpoint = configured.state_dict(keep_vars=True).keys()
     names = [
         name
-        for name, buffer in buffers.items()
+        for name, buffer in configured.named_buffers(recurse=False)
         if buffer.is_floating_point() and name not in in_checkpoint
     ]
     kinds = getattr(live, "rope_type", None)
@@ -333,8 +332,7 @@ def _buffer_differences(
         if buffer is None or buffer.is_meta or expected.isnan().any():
             continue
         values = buffer.detach().to("cpu", expected.dtype)
-        is_same_shape = values.shape == expected.shape
-        if is_same_shape and torch.allclose(values, expected, rtol=1e-5, atol=0.0):
+        if values.shape == expected.shape and torch.allclose(values, expected, 1e-5, 0.0):
             continue
         shown = _last_values(values)
         if buffer.dtype is not expected.dtype:

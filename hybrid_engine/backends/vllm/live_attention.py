@@ -54,7 +54,11 @@ def live_attention(
     # With duplicates, because layers share rotary modules, and some layers have two names.
     modules = dict(model.named_modules(remove_duplicate=False))
     present = set(modules.values())
-    by_name = {name: module for name, module in modules.items() if _is_rotary(module)}
+    by_name = {
+        name: module
+        for name, module in modules.items()
+        if hasattr(module, "rotary_dim") and hasattr(module, "head_size")
+    }
     rotaries = {module: _rotary_of(module, positions) for module in set(by_name.values())}
     default_rotary = _rotary_of_transformers(model, positions)
     attention = {}
@@ -77,11 +81,6 @@ def live_attention(
             rotary=default_rotary if not inside else inside.pop() if len(inside) == 1 else None,
         )
     return attention
-
-
-def _is_rotary(module: torch.nn.Module) -> bool:
-    """Return whether a module is one of vLLM's rotary embeddings."""
-    return hasattr(module, "rotary_dim") and hasattr(module, "head_size")
 
 
 def _rotary_of(module: Any, positions: Sequence[int]) -> Rotary | None:
