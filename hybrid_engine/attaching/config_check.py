@@ -262,7 +262,8 @@ def _latent_attention(
         return
     for difference in live_differences:
         key = f"MLASelfAttention, {difference.name}"
-        yield _mismatch(key, difference.first, difference.second, source)
+        actual, described_value = difference.values
+        yield _mismatch(key, actual, described_value, source)
 
 
 def _distinct(layers: Iterable[Attention], expected: Attention) -> list[Difference]:
@@ -373,9 +374,10 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator
     if any(attention.rotary is None for attention in args.attention.values()):
         yield _beyond("rotary frequencies cannot be read off this model")
     for difference in _distinct(args.attention.values(), expected):
+        actual, described = difference.values
         problem = (
-            f"{difference.name} is {difference.first} in Megatron, "
-            f"the Hugging Face config asks for {difference.second} "
+            f"{difference.name} is {actual} in Megatron, "
+            f"the Hugging Face config asks for {described} "
             f"(rotary scaling: {scaling or 'none'})"
         )
         key = names.argument("rotary_pos_emb")

@@ -146,13 +146,13 @@ class Difference:
     """A property of a layer's attention, and its values on both sides.
 
     Attributes:
+        values: value of the first side, and of the second.
         reach: position of the last token that it affects and that may need a longer run than those
             before it; 0: it affects every token.
     """
 
     name: str
-    first: str
-    second: str
+    values: tuple[str, ...]
     reach: int = 0
 
 
@@ -182,7 +182,8 @@ def attention_differences(
             layers.setdefault(difference, set()).update(numbers & others)
     texts: tuple[list[str], list[str]] = ([], [])
     for difference, common in sorted(layers.items(), key=lambda item: sorted(item[1])):
-        values = f"{difference.first} for the trainer and {difference.second} for vLLM"
+        by_trainer, by_vllm = difference.values
+        values = f"{by_trainer} for the trainer and {by_vllm} for vLLM"
         is_reached = difference.reach < num_run
         texts[is_reached].append(f"in {ranges(sorted(common))}, {difference.name} is {values}")
     return texts
@@ -226,23 +227,23 @@ def differences(
         for size in (first.window, second.window)
     ]
     if sizes[0] != sizes[1]:
-        windows = ["none" if size is None else f"{size} tokens" for size in sizes]
+        windows = tuple("none" if size is None else f"{size} tokens" for size in sizes)
         # A block of tokens beyond the window shows it.
         reach = min(size for size in sizes if size is not None) + LENGTH - 1
-        yield Difference("the sliding window", *windows, reach=reach)
+        yield Difference("the sliding window", windows, reach)
     if first.softcap != second.softcap:
-        caps = map(_number, (first.softcap, second.softcap))
-        yield Difference("the cap of attention scores", *caps)
+        caps = _numbers_of(first.softcap, second.softcap)
+        yield Difference("the cap of attention scores", caps)
     scales = (first.scale, second.scale)
     if not math.isclose(*scales, rel_tol=_RELATIVE_ERROR):
-        yield Difference("the scale of attention scores", *map(_number, scales))
+        yield Difference("the scale of attention scores", _numbers_of(*scales))
 
 
 def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
-    counts = [str(len(side.frequencies)) for side in (first, second)]
+    counts = tuple(str(len(side.frequencies)) for side in (first, second))
     if counts[0] != counts[1]:
         # One of the two may have a rotary module that it does not use. A run tells.
-        yield Difference("the number of rotary frequencies", *counts)
+        yield Difference("the number of rotary frequencies", counts)
         return
     rounding = first.rounding + second.rounding
     turned: list[Difference] = []
@@ -260,12 +261,13 @@ def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
             name, unit = f"the angle of rotary pair {wrong[-1]} at position {position}", "radians"
             if position == 1:
                 name, unit = f"rotary frequency {wrong[-1]}", "radians per token"
-            values = [f"{_number(angle)} {unit}" for angle in pairs[wrong[-1]]]
-            turned.append(Difference(name, *values, reach=position))
+            values = tuple(f"{angle} {unit}" for angle in _numbers_of(*pairs[wrong[-1]]))
+            turned.append(Difference(name, values, position))
         scales = (first.scales[index], second.scales[other])
         if not math.isclose(*scales, rel_tol=_RELATIVE_ERROR + rounding):
-            values = [*map(_number, scales)]
-            scaled.append(Difference("the scale of rotated elements", *values, reach=position))
+            scaled.append(
+                Difference("the scale of rotated elements", _numbers_of(*scales), position)
+            )
     for found in filter(None, (turned, scaled)):
         # From position 0 on it affects every token.
         yield replace(found[0], reach=found[-1].reach if found[0].reach else 0)
@@ -282,8 +284,8 @@ def _is_same_angle(angles: tuple[float, float], turned: float, rounding: float) 
     return difference <= _RELATIVE_ERROR * turned + rounding * min(1.0, 2 * abs(angles[0]))
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+def _numbers_of(*values: float | None) -> tuple[str, ...]:
+    return tuple("none" if value is None else f"{value:.6g}" for value in values)
 
 
 def ranges(layers: Sequence[int]) -> str:

@@ -208,10 +208,9 @@ class Fingerprint:
             if transient := attributes["_non_persistent_buffers_set"] - self._ignored:
                 buffers = attributes["_buffers"]
                 self._properties(name, {key: buffers.get(key) for key in transient}, unsent)
-            before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
-            if before or after:
-                hooks = [*filter(_may_change, (*before.values(), *after.values()))]
-                properties["forward hooks"] = hooks or None
+            for key in ("_forward_pre_hooks", "_forward_hooks"):
+                # None if there are none.
+                properties[key] = [*filter(_may_change, attributes[key].values())] or None
             config = attributes.get("config")
             if id(config) not in configs and hasattr(config, "__dict__"):
                 configs.add(id(config))

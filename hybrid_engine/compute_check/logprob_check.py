@@ -262,18 +262,16 @@ class TrainerCheck:
         """Choose the tokens on which the trainers are compared with `reference`."""
         if self._source is None:
             return
-        problem = next((limits.refusal for limits in trainers if limits.refusal), "")
-        if not problem:
+        limits = [*trainers]
+        if not any(limit.refusal for limit in trainers):
             try:
                 with self._job.agreement.phase("building transformers' model"):
-                    reference = self._source.build()
+                    self._reference = self._source.build()
+                limits.append(self._reference.probe_limits())
             except HybridEngineError as error:
-                problem = str(error)
-            else:
-                limits = [*trainers, reference.probe_limits()]
-                problem, self.tokens = tokens_within(limits)
-                self._reference = reference
-        if not problem:
+                limits.append(ProbeLimits(str(error)))
+        problem, self.tokens = tokens_within(limits)
+        if self.tokens is not None:
             self._refusal = ""
             self._log(logging.INFO, "the trainer is compared with transformers' class instead")
         elif self._source.is_needed:
@@ -363,9 +361,11 @@ class TrainerCheck:
         violations, texts = one_sided(by_trainer, by_vllm, scales_positions)
         if violations:
             raise ConfigError(violations)
-        sides = [[alike for side in of for alike in side.layers] for of in (trainers, engines)]
+        trained, served = (
+            [alike for side in of for alike in side.layers] for of in (trainers, engines)
+        )
         num_run = 0 if self.tokens is None else self.tokens.shape[1]
-        unreached, reached = attention_differences(*sides, max_length, num_run)
+        unreached, reached = attention_differences(trained, served, max_length, num_run)
         if unreached:
             listed = "; ".join([*unreached, *reached])
             raise ComputationError(
@@ -373,7 +373,7 @@ class TrainerCheck:
                 code="attention-differs",
             )
         self._causes = [*reached, *texts]
-        unread = unread_layers(*sides)
+        unread = unread_layers(trained, served)
         if unread and isinstance(self._trainer, Probed):
             self._log(
                 logging.WARNING,

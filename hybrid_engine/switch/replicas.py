@@ -41,7 +41,7 @@ class Replicas:
         holdings = source.placed.holdings
         own = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
-        ranks_by_owners: dict[int, dict[Region, tuple[int, ...]]] = {}
+        ranks_by_owners: dict[int, dict[tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
         groups: dict[tuple[int, ...], list[tuple[Region, Place]]] = {}
         for name, owners in holdings.owners.items():
             numel = math.prod(holdings.shapes[name])
@@ -49,15 +49,15 @@ class Replicas:
                 continue
             if id(owners) not in ranks_by_owners:
                 ranks_by_owners[id(owners)] = {
-                    box.region: tuple(sorted(set(box.ranks.tolist()))) for box in owners
+                    (box.offsets, box.lengths): tuple(sorted({*box.ranks.tolist()}))
+                    for box in owners
                 }
             boxes = ranks_by_owners[id(owners)]
             for ranks in boxes.values():
                 groups.setdefault(ranks, [])
             for shard in own.get(name, ()):
                 region = shard.region
-                ranks = boxes[Region("", region.offsets, region.lengths)]
-                groups[ranks].append((region, shard.place))
+                groups[boxes[region.offsets, region.lengths]].append((region, shard.place))
         self._groups = [boxes for ranks, boxes in groups.items() if len(ranks) > 1]
 
     def digests(self, weights: TrainingWeights) -> list[list[int]]:

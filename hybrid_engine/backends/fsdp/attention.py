@@ -245,7 +245,8 @@ def _attention_calls(
                     for call in rotary_calls
                     if id(call.output) in arguments and watch.storages & storages_in(call.output)
                 )
-                calls[number] = AttentionCall(*reached.args, next(used, None))
+                window, settings = reached.args
+                calls[number] = AttentionCall(window, settings, next(used, None))
                 return returned(hidden)
 
         return record

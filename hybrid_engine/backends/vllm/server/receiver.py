@@ -26,7 +26,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
     WeightMemory,
 )
-from hybrid_engine.compute_check.logprob_check import AlikeLayers, grouped
+from hybrid_engine.compute_check.attention import AlikeLayers, grouped
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import HybridEngineError, MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
