@@ -23,7 +23,7 @@ from hybrid_engine.config.keys import (
     Steps,
 )
 from hybrid_engine.config.loading import violations_of
-from hybrid_engine.errors import ConfigError, Violation, first_of
+from hybrid_engine.errors import ConfigError, Violation, first_of, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.rl.losses import (
     Aggregation,
@@ -218,9 +218,11 @@ class LoopConfig(Section):
         allowed = {"actor_config.optimizer.clip_grad", *type(self).model_fields}.difference(
             _FIXED, _DRAWN if self.max_staleness else ()
         )
-        fixed = sorted({*names} - allowed)
-        if fixed or isinstance(names, Mapping):
-            problem = f"{first_of(fixed, 5) or 'a mapping'} cannot change within a run"
+        fixed: list[object] = [names]
+        if isinstance(names, Collection) and not isinstance(names, Mapping | str):
+            fixed = sorted({*names} - allowed, key=str)
+        if fixed:
+            problem = f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run"
             remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
             raise ConfigError([Violation("changed", problem, remedy, code="cannot-change")])
         return {*names, *(f"{self.name}.{name}" for name in names)}

@@ -373,7 +373,9 @@ class RunFiles:
                     f"the run in {self.out} has {shortened(old.get(key))}, "
                     f"this one {shortened(new.get(key))}"
                 )
-                remedy = "Use the old value, `changed` of `train`, or another directory"
+                remedy = (
+                    "Use the old value, another directory, or for some keys `changed` of `train`"
+                )
                 violations.append(Violation(key, problem, remedy, code="differs-from-run"))
         if violations:
             raise ConfigError(violations)
@@ -517,6 +519,8 @@ class RunFiles:
             checksums = {
                 path.name: checksum_of(path) for path in directory.iterdir() if path.is_file()
             }
+        # Of an attempt to complete it that failed.
+        checksums.pop(CHECKSUMS, None)
         checksums["progress.json"] = f"{zlib.crc32(text.encode()):08x}"
         write_checksums(directory, checksums)
         write_text(self._progress_file(progress.step), text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -109,6 +110,21 @@ def test_a_disturbed_run_goes_on(
     assert {name: files.get(name) for name in whole} == whole
 
 
+def test_a_checkpoint_that_was_completed_at_the_second_attempt_is_read(tmp_path: Path) -> None:
+    errors = iter([OSError(errno.ENOSPC, "full")])
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.name == "progress.json":
+            for error in errors:
+                raise error
+        return rename(path, target)
+
+    rename = Path.replace
+    with mock.patch.object(Path, "replace", replace), pytest.raises(FileError):
+        run(tmp_path)
+    assert saved_step(tmp_path) == 2
+
+
 def run_on_a_rank(out: Path, where: str, rank: int, error: BaseException) -> tuple[str, int]:
     """Fail in step 3 on one of two ranks; return the error, and the step that is saved."""
     job = Job.join(60)
@@ -170,6 +186,7 @@ def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> 
     for changed, *refused in (
         ([*new], "actor_config.optimizer.clip_grad", "differs-from-run"),
         (["ratio"], "changed", "cannot-change"),
+        (None, "changed", "cannot-change"),
         (new, "changed", "cannot-change"),
     ):
         with pytest.raises(ConfigError, check=has_violations(tuple(refused))):
