@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -115,7 +116,8 @@ async def raising_later(error: BaseException) -> None:
     raise error
 
 
-EXITS = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())
+# The first is Ctrl-C in the main thread.
+EXITS = (KeyboardInterrupt(), SystemExit(0), GeneratorExit(), asyncio.CancelledError())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ EXITS = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledE
         (call_exit, "SystemExit for prompt 0: 3"),
         (call_exit_in_a_task, "SystemExit for prompt 0: 3"),
         (cancel_itself, "CancelledError for prompt 0"),
-        *((partial(raising, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
+        *((partial(raising, error), f"{type(error).__name__} for prompt 0") for error in EXITS[1:]),
         *((partial(raising_later, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
     ],
 )
@@ -134,6 +136,11 @@ def test_an_exit_is_an_error_of_the_callback_and_the_event_loop_survives(
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", text, f"{__file__}:")):
         run_callbacks("reward", [("prompt 0", callback, ())], 60)
     assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+
+
+def test_ctrl_c_in_a_callback_is_no_error_of_it() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_callbacks("reward", [("prompt 0", partial(signal.raise_signal, signal.SIGINT), ())], 60)
 
 
 def test_modes_of_torch_that_a_callback_sets_end_with_it() -> None:
