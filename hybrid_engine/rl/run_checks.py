@@ -402,11 +402,12 @@ def _signature_violations(
     except (TypeError, ValueError):  # some functions of extension modules have none
         return
     remedy = f"Make it a function of ({', '.join(parameters)})"
+    names = signature.parameters.keys()
     try:
-        signature.bind(*parameters)
-        if "completion" in parameters and "completions" in signature.parameters:
+        if "completion" in {*parameters} - names and "completions" in names:
             remedy += "; columns of the data set are in the prompt. Or pass BatchReward(function)"
             raise TypeError("it takes `completions` of a whole step, as TRL's functions do")
+        signature.bind(*parameters)
     except TypeError as error:
         problem = f"cannot be called with ({', '.join(parameters)}): {error}"
         yield Violation(name, problem, remedy, code="wrong-signature")

@@ -52,12 +52,16 @@ def with_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def test_valid_arguments_reach_the_engines() -> None:
+@pytest.mark.parametrize(
+    "reward", [lambda prompt, completion: 1.0, lambda prompt, completion, completions=(): 1.0, {"a": lambda *_: 1.0}]
+)
+def test_valid_arguments_reach_the_engines(reward: Any) -> None:
     with pytest.raises(Exception, match="engines are built"):
-        start()
+        start(reward=reward)
 
 
 CHAT = [{"role": "user", "content": "2 + 2"}]
+OF_TRL = (lambda prompts, completions, **columns: [1.0], lambda completions, **columns: [1.0])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
             "has-no-effect",
         ),
         ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
-        ({"reward": lambda prompts, completions, **columns: [1.0]}, "reward", "wrong-signature"),
+        *(({"reward": function}, "reward", "wrong-signature") for function in OF_TRL),
         ({"reward": None}, "reward", "not-callable"),
         ({"reward": {"length": 5}}, "reward length", "not-callable"),
         ({"evaluate": lambda: {}}, "evaluate", "wrong-signature"),
@@ -119,6 +123,7 @@ def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], k
     with pytest.raises(ConfigError) as caught:
         start(**arguments)
     assert violations_of(caught.value) == [(key, code or "not-divisible")]
+    assert ("BatchReward" in str(caught.value)) == (arguments.get("reward") in OF_TRL)
 
 
 def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
