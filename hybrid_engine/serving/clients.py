@@ -337,7 +337,9 @@ class HttpServer(Server):
                         code="no-route",
                     )
                 if response.status_code // 100 != 2:  # includes redirects
-                    text = clipped(content.decode(errors="replace"), 2000)
+                    # A proxy may send the request's headers back.
+                    key = os.environ.get(API_KEY) or "\0"
+                    text = clipped(content.decode(errors="replace").replace(key, "…"), 2000)
                     raise ServerError(
                         f"{where}: {response.status_code}: {text}", code="request-failed"
                     )

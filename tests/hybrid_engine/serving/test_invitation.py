@@ -453,6 +453,13 @@ class Long(Redirecting):
         self.wfile.write(f'{{"accepted": "{accepted}"}}'.ljust(1000).encode())
 
 
+class Echoing(Redirecting):
+    def do_POST(self) -> None:
+        self.send_response(500)
+        self.end_headers()
+        self.wfile.write(self.headers["Authorization"].encode())
+
+
 @contextmanager
 def answering(handler: type[BaseHTTPRequestHandler], seconds: float = 5) -> Iterator[HttpServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -501,6 +508,12 @@ def test_an_error_has_no_secret(monkeypatch: pytest.MonkeyPatch, address: str, k
     with pytest.raises(ConfigError, match=r"(?s)^(?!.*SECRET)") as caught:
         HttpServer(address, 5, allow_public=True).resume()
     assert [finding.code for finding in caught.value.findings] == [code]
+
+
+def test_headers_that_a_proxy_sends_back_hide_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "SECRET")
+    with answering(Echoing) as server, pytest.raises(ServerError, match=r"(?s)^(?!.*SECRET).*500: Bearer …"):
+        server.complete({})
 
 
 def test_the_name_of_an_actor_starts_no_cluster() -> None:
