@@ -382,7 +382,6 @@ class Loop:
                     config.keep_best,
                 )
             yield first
-        logger.info("saving every %d steps, %g minutes", config.save_every, config.save_minutes)
         must_stop = False
         while self.done < config.steps and not (must_stop or self._flags(should_stop)[0]):
             with self.saving(files):

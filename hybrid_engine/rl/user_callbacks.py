@@ -275,10 +275,11 @@ def naming_failure(
     except kind as error:
         stack = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in stack if _is_of_user(frame)]
-        # From outside: Ctrl-C, the task is cancelled, or its coroutine is closed with its event loop.
+        # From outside: the task is cancelled, or its coroutine is closed with its event loop, or
+        # Ctrl-C, which is raised in the main thread alone.
         is_closed = isinstance(error, GeneratorExit) and not user_frames
         is_main = threading.current_thread() is threading.main_thread()
-        if is_closed or (is_main and isinstance(error, KeyboardInterrupt)) or _is_being_cancelled():
+        if is_closed or _is_being_cancelled() or (is_main and isinstance(error, KeyboardInterrupt)):
             raise
         # TracebackException also copes with exceptions whose __str__ raises.
         text = str(traceback.TracebackException(type(error), error, None))
