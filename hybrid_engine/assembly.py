@@ -186,16 +186,14 @@ class LocalVllm:
 
 
 @dataclass(frozen=True)
-class ServedVllm:
-    """Running vLLM servers, which receive the weights over the network."""
+class ServedVllm(InferenceSide):
+    """Running vLLM servers, which receive the weights over the network.
+
+    Any environment, job and sampling is accepted here: the servers check their own settings when
+    they are invited, and each request.
+    """
 
     config: HybridConfig
-
-    def require_packages(self, *, allow_version: bool = False) -> None:
-        """Accept any environment, because vLLM runs only in the servers."""
-
-    def check(self, job: Job) -> None:
-        """Accept every job, because the servers check their own settings when they are invited."""
 
     def build(
         self,
@@ -214,9 +212,6 @@ class ServedVllm:
         inference = ServedInference(self.config, job, tokenizer_dir)
         switch = inference.switch(train, offloader, _reference_of(train, self.config, table, job))
         return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
-
-    def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
-        """Accept every sampling, because a server checks each request."""
 
 
 def parts_with_engine(

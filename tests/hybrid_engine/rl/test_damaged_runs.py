@@ -11,8 +11,8 @@ from typing import Any
 
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.rl.run_files import Progress, RunFiles
+from tests.hybrid_engine.rl.test_run_files import SETTINGS, begun
 
-SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 ROWS = [{"step": step, "reward": 0.5} for step in (0, 10, 20)]
 NEWEST = Progress(20, ROWS[-1], "0123456789abcdef")
 PROGRESS = "checkpoints/step-000020/progress.json"
@@ -101,9 +101,7 @@ DAMAGES = {
 
 
 def make_run(out: Path) -> None:
-    files = RunFiles(out, num_kept=2)
-    files.lock().close()  # creates the lock file
-    files.begin(SETTINGS)
+    files = begun(out, num_kept=2)
     for row in ROWS:
         files.weights(row["step"]).mkdir(parents=True)
         files.complete(Progress(row["step"], row, NEWEST.reference))

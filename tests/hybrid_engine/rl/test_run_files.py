@@ -24,11 +24,16 @@ from tests.harness.errors import has_code, has_violation, has_violations
 SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
 
+def begun(out: Path, settings: dict[str, Any] = SETTINGS, **options: Any) -> RunFiles:
+    files = RunFiles(out, **options)
+    files.lock().close()
+    files.begin(settings)
+    return files
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunFiles:
-    files = RunFiles(tmp_path / "run", num_kept=2)
-    files.lock().close()
-    files.begin(SETTINGS)
+    files = begun(tmp_path / "run", num_kept=2)
     for step in (0, 10, 20):
         complete(files, step)
         files.metrics.append({"step": step, "reward": 0.5})
@@ -62,9 +67,7 @@ def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: 
 
 @pytest.mark.parametrize(("is_lowest_best", "expected"), [(False, "000020"), (True, "000030")])
 def test_the_best_checkpoint_is_kept(tmp_path: Path, is_lowest_best: bool, expected: str) -> None:
-    run = RunFiles(tmp_path / "run", best="accuracy", is_lowest_best=is_lowest_best)
-    run.lock().close()
-    run.begin(SETTINGS)
+    run = begun(tmp_path / "run", best="accuracy", is_lowest_best=is_lowest_best)
     rows = {10: 0.5, 20: 0.9, 30: 0.1, 40: 0.9, 50: float("nan"), 60: 0.5}
     for step, accuracy in rows.items():
         complete(run, step)
@@ -73,8 +76,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, is_lowest_best: bool, expec
     assert step_names(run) == [expected, "000060"]
     assert run.best_step() == int(expected)
     # The rows decide, so a resumed run goes on with the best checkpoint of the run before.
-    run = RunFiles(run.out, best="accuracy", is_lowest_best=is_lowest_best)
-    run.begin(SETTINGS)
+    run = begun(run.out, best="accuracy", is_lowest_best=is_lowest_best)
     complete(run, 70)
     assert step_names(run) == [expected, "000070"]
 
@@ -90,9 +92,7 @@ def test_changed_settings_are_refused_except_for_a_new_run(run: RunFiles) -> Non
 
 
 def test_options_that_may_change_are_not_compared(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "run")
-    run.lock().close()
-    run.begin(GrpoConfig(seed=1).shared())
+    run = begun(tmp_path / "run", GrpoConfig(seed=1).shared())
     complete(run, 1)
     run.check(GrpoConfig(seed=1, steps=200, save_every=7, evaluate_every=3).shared())
     changed = [f"GrpoConfig.{name}" for name in ("schedule", "steps", "temperature")]
@@ -123,9 +123,7 @@ def test_an_older_run_resumes_with_defaults_of_new_options(run: RunFiles) -> Non
 
 
 def test_a_newly_enabled_section_is_a_difference(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "run")
-    run.lock().close()
-    run.begin({"actor_config": {"fsdp": None}})
+    run = begun(tmp_path / "run", {"actor_config": {"fsdp": None}})
     complete(run, 1)
     settings = {"actor_config": {"fsdp": {"replicas": 1}}}
     key = "actor_config.fsdp.replicas"
@@ -147,9 +145,7 @@ def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None
 
     before = engines({"model": "/two", "optimizer": {"schedule": {"lr_warmup_steps": 3}}})
     everything = before.model_dump(mode="json", exclude={"revision", "random_weights", "device_budget_gib"})
-    run = RunFiles(tmp_path / "run")
-    run.lock().close()
-    run.begin({**everything, "world_size": "any", "model": "digest"})
+    run = begun(tmp_path / "run", {**everything, "world_size": "any", "model": "digest"})
     complete(run, 1)
     critic = {"model": "/three", "offload": False, "optimizer": {"schedule": {"lr_warmup_steps": 3}}}
     memory = {"offload_train_param": False, "release_weights": False, "enforce_eager": True, "max_num_seqs": 8}
@@ -183,9 +179,7 @@ def test_a_run_without_a_checkpoint_restarts_and_keeps_its_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run may be killed before or during its first checkpoint, more than once."""
-    run = RunFiles(tmp_path / "run")
-    run.lock().close()
-    run.begin(SETTINGS)
+    run = begun(tmp_path / "run")
     for attempt in (1, 2):
         run.metrics.append({"step": 1, "attempt": attempt})
         (run.out / f"events.out.tfevents.17{attempt}.host.0").write_text(f"of {attempt}")
@@ -306,9 +300,7 @@ class Outer(pydantic.BaseModel):
 
 
 def test_a_disabled_section_is_disabled_in_older_runs(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "run")
-    run.lock().close()
-    run.begin({"engine": {"seed": 1}})
+    run = begun(tmp_path / "run", {"engine": {"seed": 1}})
     complete(run, 1)
 
     def check(section: Outer) -> None:
