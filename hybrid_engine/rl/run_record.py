@@ -113,11 +113,9 @@ class RunRecord:
             if not self._is_writer:
                 return
             files.begin(self._settings)
-            minutes = self._config.save_minutes
-            by_clock = f" and after {minutes:g} minutes" if minutes else ""
-            print(
-                f"saving every {self._config.save_every} steps{by_clock} in {files.out}", flush=True
-            )
+            config = self._config
+            by_clock = f" and {config.save_minutes:g} minutes" if config.save_minutes else ""
+            print(f"saving every {config.save_every} steps{by_clock} in {files.out}", flush=True)
             progress = files.progress()
             CompletionLog(files.out).cut_after(0 if progress is None else progress.step)
             if progress is not None:

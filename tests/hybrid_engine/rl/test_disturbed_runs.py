@@ -165,7 +165,7 @@ def test_every_bit_of_a_checkpoint_is_checked(tmp_path: Path) -> None:
     assert accepted == []
 
 
-def test_steps_are_saved_by_the_clock(tmp_path: Path) -> None:
+def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
     clock = itertools.count(0, 10.0)  # minutes, read as a step begins, when it was learned, and saved
     with mock.patch("hybrid_engine.rl.loop.time.monotonic", side_effect=lambda: 60 * next(clock)):
@@ -176,6 +176,7 @@ def test_steps_are_saved_by_the_clock(tmp_path: Path) -> None:
             save_minutes=35,
         )
     assert saved == [2]
+    assert "saving every 100 steps and 35 minutes in " in capsys.readouterr().out
 
 
 def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> None:
