@@ -186,14 +186,16 @@ class LocalVllm:
 
 
 @dataclass(frozen=True)
-class ServedVllm(InferenceSide):
-    """Running vLLM servers, which receive the weights over the network.
-
-    Any environment, job and sampling is accepted here: the servers check their own settings when
-    they are invited, and each request.
-    """
+class ServedVllm:
+    """Running vLLM servers, which receive the weights over the network."""
 
     config: HybridConfig
+
+    def require_packages(self, *, allow_version: bool = False) -> None:
+        """Accept any environment, because vLLM runs only in the servers."""
+
+    def check(self, job: Job) -> None:
+        """Accept every job, because the servers check their own settings when they are invited."""
 
     def build(
         self,
@@ -212,6 +214,9 @@ class ServedVllm(InferenceSide):
         inference = ServedInference(self.config, job, tokenizer_dir)
         switch = inference.switch(train, offloader, _reference_of(train, self.config, table, job))
         return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
+
+    def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
+        """Accept every sampling, because a server checks each request."""
 
 
 def parts_with_engine(

@@ -17,30 +17,10 @@ import torch
 
 from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks, train
+from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks
 from tests.harness.errors import has_violation, has_violations, violations_of
-from tests.hybrid_engine.rl.test_starting import JOB, MODEL, UnbuildableWorker
+from tests.hybrid_engine.rl.test_starting import MODEL, PROMPTS, start
 from tests.zoo.tokenizers import save_characters
-
-PROMPTS = [[1, 2, 3]] * 4
-
-
-def start(
-    *,
-    prompts: Any = PROMPTS,
-    reward: Any = lambda prompt, completion: 1.0,
-    config: Any = None,
-    model: Path = MODEL,
-    engines: dict[str, Any] | None = None,
-    out: Path | None = None,
-    **arguments: Any,
-) -> None:
-    values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
-    with (
-        mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
-        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
-    ):
-        train(values, prompts, reward, GrpoConfig(max_tokens=8) if config is None else config, out=out, **arguments)
 
 
 def with_tokenizer(directory: Path) -> Path:

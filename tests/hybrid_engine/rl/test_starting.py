@@ -18,6 +18,7 @@ from hybrid_engine.rl.run_files import Progress, RunFiles
 from tests.harness.errors import has_violation
 from tests.harness.launch import REPO_ROOT
 
+PROMPTS = [[1, 2, 3]] * 4
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
 AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, *_: [value])
 JOB = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, close=lambda: None)
@@ -30,14 +31,22 @@ class UnbuildableWorker:
         raise Exception("engines are built")  # all checks have passed
 
 
-def start(out: Path, model: Path = MODEL, servers: tuple[str, ...] = (), **actor: Any) -> None:
-    settings = {"actor_config": {"seed": 1, **actor}, "generate_config": {"servers": servers}}
-    engines = load_config({"model": str(model), "random_weights": True, **settings}, 1)
+def start(
+    *,
+    prompts: Any = PROMPTS,
+    reward: Any = lambda prompt, completion: 1.0,
+    config: Any = None,
+    model: Path = MODEL,
+    engines: dict[str, Any] | None = None,
+    out: Path | None = None,
+    **arguments: Any,
+) -> None:
+    values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
         mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
     ):
-        train(engines, [[1]], mock.Mock(), GrpoConfig(seed=1, max_tokens=8), out=out)
+        train(values, prompts, reward, GrpoConfig(max_tokens=8) if config is None else config, out=out, **arguments)
 
 
 def begin_run(out: Path) -> RunFiles:
@@ -51,7 +60,7 @@ def begin_run(out: Path) -> RunFiles:
         self.begin(settings)
 
     with mock.patch.object(RunFiles, "check", check_and_begin), pytest.raises(Exception, match="engines are built"):
-        start(out)
+        start(out=out)
     files.checkpoint(1).mkdir(parents=True)
     files.complete(Progress(1, {"step": 1}))
     return files
@@ -63,21 +72,21 @@ def test_an_unusable_export_directory_is_refused_before_training(tmp_path: Path,
     (tmp_path / "run" / "model").mkdir()
     (tmp_path / "run" / "model" / name).write_text("{}")
     with pytest.raises(ConfigError) as caught:
-        start(tmp_path / "run")
+        start(out=tmp_path / "run")
     assert str(tmp_path / "run" / "model") in str(caught.value)
 
 
 def test_a_locked_or_foreign_directory_is_refused(tmp_path: Path) -> None:
     locked = has_violation("out", "run-is-locked")
     with RunFiles(tmp_path / "run").lock(), pytest.raises(ConfigError, check=locked):
-        start(tmp_path / "run")
+        start(out=tmp_path / "run")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", "mine.txt", "run.json")):
-        start(tmp_path / "notes")
+        start(out=tmp_path / "notes")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", str(tmp_path / "file"))):
-        start(tmp_path / "file")
+        start(out=tmp_path / "file")
 
 
 def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
@@ -85,7 +94,7 @@ def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(ConfigError, check=has_violation("generate_config.servers", "silent-server", address)):
-        start(tmp_path / "run", servers=(address,))
+        start(out=tmp_path / "run", engines={"generate_config": {"servers": (address,)}})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
 def test_changed_engine_settings_are_refused(tmp_path: Path, key: str, changed: dict[str, Any]) -> None:
     begin_run(tmp_path / "run")
     with pytest.raises(ConfigError, check=has_violation(key, "differs-from-run")):
-        start(tmp_path / "run", **changed)
+        start(out=tmp_path / "run", engines={"actor_config": changed})
 
 
 def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> 
     for path in MODEL.iterdir():
         (moved / path.name).write_bytes(path.read_bytes())
     with pytest.raises(Exception, match="engines are built"):
-        start(tmp_path / "run", moved)
+        start(out=tmp_path / "run", model=moved)
     (moved / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, check=has_violation("model", "differs-from-run")):
-        start(tmp_path / "run", moved)
+        start(out=tmp_path / "run", model=moved)
