@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from hybrid_engine.rl.rewards import Scores
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
+_MOST_NBYTES = 1 << 16
+"""Size of an array from which only its length is logged."""
 _MAX_CHARACTERS = 400
 """Length at which texts are cut in the terminal."""
 
@@ -174,13 +176,21 @@ def _shown(prompt: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON has: null in place of NaN, lists and texts in place of others."""
+    """Return a value that JSON has: null in place of NaN, lists and texts in place of others.
+
+    Bytes and large arrays, such as images, become their size.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {_plain(str(key)): _plain(part) for key, part in value.items()}
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, str):
+        # Half a surrogate pair, as in a name of a file, has no UTF-8.
+        return value.encode(errors="replace").decode()
+    if isinstance(value, bytes) or getattr(value, "nbytes", 0) > _MOST_NBYTES:
+        return f"{type(value).__name__} of {len(value)}"
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, Sequence):

@@ -69,6 +69,14 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
 
 
+def test_columns_that_json_does_not_have_are_logged(tmp_path: Path) -> None:
+    columns = {"file": "a\ud800", "image": b"\xff" * 9, "pixels": torch.zeros(300, 300), "\udfff": torch.ones(2)}
+    log = CompletionLog(tmp_path)
+    log.write(3, [sample(prompt={"prompt": "2 + 2", **columns})])
+    logged = json.loads(log.path(3).read_text())["columns"]
+    assert logged == {"file": "a?", "image": "bytes of 9", "pixels": "Tensor of 300", "?": [1.0, 1.0]}
+
+
 def test_a_conversation_is_logged_whole() -> None:
     chat = ({"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"})
     turn: Any = mock.Mock(prompt_token_ids=(3,), token_ids=(5,), versions=(), temperature=1.0)
