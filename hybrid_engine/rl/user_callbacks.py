@@ -43,6 +43,8 @@ _SHARE_OF_TIMEOUT = 0.9
 _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
 _SECONDS_OF_A_STEP = 1.0
 _ASYNCIO = tuple(os.path.dirname(str(module.__file__)) for module in (asyncio, concurrent.futures))
+_BUT_CTRL_C = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What a function raises itself; Ctrl-C is raised in the one that the main thread is in."""
 _MAX_CHARACTERS = 2000
 """Length at which the text of a user's exception is cut."""
 
@@ -125,7 +127,7 @@ def run_callbacks(
     results: list[Any] = []
     try:
         for place, function, arguments in calls:
-            with naming_failure(argument, place):
+            with naming_failure(argument, place, _BUT_CTRL_C):
                 results.append(function(*arguments))
     except BaseException:
         # Python warns about coroutines that are neither awaited nor closed.
@@ -263,7 +265,9 @@ def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
 
 @contextmanager
 def naming_failure(
-    argument: str, place: str, kind: type[BaseException] = BaseException
+    argument: str,
+    place: str,
+    kind: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Iterator[None]:
     """Turn exceptions of `kind` into ArgumentError that names argument, place and line.
 
@@ -275,11 +279,9 @@ def naming_failure(
     except kind as error:
         stack = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in stack if _is_of_user(frame)]
-        # From outside: the task is cancelled, or its coroutine is closed with its event loop, or
-        # Ctrl-C, which is raised in the main thread alone.
+        # From outside: the task is cancelled, or its coroutine is closed with its event loop.
         is_closed = isinstance(error, GeneratorExit) and not user_frames
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_closed or _is_being_cancelled() or (is_main and isinstance(error, KeyboardInterrupt)):
+        if is_closed or _is_being_cancelled():
             raise
         # TracebackException also copes with exceptions whose __str__ raises.
         text = str(traceback.TracebackException(type(error), error, None))
