@@ -84,8 +84,9 @@ class ConfigReads:
 
     @property
     def reads(self) -> Mapping[str, Read]:
-        """First reads of keys by vLLM's code."""
-        return self._recorder.reads
+        """First reads of keys by vLLM's code, but of replaced values, which no config.json has."""
+        reads = self._recorder.reads
+        return {key: reads[key] for key in reads if key not in self._values}
 
     def __call__(self, config: Any) -> Any:
         """Return vLLM's config object with the replaced values, which records its reads."""
