@@ -19,6 +19,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -268,8 +269,8 @@ def _latent_attention(
 
 def _distinct(layers: Iterable[Attention], expected: Attention) -> list[Difference]:
     """Return the differences of layers from `expected`, in order: layers alike differ alike."""
-    found = {each: None for layer in dict.fromkeys(layers) for each in differences(layer, expected)}
-    return [*found]
+    distinct = dict.fromkeys(layers)
+    return [*dict.fromkeys(chain.from_iterable(differences(layer, expected) for layer in distinct))]
 
 
 def _computed(config: Any) -> dict[str, Any]:

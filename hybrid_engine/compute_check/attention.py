@@ -268,9 +268,9 @@ def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
             scaled.append(
                 Difference("the scale of rotated elements", _numbers_of(*scales), position)
             )
-    for found in filter(None, (turned, scaled)):
+    for alike in filter(None, (turned, scaled)):
         # From position 0 on it affects every token.
-        yield replace(found[0], reach=found[-1].reach if found[0].reach else 0)
+        yield replace(alike[0], reach=alike[-1].reach if alike[0].reach else 0)
 
 
 def _is_same_angle(angles: tuple[float, float], turned: float, rounding: float) -> bool:

@@ -156,7 +156,7 @@ class Fingerprint:
         """Describe everything by which the function may have changed; waits for the device once."""
         before = self._seen
         after, contents = self._snapshot()
-        found = []
+        texts = []
         for name in before | after:
             old, new = before.get(name, {}), after.get(name, {})
             if old != new:
@@ -164,11 +164,11 @@ class Fingerprint:
                     values = [clipped(str(side.get(key)), 80) for side in (new, old)]
                     if old.get(key) != new.get(key):
                         owner = name or "the model"
-                        found.append(f"{key} of {owner} is {values[0]}, was {values[1]}")
+                        texts.append(f"{key} of {owner} is {values[0]}, was {values[1]}")
         for name, digest in contents.items():
             if self._contents.get(name, digest) != digest:
-                found.append(f"{name} has other values")
-        return found
+                texts.append(f"{name} has other values")
+        return texts
 
     def _nodes(self) -> list[_Node]:
         """Return all modules, in order, also under second names."""

@@ -215,12 +215,12 @@ class TrainerCheck:
         """
         with self._job.agreement.phase(_PHASE):
             positions = sorted({at for side in inference for at in side.limits.positions})
-            own = (described(self._trainer, positions), tuple(inference))
+            here = (described(self._trainer, positions), tuple(inference))
             settings = (
                 self._trainer.computed_settings() if isinstance(self._trainer, Probed) else {}
             )
         by_rank = self._job.agreement.gather(
-            own, tuple[Description, tuple[Description, ...]], _PHASE
+            here, tuple[Description, tuple[Description, ...]], _PHASE
         )
         trainers = [trainer for trainer, _ in by_rank]
         engines = [engine for _, of_rank in by_rank for engine in of_rank]

@@ -81,18 +81,18 @@ def misrouted(
         return []
     shares = []
     is_equal: torch.Tensor | None = None
-    for own, other in zip(trained, served, strict=True):
-        assert own.scores is not None, "routes of a trainer have scores"
+    for layer, other in zip(trained, served, strict=True):
+        assert layer.scores is not None, "routes of a trainer have scores"
         chosen = other.experts.long()
-        if own.tokens is not None:
-            chosen = chosen[own.tokens]
-        if chosen.shape != own.experts.shape:
+        if layer.tokens is not None:
+            chosen = chosen[layer.tokens]
+        if chosen.shape != layer.experts.shape:
             return []
-        lowest = own.scores.gather(1, own.experts.long()).amin(1)
-        spread = own.scores.nan_to_num(neginf=0.0).std(1)
-        is_lower = own.scores.gather(1, chosen).amin(1) < lowest - tolerance * spread
+        lowest = layer.scores.gather(1, layer.experts.long()).amin(1)
+        spread = layer.scores.nan_to_num(neginf=0.0).std(1)
+        is_lower = layer.scores.gather(1, chosen).amin(1) < lowest - tolerance * spread
         counts = torch.ones_like(is_lower) if is_equal is None else is_equal
         shares.append(float((is_lower & counts).sum() / counts.sum().clamp(min=1)))
-        same = (chosen.sort(1).values == own.experts.long().sort(1).values).all(1)
+        same = (chosen.sort(1).values == layer.experts.long().sort(1).values).all(1)
         is_equal = same & counts
     return shares

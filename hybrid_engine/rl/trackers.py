@@ -296,10 +296,10 @@ def _run_name(out: Path) -> str:
     path = out / _RUN_FILE
     if os.path.lexists(path):
         with naming("reading", path, "Remove it to begin another run of the tracker"):
-            found = read_regular(path, _MAX_NAME_NBYTES).decode().strip()
-            if not _RUN_NAME.fullmatch(found):
+            name = read_regular(path, _MAX_NAME_NBYTES).decode().strip()
+            if not _RUN_NAME.fullmatch(name):
                 raise ValueError("it has no name of a run")
-        return found
+        return name
     # Letters that a name may have in every tracker.
     directory = re.sub(r"[^A-Za-z0-9_.-]", "-", out.absolute().name)[:_MOST_CHARACTERS]
     name = f"{directory}-{uuid.uuid4().hex[:8]}"

@@ -561,9 +561,7 @@ class WeightPublisher(Switch):
         """Exchange limits and layers with joined servers. Collective."""
         if self._comparison.is_on:
             phase = "looking at what the servers compute"
-            servers = self._call_servers(
-                phase, lambda: [describe(server) for server in self._servers]
-            )
+            servers = self._call_servers(phase, lambda: list(map(describe, self._servers)))
             self._comparison.join(servers)
 
     def _close_rendezvous(self, num_kept: int) -> None:

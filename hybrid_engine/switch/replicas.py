@@ -39,7 +39,7 @@ class Replicas:
 
     def __init__(self, source: Side, rank: int) -> None:
         holdings = source.placed.holdings
-        own = source.kind(rank).shards_by_tensor()
+        shards = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
         ranks_by_owners: dict[int, dict[tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
         groups: dict[tuple[int, ...], list[tuple[Region, Place]]] = {}
@@ -55,7 +55,7 @@ class Replicas:
             boxes = ranks_by_owners[id(owners)]
             for ranks in boxes.values():
                 groups.setdefault(ranks, [])
-            for shard in own.get(name, ()):
+            for shard in shards.get(name, ()):
                 region = shard.region
                 groups[boxes[region.offsets, region.lengths]].append((region, shard.place))
         self._groups = [boxes for ranks, boxes in groups.items() if len(ranks) > 1]
@@ -84,8 +84,8 @@ class Replicas:
         if job.agreement.is_same(values, _PHASE):
             return
         texts = [region_text(region) for group in self._groups for region, _ in group]
-        own = dict(zip(texts, (digest for group in digests for digest in group), strict=True))
-        by_rank = job.agreement.gather(own, dict[str, int], _PHASE, sys.maxsize)
+        digest_of = dict(zip(texts, (digest for group in digests for digest in group), strict=True))
+        by_rank = job.agreement.gather(digest_of, dict[str, int], _PHASE, sys.maxsize)
         ranks_by_box: dict[str, dict[int, int]] = {}
         for rank, of_rank in enumerate(by_rank):
             for text, digest in of_rank.items():

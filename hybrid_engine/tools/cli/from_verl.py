@@ -406,13 +406,13 @@ class _Reading:
                 if read.startswith(f"{section}.")
             ]
             meant = nearest(name, {read[len(section) :].split(".")[1] for read in below})
-            found = f"{section}.{meant}"[1:] if meant else None
-            if found is None:
-                found = next(
+            read_key = f"{section}.{meant}"[1:] if meant else None
+            if read_key is None:
+                read_key = next(
                     (read for read in sorted(self.read) if f".{path}." in f"{read}."), None
                 )
-            if found and path not in map(_full, _NOT_READ):
-                remedy = f"Did you mean {found}?"
+            if read_key and path not in map(_full, _NOT_READ):
+                remedy = f"Did you mean {read_key}?"
                 yield Violation(path, "is not a key of verl", remedy, code="unknown-key")
 
     def remarks(self) -> Iterator[str]:
@@ -465,10 +465,10 @@ class _Reading:
             section = _full(path)
             self.read.discard(section)  # accepted fields are not read
             for name, value in fields.items():
-                found = refusal(kind, name, value, CORE_VERSIONS[0])
-                if found is not None:
+                refused = refusal(kind, name, value, CORE_VERSIONS[0])
+                if refused is not None:
                     self.read.add(f"{section}.{name}")
-                    yield f"{section}.{name} {shortened(value)}: {_REFUSED}: {found.problem}."
+                    yield f"{section}.{name} {shortened(value)}: {_REFUSED}: {refused.problem}."
 
     def _unread(self, values: Mapping[Any, Any], section: str = "") -> Iterator[str]:
         """Yield the keys that are set and were not read, or sections of which no key was read."""

@@ -50,9 +50,9 @@ LATER = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly 
 def test_rotations_differ_by_more_than_rounding(
     frequencies: torch.Tensor, scale: float, name: str | None, reach: int, dtype: torch.dtype
 ) -> None:
-    found = list(differences(rotary(FREQUENCIES, scale=1.25), rotary(frequencies, dtype, scale)))
-    assert [each.reach for each in found] == ([] if name is None else [reach])
-    assert all(name is not None and name in each.name for each in found)
+    different = list(differences(rotary(FREQUENCIES, scale=1.25), rotary(frequencies, dtype, scale)))
+    assert [difference.reach for difference in different] == ([] if name is None else [reach])
+    assert all(name is not None and name in difference.name for difference in different)
 
 
 def test_differences_that_a_run_reaches_are_kept_apart() -> None:

@@ -77,14 +77,16 @@ class Live:
         setattr(module, name, change(getattr(module, name)))
 
     def exchange(self, first: str, second: str) -> None:
-        one, other = getattr(self, first), getattr(self, second)
-        for name, module in ((self.names[first], other), (self.names[second], one)):
+        modules = {self.names[first]: getattr(self, second), self.names[second]: getattr(self, first)}
+        for name, module in modules.items():
             parent, _, key = name.rpartition(".")
             setattr(self.model.get_submodule(parent), key, module)
 
 
 def reverse_layers(live: Live) -> None:
-    live.layers[0], live.layers[1] = live.layers[1], live.layers[0]
+    layer = live.layers[0]
+    live.layers[0] = live.layers[1]
+    live.layers[1] = layer
 
 
 def set_forward(owner: str) -> Callable[[Live], None]:
@@ -136,7 +138,9 @@ class Half(torch.nn.Module):
         return weight * 0.5
 
 
-MOVED, FUNCTION, SAME = "moved", "function", "same"
+MOVED = "moved"
+FUNCTION = "function"
+SAME = "same"
 WHOLE = ("llama", "deepseek_v3", "megatron", "megatron experts")
 DENSE = ("llama", "sharded")
 ROUTED = ("deepseek_v3", "sharded experts", "megatron experts")
@@ -269,8 +273,8 @@ def test_changes_are_told_apart(live: Live, name: str, kind: str) -> None:
     reshard(live.model)
     moved = live.fingerprint.moved()
     differences = live.fingerprint.differences()
-    found = MOVED if moved else FUNCTION if differences else SAME
-    assert found == expected, (moved, differences)
+    kind_of_change = MOVED if moved else FUNCTION if differences else SAME
+    assert kind_of_change == expected, (moved, differences)
     if expected == MOVED:
         with pytest.raises(ReshardError, check=has_code("parameters-moved", moved[0])):
             live.fingerprint.require_placed()
