@@ -200,7 +200,7 @@ CHANGES: dict[str, tuple[Callable[[Live], object], str, tuple[str, ...]]] = {
         WHOLE,
     ),
     "config": (lambda live: setattr(live.model.config, "new_setting", 3.0), FUNCTION, EVERY),
-    "attention by": (lambda live: live.model.set_attn_implementation("eager"), FUNCTION, IN_TRANSFORMERS),
+    "attention by": (lambda live: live.model.set_attn_implementation("sdpa"), FUNCTION, IN_TRANSFORMERS),
     "router's top_k": (lambda live: live.set("router", "top_k", lambda value: value - 1), FUNCTION, ROUTED),
     "router's factor": (
         lambda live: setattr(live.router, "routed_scaling_factor", 0.5),
