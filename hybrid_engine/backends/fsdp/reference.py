@@ -219,7 +219,10 @@ class _Parts:
                 for part in parts
                 for name in part
             }
-            transfers = transfers_to_writers(source, stored, dict.fromkeys(stored, 0), {}, job)
+            # transformers' classes have no layers for multi-token prediction.
+            unread = table.shapes.keys() - stored.keys()
+            ranks = dict.fromkeys(stored, 0)
+            transfers = transfers_to_writers(source, stored, ranks, {}, job, unread)
             buffers = weights.buffers()
         self._delivery = Delivery(stored, transfers, buffers, job, stack)
 

@@ -19,7 +19,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -372,6 +372,7 @@ def transfers_to_writers(
     ranks: Mapping[str, int],
     copies: Mapping[str, str],
     job: Job,
+    unread: Collection[str] = (),
 ) -> list[Transfer]:
     """Return the transfers from and to this rank that bring tensors to their writers.
 
@@ -381,9 +382,10 @@ def transfers_to_writers(
         ranks: tensor -> rank that writes it.
         copies: tensor -> other tensor that it repeats.
         job: job of all ranks.
+        unread: tensors that no rank writes.
     """
     destination = Side.split(layout_of(stored, ranks, copies), job.world_size)
-    return list(box_transfers(source, destination, [""] * job.world_size, job.rank))
+    return box_transfers(source, destination, [""] * job.world_size, job.rank, unread)
 
 
 class Delivery:
