@@ -220,9 +220,9 @@ class _Parts:
                 for name in part
             }
             # transformers' classes have no layers for multi-token prediction.
-            unread = table.shapes.keys() - stored.keys()
-            ranks = dict.fromkeys(stored, 0)
-            transfers = transfers_to_writers(source, stored, ranks, {}, job, unread)
+            transfers = transfers_to_writers(
+                source, stored, dict.fromkeys(stored, 0), {}, job, may_stay_unread=table.shapes
+            )
             buffers = weights.buffers()
         self._delivery = Delivery(stored, transfers, buffers, job, stack)
 

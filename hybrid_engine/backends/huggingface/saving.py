@@ -372,7 +372,7 @@ def transfers_to_writers(
     ranks: Mapping[str, int],
     copies: Mapping[str, str],
     job: Job,
-    unread: Collection[str] = (),
+    may_stay_unread: Collection[str] = (),
 ) -> list[Transfer]:
     """Return the transfers from and to this rank that bring tensors to their writers.
 
@@ -382,10 +382,10 @@ def transfers_to_writers(
         ranks: tensor -> rank that writes it.
         copies: tensor -> other tensor that it repeats.
         job: job of all ranks.
-        unread: tensors that no rank writes.
+        may_stay_unread: tensors that need no writer.
     """
     destination = Side.split(layout_of(stored, ranks, copies), job.world_size)
-    return box_transfers(source, destination, [""] * job.world_size, job.rank, unread)
+    return box_transfers(source, destination, [""] * job.world_size, job.rank, may_stay_unread)
 
 
 class Delivery:

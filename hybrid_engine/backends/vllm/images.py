@@ -22,9 +22,6 @@ import torch
 from hybrid_engine.errors import ArgumentError, Violation
 from hybrid_engine.messages import Record
 
-_NOISE_SIZE = 64
-"""Pixels of each side of the image of `noise_chat`."""
-
 
 class PackedImage(Record, frozen=True):
     """An RGB image in a message.
@@ -90,8 +87,7 @@ def noise_chat() -> list[dict[str, Any]]:
     """Return a chat with an image of noise, always the same."""
     from PIL import Image
 
-    noise = random.Random(0).randbytes(3 * _NOISE_SIZE**2)
-    image = Image.frombytes("RGB", (_NOISE_SIZE, _NOISE_SIZE), noise)
+    image = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(3 * 64 * 64))
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
     return [{"role": "user", "content": parts}]
 
