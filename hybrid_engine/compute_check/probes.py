@@ -1,4 +1,4 @@
-"""What a trainer and an inference engine implement to be compared."""
+"""Interfaces of a trainer and an inference engine that are compared, and their data."""
 
 from __future__ import annotations
 

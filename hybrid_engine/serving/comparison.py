@@ -27,7 +27,7 @@ _DTYPES = {str(dtype): dtype for dtype in ROUNDING}
 
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server computes with, sent as JSON.
+    """Limits, layers and settings of a server, sent as JSON.
 
     Attributes:
         workers: limits and layers of each worker.

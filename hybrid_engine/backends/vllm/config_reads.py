@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.compute_check.config_reads import Read, ReadRecorder
+from hybrid_engine.compute_check.config_reads import OF_ALL_FAMILIES, Read, ReadRecorder
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.models.config_json import Rope, Schema
@@ -36,7 +36,6 @@ from hybrid_engine.models.families import TABLES
 
 logger = logging.getLogger(__name__)
 
-_OF_ALL_FAMILIES = {"architectures", "model_type", "dtype", "torch_dtype"}
 _QUANTIZATION = "quantization_config"
 
 
@@ -69,7 +68,7 @@ class ConfigReads:
         self._unknown: dict[str, str] = {}
         if schema is not None:
             present = {key for key, value in self._config.items() if value is not None}
-            known = _keys_of(schema) | self._values.keys() | _OF_ALL_FAMILIES | {_QUANTIZATION}
+            known = _keys_of(schema) | self._values.keys() | OF_ALL_FAMILIES | {_QUANTIZATION}
             self._unknown = {key: key for key in present - known}
             for section in ("rope_scaling", "rope_parameters"):
                 for key in _nested_keys(self._config.get(section)) - _keys_of(Rope):

@@ -1,4 +1,4 @@
-"""What a model's routers take beside hidden states: experts of a batch, and masks of padding.
+"""Inputs of a model's routers beside hidden states: experts of a batch, and masks of padding.
 
 `routed_experts` [B, S, layers, k] of a batch has the experts that vLLM has computed each token
 with, in every layer of the checkpoint. Near a tie, rounding decides which experts a router selects,
