@@ -217,12 +217,11 @@ class ReadRecorder:
         recorder = self
         plain = watched.config_class
         aliases = plain.attribute_map
-        keys = {*watched.values, *aliases}
 
         def __getattribute__(config: Any, key: str) -> Any:
             value = plain.__getattribute__(config, key)
-            if key in keys and recorder._is_reader(frame := sys._getframe(1)):
-                name = aliases.get(key, key)
+            name = aliases.get(key, key)
+            if name in watched.values and recorder._is_reader(frame := sys._getframe(1)):
                 recorder._note_frame(
                     watched.prefix + name, value, frame, lambda: watched.without(name)
                 )

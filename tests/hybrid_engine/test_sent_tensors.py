@@ -69,6 +69,7 @@ def test_logits_that_transformers_computed() -> None:
         rank=1,
         worker=SimpleNamespace(job=job()),
         table=SimpleNamespace(dims=SimpleNamespace(vocab_size=8)),
+        verdict=None,
         _tokens=lambda: torch.zeros(2, 3, dtype=torch.int64),
     )
     expect_sent(lambda: Comparison._expected_logits(comparison, Path("unread")))

@@ -23,6 +23,8 @@ from tests.zoo.families import read_config, tiny_config, write_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
 from tests.zoo.sharded_models import from_config, shard
 
+pytestmark = pytest.mark.slow  # imports the training engines
+
 TRANSFORMERS = {
     "layers": "model.layers",
     "attention": "model.layers.1.self_attn",

@@ -7,6 +7,7 @@ process that samples and scores.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -384,7 +385,7 @@ def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> Non
         sent.append(request)
         response = Response()
         response.status_code = 200
-        response._content = b'{"vllm_config": {"load_config": {"load_format": "auto"}}}'
+        response.raw = io.BytesIO(b'{"vllm_config": {"load_config": {"load_format": "auto"}}}')
         return response
 
     monkeypatch.setattr(HTTPAdapter, "send", send)

@@ -43,10 +43,13 @@ WRONG_SAMPLING = (
 )
 
 
+def enabled_by(files: dict[str, Path], **options: object) -> ReshardingOptions:
+    return ReshardingOptions(enabled=True, config=files["config"], **options)
+
+
 def test_flags_override_the_file(files: dict[str, Path]) -> None:
-    options = ReshardingOptions(
-        enabled=True,
-        config=files["config"],
+    options = enabled_by(
+        files,
         prompts=files["prompts"],
         output=files["output"],
         infer_tensor_parallel_size=2,
@@ -69,7 +72,7 @@ def test_flags_override_the_file(files: dict[str, Path]) -> None:
 
 def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> None:
     """Megatron counts every layer of the pattern."""
-    options = ReshardingOptions(enabled=True, config=files["config"])
+    options = enabled_by(files)
     num_layers = LLAMA["num_hidden_layers"]
     core = transformer_config(num_layers=2 * num_layers)
     settings = read_settings(script_of(options, core, hybrid_layer_pattern="*-" * num_layers))
@@ -86,7 +89,7 @@ def test_a_layout_may_omit_the_models_mtp_layer(files: dict[str, Path]) -> None:
     write_config(files["model"], model)
     sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 2}
     args = {"num_experts": model["n_routed_experts"], "rotary_base": model["rope_theta"], **sizes}
-    options = ReshardingOptions(enabled=True, config=files["config"])
+    options = enabled_by(files)
     core = transformer_config(model, mtp_num_layers=None)
 
     def read(layout: str, num_mtp_layers: int | None) -> None:
@@ -104,9 +107,8 @@ def test_a_layout_may_omit_the_models_mtp_layer(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize("callback", ["json:nothing", "..json:dumps"])
 def test_all_violations_are_reported_at_once(files: dict[str, Path], callback: str) -> None:
     files["prompts"].write_text('{"prompt": [1, 2]}\n{"text": "x"}\n[]\n')
-    options = ReshardingOptions(
-        enabled=True,
-        config=files["config"],
+    options = enabled_by(
+        files,
         prompts=files["prompts"],
         infer_tensor_parallel_size=3,
         callback=callback,
@@ -136,7 +138,7 @@ def test_settings_of_megatron_cores_configuration_are_refused(files: dict[str, P
     core.fp4 = "e2m1"
     core.fp4_param = True
     with pytest.raises(ConfigError) as caught:
-        options = ReshardingOptions(enabled=True, config=files["config"])
+        options = enabled_by(files)
         read_settings(script_of(options, core, fp4_param_gather=True))
     listed = violations_of(caught.value)
     for flag in ("--fp4-param-gather", "--fp4-format"):
@@ -181,7 +183,7 @@ def test_invalid_files_are_reported_with_a_remedy(
 
 def test_an_unusable_output_is_refused_on_the_writing_rank(files: dict[str, Path]) -> None:
     output = files["prompts"] / "below a file"
-    options = ReshardingOptions(enabled=True, config=files["config"], output=output)
+    options = enabled_by(files, output=output)
     refused = has_violation("--resharding-output", "not-writable", str(output), f"{files['prompts']} is not")
     with pytest.raises(ConfigError, check=refused):
         read_settings(script_of(options))
@@ -208,7 +210,7 @@ def test_the_built_model_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_prompts_need_a_layout_that_can_generate(files: dict[str, Path]) -> None:
-    options = ReshardingOptions(enabled=True, config=files["config"], infer_pipeline_parallel_size=2)
+    options = enabled_by(files, infer_pipeline_parallel_size=2)
     assert read_settings(script_of(options)).config.generate_config.infer_pipeline_parallel_size == 2
     key = "generate_config.infer_pipeline_parallel_size"
     refused = has_violation(key, "cannot-generate", "2", "--resharding-prompts")
@@ -218,7 +220,7 @@ def test_prompts_need_a_layout_that_can_generate(files: dict[str, Path]) -> None
 
 def test_violations_end_a_script_without_a_traceback(files: dict[str, Path]) -> None:
     """megatron_patches ends the script with the message of a ScriptError."""
-    options = ReshardingOptions(enabled=True, config=files["config"], infer_tensor_parallel_size=3)
+    options = enabled_by(files, infer_tensor_parallel_size=3)
     with pytest.raises(ScriptError, match=r"enable-resharding:\n- generate_config\.infer_tensor_parallel_size: "):
         make_engine(script_of(options))
 
@@ -264,7 +266,7 @@ def test_megatrons_rl_loop_uses_servers(files: dict[str, Path], monkeypatch: pyt
     """
     monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("vLLM is required"))
     files["config"].write_text(SERVED.format(model=files["model"]))
-    options = ReshardingOptions(enabled=True, config=files["config"])
+    options = enabled_by(files)
     engine = make_engine(script_of(options, **RL))
     assert isinstance(engine, RolloutEngine)
     assert engine.settings.config.generate_config.server_max_lag == 6
@@ -277,9 +279,8 @@ def test_megatrons_rl_loop_uses_servers(files: dict[str, Path], monkeypatch: pyt
 
 @pytest.mark.usefixtures("newer_megatron")
 def test_unsupported_settings_of_megatrons_rl_loop_are_refused(files: dict[str, Path]) -> None:
-    options = ReshardingOptions(
-        enabled=True,
-        config=files["config"],
+    options = enabled_by(
+        files,
         prompts=files["prompts"],
         output=files["output"],
         interval=2,
@@ -307,7 +308,7 @@ def test_unsupported_settings_of_megatrons_rl_loop_are_refused(files: dict[str, 
 def test_rollouts_longer_than_the_model_are_refused(files: dict[str, Path]) -> None:
     """The length defaults to that in config.json."""
     files["config"].write_text(SERVED.format(model=files["model"]))
-    options = ReshardingOptions(enabled=True, config=files["config"])
+    options = enabled_by(files)
     limit = LLAMA["max_position_embeddings"]
     read_settings(script_of(options, **{**RL, "inference_max_seq_length": limit}))
     key = "generate_config.max_model_len"
@@ -319,7 +320,7 @@ def test_context_parallelism_and_older_rl_loops_are_refused(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rl_settings, "check_version", lambda **_: "0.16.1")
-    options = ReshardingOptions(enabled=True, config=files["config"])
+    options = enabled_by(files)
     args = Namespace(**{**ARGS, **RL, "context_parallel_size": 2})
     first, *_, last = rl_settings.rl_refusals(args, options, {})
     assert (first.key, first.code) == ("--perform-rl-step", "untested-version")

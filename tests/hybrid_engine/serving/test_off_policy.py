@@ -30,6 +30,7 @@ from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.switch.states import State
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.serving.test_sides import NoWorkers
 from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining, Script, ScriptedOffloader, canonical
 
 NUM_TRAINERS = 2
@@ -65,6 +66,8 @@ class FakeServer:
 
         held: file that exists while the server's weights are allocated.
     """
+
+    describe = NoWorkers.describe
 
     def __init__(self, held: Path) -> None:
         self.script = Script()

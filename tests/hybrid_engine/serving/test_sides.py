@@ -54,7 +54,7 @@ class NoWorkers(Server):
         return 0
 
     def describe(self) -> str:
-        nothing = Description(ProbeLimits("a server without workers computes nothing"))
+        nothing = Description(ProbeLimits("a server without a model computes nothing"))
         return ServerDescription(workers=[nothing], settings={}).to_json()
 
     def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:

@@ -137,7 +137,8 @@ TWO_RANKS = {
     "frozen": Odd(frozen),
     "accumulated": Odd(micro_batches=3),
     "gradient checkpointing": Odd(checkpointed),
-    "checkpoint wrapper": Odd(wrapped(checkpoint_wrapper)),
+    # Computed again, a layer would append its keys to a cache that has them.
+    "checkpoint wrapper": Odd(wrapped(checkpoint_wrapper), config={"use_cache": False}),
     "compiled": Odd(wrapped(lambda layer: torch.compile(layer, backend="eager"))),
     "from meta": Odd(from_meta),
     "cpu offload": Odd(with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer
 
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.errors import ConfigError, FileError
@@ -230,6 +229,8 @@ def test_transformers_loads_a_saved_model_with_code(
     for value in (1, 2):  # the second save replaces the first one's code
         save(saved, value, model_dir=model)
     assert {path.name for path in saved.iterdir()} == {*files, SINGLE, CHECKSUMS}
+    from transformers import AutoConfig, AutoTokenizer
+
     config = AutoConfig.from_pretrained(saved, trust_remote_code=True)
     if has_code:
         assert type(config).__name__ == "MadeUpConfig"
