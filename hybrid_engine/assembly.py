@@ -212,7 +212,7 @@ class ServedVllm:
         from hybrid_engine.backends.vllm.server.inference import ServedInference
 
         inference = ServedInference(self.config, job, tokenizer_dir)
-        switch = inference.switch(train, offloader, _reference_of(train, self.config, table, job))
+        switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
         return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
 
     def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
@@ -248,17 +248,16 @@ def parts_with_engine(
         config=config.generate_config,
         job=inference.job,
         training_side=training_side,
-        reference=_reference_of(train, config, config.table(), inference.job),
+        reference=_reference_of(train, config, inference.job),
     )
     return EngineParts(train, inference, config, switch, adapter)
 
 
-def _reference_of(
-    train: Trainer, config: HybridConfig, table: ModelTable, job: Job
-) -> ConfigModel | None:
+def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel | None:
     """Return transformers' class of the model, for a trainer that computes with another one."""
     if config.actor_config.fsdp is not None:
         return None
+    table = config.table()
 
     def build() -> Probed:
         from hybrid_engine.backends.fsdp.reference import TransformersReference

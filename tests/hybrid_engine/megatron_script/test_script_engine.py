@@ -147,7 +147,7 @@ def test_megatrons_interval_timer_resumes_after_a_failed_switch() -> None:
     ]
 
 
-SILENCE_SECONDS = 2.0  # timeout where a peer has left
+SILENCE_SECONDS = 4.0  # timeout where a peer has left
 PATIENCE_SECONDS = 60.0  # timeout everywhere else
 
 
@@ -180,7 +180,10 @@ class Engine(engine.ScriptEngine):
         self.failures = failures
         self.rig = Rig(build=False, timeout_seconds=timeout)
         self.settings = SimpleNamespace(
-            config=SimpleNamespace(generate_config=self.rig.config),
+            config=SimpleNamespace(
+                generate_config=self.rig.config,
+                actor_config=SimpleNamespace(fsdp="any"),
+            ),
             table=None,
             sampling=Sampling(max_tokens=1),
             prompts=("text",),
