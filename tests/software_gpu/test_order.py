@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from hybrid_engine.memory.cuda_driver import driver_of
+from hybrid_engine.memory.device_pages import tensor_over
 from tests.software_gpu.device import Reports
 
 NUMEL = 10_000
@@ -73,6 +76,30 @@ def test_the_host_waits(how: str, stream: torch.cuda.Stream) -> None:
             pass
     del on_host
     assert on_device.sum().item() == NUMEL
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_addresses_of_the_same_memory_conflict(waits: bool, stream: torch.cuda.Stream, reports: Reports) -> None:
+    driver = driver_of(0)
+    assert driver is not None
+    nbytes = driver.granularity()
+    with ExitStack() as undo:
+        memory = driver.create(nbytes)
+        undo.callback(driver.release, memory)
+        views = []
+        for address in (driver.reserve(nbytes), driver.reserve(nbytes)):
+            driver.map(address, nbytes, memory)
+            undo.callback(driver.unreserve, address, nbytes)
+            undo.callback(driver.unmap, address, nbytes)
+            views.append(tensor_over(address, nbytes, driver.device, None))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.empty_like(views[0], device="cpu", pin_memory=True).copy_(views[0], non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().wait_stream(stream)
+        views[1].zero_()
+        assert ("RACE" in reports.new()) is not waits
+        torch.cuda.synchronize()
 
 
 def test_order_is_transitive_over_a_third_stream(stream: torch.cuda.Stream) -> None:

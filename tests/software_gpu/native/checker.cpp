@@ -126,14 +126,22 @@ static void add_access(Stream& stream, uint64_t start, size_t nbytes, bool write
     accesses.add(start, start + nbytes, stream.num_put, what);
 }
 
-void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
-    if (!nbytes) {
-        return;
-    }
+static void check_other_streams(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
     for (Stream* other : all_streams()) {
         if (other != &stream && report_conflict(stream, start, nbytes, writes, what, *other)) {
             break;
         }
+    }
+}
+
+void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
+    if (!nbytes) {
+        return;
+    }
+    check_other_streams(stream, start, nbytes, writes, what);
+    for (const Place& place : aliased_places(start, nbytes)) {
+        check_other_streams(stream, place.start, place.nbytes, writes, what);
+        add_access(stream, place.start, place.nbytes, writes, what);
     }
     std::vector<SharedAccess> shared;
     if (find_shared(start, nbytes, shared)) {

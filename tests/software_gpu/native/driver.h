@@ -189,6 +189,12 @@ struct SharedAccess {
 
 // Positions of bytes in memory files that another process may have; false if there are none.
 bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses);
+// Bytes of physical memory that this process has mapped at more than one address.
+struct Place {
+    uint64_t start;  // the same number for all addresses of a byte, larger than any address
+    size_t nbytes;
+};
+std::vector<Place> aliased_places(uint64_t start, size_t nbytes);
 // Publish pending accesses to bytes that other processes may have from now on.
 void publish_accesses(const Region& region);
 // Report conflicting accesses of other processes; keep this process's accesses until its host has waited for them.

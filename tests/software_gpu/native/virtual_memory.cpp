@@ -313,6 +313,26 @@ bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& acces
     return !accesses.empty();
 }
 
+std::vector<Place> aliased_places(uint64_t start, size_t nbytes) {
+    constexpr uint64_t kFirstPlace = uint64_t(1) << 62;
+    constexpr int kOffsetBits = 40;  // of an allocation, which is smaller than 1 TiB
+    std::vector<Place> places;
+    uint64_t end = start + nbytes;
+    while (start < end) {
+        Region* region = region_at(start);
+        if (!region) {
+            break;
+        }
+        uint64_t last = std::min(end, region->end());
+        if (region->allocation && region->allocation->num_mappings > 1) {
+            uint64_t first = kFirstPlace + (region->allocation->handle << kOffsetBits);
+            places.push_back({first + (start - region->start), last - start});
+        }
+        start = last;
+    }
+    return places;
+}
+
 }  // namespace software_gpu
 
 using namespace software_gpu;
