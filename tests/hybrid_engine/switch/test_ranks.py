@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import (
@@ -369,7 +370,9 @@ def only_what_changed(rank: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module", params=[0, 1], ids="rank {} is late".format)
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
-    """Results of each scenario on threads, by rank."""
+    """Results of each scenario on threads, by rank; on GPUs in processes, which NCCL's messages need."""
+    if torch.cuda.is_available():
+        return request.getfixturevalue("two_processes")
     return RankThreads(2, request.param, early=True).run(
         lambda world: {name: run(world.rank) for name, run in ON_THREADS.items()}
     )
@@ -377,7 +380,8 @@ def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
 
 def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
-    results = {name: run(dist.get_rank()) for name, run in ON_PROCESSES.items()}
+    scenarios = ON_PROCESSES | (ON_THREADS if torch.cuda.is_available() else {})
+    results = {name: run(dist.get_rank()) for name, run in scenarios.items()}
     dist.destroy_process_group()
     return results
 
