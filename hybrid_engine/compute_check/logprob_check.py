@@ -132,8 +132,10 @@ class TrainerCheck:
         when: When,
         reference: ConfigModel | None = None,
     ) -> None:
-        # None: the model of these weights is unknown.
-        self._fingerprint: Fingerprint | None = getattr(trainer.weights, "fingerprint", None)
+        # None: nothing is compared, or the model of these weights is unknown.
+        self._fingerprint: Fingerprint | None = (
+            None if when == "off" else getattr(trainer.weights, "fingerprint", None)
+        )
         self._has_passed = when == "off"
         self._refusal = ""  # reason for which nothing is compared
         self._trainer = trainer
@@ -177,10 +179,6 @@ class TrainerCheck:
             return False
         since = "the trainer's function may have changed since the engine was built or compared"
         text = f"{since}: {'; '.join(differences[:NUM_NAMED])}"
-        if self._when == "off":
-            self._fingerprint.renew()
-            logger.warning("[Reshard] %s; check_compute is off", text)
-            return False
         if self._refusal:
             raise ComputationError(
                 f"{text}. It cannot be compared: {self._refusal}. Restore the model, or build a "

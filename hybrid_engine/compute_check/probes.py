@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -131,19 +131,14 @@ class WithConfigReads(Protocol):
 @contextmanager
 def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
     """Set attributes inside the context, on owners that have them, and restore them afterwards."""
-    before = [
-        (owner, name, getattr(owner, name))
-        for owner in owners
-        for name in values
-        if hasattr(owner, name)
-    ]
-    for owner, name, _ in before:
-        setattr(owner, name, values[name])
-    try:
+    with ExitStack() as undo:
+        for owner in owners:
+            for name, value in values.items():
+                if hasattr(owner, name):
+                    before = getattr(owner, name)
+                    setattr(owner, name, value)
+                    undo.callback(setattr, owner, name, before)
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def following_log_probs(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
 from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, LogprobCheck
-from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, attributes_set
 from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
@@ -157,10 +158,15 @@ def test_the_check_runs_when_it_is_due(job: None, when: str, expected: list[int]
     ],
 )
 def test_a_changed_function_is_compared_again(
-    job: None, caplog: pytest.LogCaptureFixture, when: str, refusal: str, expected: list[object]
+    job: None, monkeypatch: pytest.MonkeyPatch, when: str, refusal: str, expected: list[object]
 ) -> None:
-    """The model changes before the third switch, and is restored if it cannot be compared."""
+    """The model changes before the third switch, and is restored if it cannot be compared.
+
+    It is walked only if a difference would have an effect.
+    """
     rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal), check_compute=when)
+    walk = Mock(wraps=rig.training.fingerprint.differences)
+    monkeypatch.setattr(rig.training.fingerprint, "differences", walk)
     counts: list[object] = []
     for switch in range(5):
         rig.manager.enter(TRAIN)
@@ -174,8 +180,17 @@ def test_a_changed_function_is_compared_again(
             rig.assert_is(TRAIN)
             rig.training.model.p = 0.25
     assert counts == expected
-    warned = [record for record in caplog.records if "check_compute is off" in record.getMessage()]
-    assert len(warned) == (when == "off")
+    assert walk.called == (when == "first")
+
+
+def test_attributes_are_restored_if_one_cannot_be_set() -> None:
+    """`p` of the last owner has no setter."""
+    module, without = torch.nn.Module(), torch.nn.Module()
+    module.p = 0.25
+    fixed = type("Fixed", (), {"p": property(lambda self: 0.5)})()
+    with pytest.raises(AttributeError), attributes_set([module, without, fixed], p=1.0):
+        pass
+    assert (module.p, hasattr(without, "p")) == (0.25, False)
 
 
 @pytest.mark.parametrize("between", [[INFER], [IDLE, INFER], [INFER, IDLE, INFER]], ids=len)
