@@ -170,6 +170,7 @@ class ReadRecorder:
         self._is_reader = is_reader
         self._watched: dict[type, _Watched] = {}
         self._sections: list[type] = []
+        self._configs: list[Any] = []  # copies, too
 
     def watch(self, config: Any, prefix: str = "") -> None:
         """Make a config object of transformers, and its sections, record their reads."""
@@ -184,6 +185,7 @@ class ReadRecorder:
         watched = _Watched(type(config), prefix, values)
         config.__class__ = self._recording_class(watched)
         self._watched[type(config)] = watched
+        self._configs.append(config)
 
     def scan(self, model: torch.nn.Module) -> None:
         """Record the keys that the forward methods of a model's classes read from its config."""
@@ -201,13 +203,19 @@ class ReadRecorder:
                 self._note(watched.prefix + key, getattr(config, key), reader, _ABSENT)
 
     def stop(self) -> None:
-        """Stop recording: config objects and their copies behave as their plain classes again."""
-        methods = {"__getattribute__", "__contains__", "__getitem__", "get"}
-        for recording in (*self._watched, *self._sections):
-            for name in vars(recording).keys() & methods:
-                delattr(recording, name)
+        """Stop recording: config objects and their copies have their plain classes again."""
+        for config in self._configs:
+            config.__class__ = self._watched[type(config)].config_class
+            for name, value in vars(config).items():
+                if type(value) in self._sections:
+                    vars(config)[name] = _converted(value, dict)
+        # Modules may have kept sections.
+        for section in self._sections:
+            for name in vars(section).keys() & {"__contains__", "__getitem__", "get"}:
+                delattr(section, name)
         self._watched.clear()
         self._sections.clear()
+        self._configs.clear()
 
     def _recording_class(self, watched: _Watched) -> Any:
         """Return a recording subclass of a config's class.
@@ -227,7 +235,16 @@ class ReadRecorder:
                 )
             return value
 
-        attributes = {"__getattribute__": __getattribute__, "__module__": plain.__module__}
+        def __new__(kind: Any, *_args: Any, **_kwargs: Any) -> Any:
+            config = plain.__new__(kind)
+            recorder._configs.append(config)
+            return config
+
+        attributes = {
+            "__getattribute__": __getattribute__,
+            "__new__": __new__,
+            "__module__": plain.__module__,
+        }
         return type(plain.__name__, (plain,), attributes)
 
     def _section(self, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -256,12 +273,7 @@ class ReadRecorder:
                     recorder._note_frame(f"{prefix}{key}", value, frame, lambda: _ABSENT)
 
         self._sections.append(Section)
-        return Section(
-            {
-                key: self._section(value, prefix) if isinstance(value, dict) else value
-                for key, value in values.items()
-            }
-        )
+        return _converted(values, Section)
 
     def _note_frame(
         self, key: str, value: Any, frame: FrameType, without: Callable[[], Any]
@@ -280,6 +292,16 @@ class ReadRecorder:
             usual = list(usual)  # as in a file
         read = Read(reader, shortened(value), value is None or value == usual, _has_number(value))
         _add(self.reads, key, read)
+
+
+def _converted(values: Mapping[str, Any], kind: type[dict[str, Any]]) -> dict[str, Any]:
+    """Return a dictionary, and those within it, as objects of the class `kind`."""
+    return kind(
+        {
+            key: _converted(value, kind) if isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+    )
 
 
 def _has_number(value: Any) -> bool:

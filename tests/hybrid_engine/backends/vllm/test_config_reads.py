@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from contextlib import closing
 from pathlib import Path
@@ -123,13 +124,16 @@ class Scaled(torch.nn.Module):
         return hidden if scaling is None else hidden * scaling
 
 
-class Named(torch.nn.Module):
+class Named(Scaled):
+    """The forward pass has the name of a key, and reads no config."""
+
     def forward(self, **settings: Any) -> Any:
-        return settings["use_cache"]
+        return settings["llama_4_scaling"]
 
 
-def test_forward_passes_compile_with_a_recorded_config(tmp_path: Path) -> None:
-    from transformers import AutoConfig
+def test_a_config_is_plain_when_recording_has_stopped(tmp_path: Path) -> None:
+    """It can be pickled, and forward passes that read it compile."""
+    from transformers import AutoConfig, DeepseekV3Config
 
     directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
     reads = ConfigReads(directory)
@@ -137,6 +141,9 @@ def test_forward_passes_compile_with_a_recorded_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=has_violations(("llama_4_scaling", "read-by-vllm-alone"))):
         reads.require_known(Scaled(config))
     reads.stop()
+    restored = pickle.loads(pickle.dumps(config))
+    assert [type(config) for config in (restored, copy.copy(config))] == [DeepseekV3Config] * 2
+    assert (type(restored.rope_parameters), restored) == (dict, config)
     compiled = torch.compile(Scaled(config).forward, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
 
@@ -152,6 +159,11 @@ def test_a_quantisation_that_is_not_delivered_is_absent(tmp_path: Path) -> None:
 
 
 def test_only_forward_passes_with_a_config_are_searched(tmp_path: Path) -> None:
-    reads = ConfigReads(support.write_config(tmp_path, served_config("llama") | {"use_cache": True}))
+    from transformers import AutoConfig
+
+    directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
+    reads = ConfigReads(directory)
+    config = reads(AutoConfig.from_pretrained(directory))
     native = type("Native", (torch.nn.Module,), {"forward": len})()
-    reads.require_known(torch.nn.Sequential(Named(), native))
+    reads.require_known(torch.nn.Sequential(Named(config), native))
+    assert "llama_4_scaling" not in reads.reads
