@@ -44,7 +44,8 @@ _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
 _SECONDS_OF_A_STEP = 1.0
 _ASYNCIO = tuple(os.path.dirname(str(module.__file__)) for module in (asyncio, concurrent.futures))
 _BUT_CTRL_C = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What a function raises itself; Ctrl-C is raised in the one that the main thread is in."""
+"""Exceptions that a user's function raises itself. Ctrl-C, raised in the function that the main
+thread is in, is not among them."""
 _MAX_CHARACTERS = 2000
 """Length at which the text of a user's exception is cut."""
 

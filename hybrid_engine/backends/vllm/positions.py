@@ -62,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True)
 class PlannedPosition:
-    """What vLLM has at a position.
+    """Weights and caches that vLLM has at a position.
 
     Attributes:
         layout: its weights.
