@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 import pytest
 
 from tests.faults.running import Outcome
-from tests.faults.test_killed_runs import NEVER, TORCHRUN, Findings, Kill, run_and_kill
+from tests.faults.test_killed_runs import NEVER, TORCHRUN, Findings, Kill, check_kills, kill_often, run_and_kill
 from tests.faults.test_servers import Servers, save_served_model
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 NUM_STEPS = 6
-NUM_KILLS = 4
 LOOP = "tests.faults.publish_loop"
 
 
@@ -95,20 +93,8 @@ def _faults(job: PublishingJob, outcome: Outcome, whole: list[dict[str, Any]], *
 
 
 def test_every_killed_job_publishes_again(tmp_path: Path, record: Callable[..., None]) -> None:
-    findings = kill_publishing(tmp_path, NUM_KILLS, 1, print)
-    record(
-        fault=f"{findings.kills.total()} kills of a job that publishes",
-        message=str(findings),
-        resumed=not findings.wrong,
-    )
-    assert findings.wrong == []
-    assert findings.kills.total() == NUM_KILLS
-
-
-def main(num_kills: str = "60", seed: str = "1") -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        print(kill_publishing(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+    check_kills(kill_publishing, "a job that publishes", tmp_path, record)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kill_often(kill_publishing, *sys.argv[1:])

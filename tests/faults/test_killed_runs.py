@@ -203,20 +203,27 @@ def _is_unlocked(job: KilledJob, patience: float = 20) -> bool:
 
 
 NUM_KILLS = 4
+Kills = Callable[[Path, int, int, Callable[[str], None]], Findings]
+"""Kills in a directory: their number, a seed, and what gets a line per start."""
 
 
-def test_every_killed_run_resumes(tmp_path: Path, record: Callable[..., None]) -> None:
-    findings = kill_runs(tmp_path, NUM_KILLS, 1, print)
-    fault = f"{findings.kills.total()} kills of one_call.py"
-    record(fault=fault, message=str(findings), resumed=not findings.wrong)
+def check_kills(kill: Kills, what: str, directory: Path, record: Callable[..., None]) -> None:
+    """Kill a few times, record it, and assert that nothing was wrong."""
+    findings = kill(directory, NUM_KILLS, 1, print)
+    record(fault=f"{findings.kills.total()} kills of {what}", message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
     assert findings.kills.total() == NUM_KILLS
 
 
-def main(num_kills: str = "60", seed: str = "1") -> None:
+def kill_often(kill: Kills, num_kills: str = "60", seed: str = "1") -> None:
+    """Kill as often as the arguments of a command say, and print the findings."""
     with tempfile.TemporaryDirectory() as directory:
-        print(kill_runs(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+        print(kill(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+
+
+def test_every_killed_run_resumes(tmp_path: Path, record: Callable[..., None]) -> None:
+    check_kills(kill_runs, "one_call.py", tmp_path, record)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kill_often(kill_runs, *sys.argv[1:])

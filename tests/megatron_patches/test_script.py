@@ -393,12 +393,19 @@ def test_an_exit_detaches_even_if_the_engine_fails_to(
         run(capsys, tree, *ENGINE)
 
 
-@pytest.mark.parametrize("call", ["model built", "attached", "switched"])
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [
+        *(("FAILS", call) for call in ("model built", "attached", "switched")),
+        *(("REFUSES", call) for call in ("building", "model built")),
+    ],
+)
 def test_an_error_of_the_engine_ends_the_script_without_further_calls(
-    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, how: str, call: str
 ) -> None:
-    monkeypatch.setenv("FAILS", call)
-    with pytest.raises(OSError, match=f"{call} and failed"):
+    monkeypatch.setenv(how, call)
+    error, text = (OSError, f"{call} and failed") if how == "FAILS" else (SystemExit, f"- {call} is refused")
+    with pytest.raises(error, match=text):
         run(capsys, tree, *ENGINE)
     assert calls(tree)[-1][0] == call
 
@@ -477,16 +484,6 @@ def test_a_refusal_of_the_engine_ends_the_script_before_any_build(tree: Path, is
     assert "ScriptError: --enable-resharding:\n- this is wrong\n- that is wrong\n" in result.stderr
     assert "Traceback" not in result.stderr
     assert calls(tree) == []
-
-
-@pytest.mark.parametrize("call", ["building", "model built"])
-def test_a_model_refused_by_the_engine_ends_the_script(
-    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setenv("REFUSES", call)
-    with pytest.raises(SystemExit, match=f"- {call} is refused"):
-        run(capsys, tree, *ENGINE)
-    assert calls(tree)[-1][0] == call
 
 
 @pytest.mark.parametrize(

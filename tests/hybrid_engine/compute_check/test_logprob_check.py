@@ -30,7 +30,24 @@ def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
     return -3.0 - (tokens[:, 1:] % 7).float()
 
 
-class ProbedTraining(FakeTraining):
+class Readable:
+    """Mixin of a fake whose layers and reads of config.json are known."""
+
+    limits: ProbeLimits
+    layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
+    reads: Mapping[str, Read] = {}
+
+    def probe_limits(self) -> ProbeLimits:
+        return self.limits
+
+    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
+        return self.layers
+
+    def config_reads(self) -> Mapping[str, Read]:
+        return self.reads
+
+
+class ProbedTraining(Readable, FakeTraining):
     """A trainer with a forward pass.
 
     offset: added to the log-probabilities.
@@ -40,17 +57,12 @@ class ProbedTraining(FakeTraining):
     limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)  # allows 20 tokens
     offset = 0.0
     is_resident = False
-    layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
-    reads: Mapping[str, Read] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.model = torch.nn.Module()
         self.model.p = 0.25
         self.fingerprint = Fingerprint([self.model])
-
-    def probe_limits(self) -> ProbeLimits:
-        return self.limits
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("trainer computes")
@@ -62,22 +74,11 @@ class ProbedTraining(FakeTraining):
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
 
-    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
-        return self.layers
 
-    def config_reads(self) -> Mapping[str, Read]:
-        return self.reads
-
-
-class ProbedInference(FakeInference):
+class ProbedInference(Readable, FakeInference):
     """An engine that computes log-probabilities."""
 
     limits = ProbeLimits(max_length=63, vocab_size=40)
-    layers = ProbedTraining.layers
-    reads: Mapping[str, Read] = {}
-
-    def probe_limits(self) -> ProbeLimits:
-        return self.limits
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("vLLM computes")
@@ -86,12 +87,6 @@ class ProbedInference(FakeInference):
 
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
-
-    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
-        return self.layers
-
-    def config_reads(self) -> Mapping[str, Read]:
-        return self.reads
 
 
 class ProbedRig(Rig):

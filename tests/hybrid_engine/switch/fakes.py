@@ -22,6 +22,7 @@ from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job, own_device
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 from hybrid_engine.switch.weight_container import ContainerState
@@ -329,6 +330,16 @@ class Rig:
     def close(self) -> None:
         self.manager.close()
         self.job.close()
+
+    def train(self) -> None:
+        """Take a step in TRAIN."""
+        self.manager.enter(TRAIN)
+        self.training.step()
+
+    def fill(self) -> ReshardReport | None:
+        """Take a step and send the weights to inference; return the report."""
+        self.training.step()
+        return self.manager.enter(INFER)
 
     def resident(self) -> set[str]:
         """Return the kinds on the device; assert that no byte of the other kinds is."""

@@ -75,8 +75,7 @@ def test_a_failure_without_offload_keeps_gradients(job: None, call: str):
     ],
 )
 def test_a_failure_after_leaving_infer_ends_idle(rig: Rig, target: State, call: str):
-    rig.training.step()
-    rig.manager.enter(INFER)
+    rig.fill()
     rig.script.arm(call, OffloadError("full"))
     with pytest.raises(OffloadError, match="full"):
         rig.manager.enter(target)

@@ -44,8 +44,7 @@ def switch(rig: Rig, *, step: bool = True) -> ReshardReport:
 @pytest.mark.parametrize("frozen", SHAPES)
 def test_frozen_weights_are_sent_once(job: None, frozen: str) -> None:
     rig = rig_with(1, frozen)
-    rig.training.step()
-    first = rig.manager.enter(INFER)
+    first = rig.fill()
     assert sent_groups(rig) == BOTH
     (trained,) = BOTH - {frozen}
     for _ in range(3):
@@ -88,8 +87,7 @@ def test_unchanged_weights_are_not_onloaded_from_idle(job: None) -> None:
 def test_weights_trained_before_another_state_are_sent(job: None, between: State) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.training.step()
+    rig.train()
     rig.manager.enter(between)
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
@@ -122,8 +120,7 @@ def test_kept_weights_stay_within_the_bound(job: None, megabytes: int, kept: set
 def test_stale_weights_are_released_before_new_ones_are_allocated(job: None) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.training.step()
+    rig.train()
     rig.script.take()
     rig.manager.enter(INFER)
     calls = rig.script.take()
@@ -163,8 +160,7 @@ FAILURES = ["prepare", "check", "allocate second", "commit second", "offload par
 def test_after_a_failure_nothing_counts_as_delivered(job: None, call: str) -> None:
     rig = rig_with(2, "first")
     rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.training.step()
+    rig.train()
     rig.script.arm(call, OSError("odd") if call != "offload param" else OffloadError("stuck"))
     with pytest.raises((ReshardError, OffloadError)):
         rig.manager.enter(INFER)

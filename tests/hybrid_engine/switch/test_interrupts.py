@@ -23,8 +23,7 @@ def count_lines(rig: Rig, target: State) -> int:
 
 def prepare_rig(before: State, *, elastic: bool, **settings: object) -> Rig:
     rig = Rig(elastic=elastic, **settings)
-    rig.training.step()
-    rig.manager.enter(INFER)
+    rig.fill()
     rig.manager.enter(before)
     if before is TRAIN:
         rig.training.step()
@@ -67,8 +66,7 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
             assert rig.manager.state is state
         rig.training.guard(KINDS)
         rig.training.assert_unchanged()
-        rig.training.step()
-        rig.manager.enter(INFER)
+        rig.fill()
         rig.assert_is(INFER)
         rig.close()
     assert num_interrupted > 20

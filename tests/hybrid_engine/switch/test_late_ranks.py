@@ -29,8 +29,7 @@ def test_relays_carry_the_buckets_on_both_sides_of_a_skipped_one(late: int, earl
         rig.training.frozen = ("second",)
         rig.build()
         for _ in range(3):
-            rig.training.step()
-            report = rig.manager.enter(INFER)
+            report = rig.fill()
             rig.assert_is(INFER)
             rig.manager.enter(TRAIN)
         rig.close()
@@ -45,8 +44,7 @@ def test_no_delta_follows_a_failed_switch(late: int, early: bool) -> None:
         rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=0)
         num_deltas = []
         for fails in (False, False, True, False, False):
-            rig.manager.enter(TRAIN)
-            rig.training.step()
+            rig.train()
             if fails and world.rank == 0:
                 rig.script.arm("commit second", MemoryError("no memory"))
             with pytest.raises(HybridEngineError) if fails else nullcontext():

@@ -49,8 +49,7 @@ def test_prefetch_onloads_everything_but_gradients(ahead: Rig):
 
 def test_the_first_rollout_prefetches_only_parameters(job: None):
     rig = Rig(prefetch="auto")
-    rig.training.step()
-    rig.manager.enter(INFER)
+    rig.fill()
     rig.manager.near_end()
     assert rig.resident() == {"param"}
     rig.manager.enter(FORWARD)

@@ -138,8 +138,7 @@ def transports(rank: int) -> dict[str, object]:
             rig = Rig(elastic=elastic, transport=transport)
             counts = {}
         restore = [_count_pulled(kind, counts) for kind in (SharedMemoryTransport, CollectiveTransport)]
-        rig.training.step()
-        report = rig.manager.enter(INFER)
+        report = rig.fill()
         rig.assert_is(INFER)
         for stop_counting in restore:
             stop_counting()
@@ -214,8 +213,7 @@ def prefetch_on_rank_0(rank: int) -> dict[str, object]:
     rig = Rig(elastic=True, prefetch="auto")
     prefetched = []
     for fails in (False, True):
-        rig.training.step()
-        rig.manager.enter(INFER)
+        rig.fill()
         if rig.training.rank == 0:
             rig.manager.near_end()
 
@@ -280,8 +278,7 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
         return method(*args)
 
     rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.training.step()
+    rig.train()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     raised = KeyboardInterrupt if is_interrupted else HybridEngineError
     interruption = mock.patch.object(owner, name, interrupting) if is_interrupted else nullcontext()
@@ -292,8 +289,7 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
         error_of(lambda: rig.manager.enter(TRAIN))
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)
-    rig.training.step()
-    deltas = rig.manager.enter(INFER).messages_delta
+    deltas = rig.fill().messages_delta
     assert_switches_succeed(rig)
     rig.close()
     return {"error": type(caught.value).__name__, "deltas": deltas}
@@ -358,8 +354,7 @@ def only_what_changed(rank: int) -> dict[str, object]:
     rounds("nothing")
     rounds("written", on_rank_1(rig.training.write))
     rounds("lost", on_rank_1(rig.inference.release))
-    rig.manager.enter(TRAIN)
-    rig.training.step()
+    rig.train()
     if rig.training.rank == 1:
         rig.script.arm("commit second", MemoryError("no memory"))
     error_of(lambda: rig.manager.enter(INFER))

@@ -12,8 +12,7 @@ TO_INFER = {"offload", "onload", "prepare", "check", "begin", "fill", "resume"} 
 
 
 def test_report_of_a_switch_to_infer_and_back(rig: Rig):
-    rig.training.step()
-    first = rig.manager.enter(INFER)
+    first = rig.fill()
     assert set(first.seconds_by_phase) >= TO_INFER | {"plan", "layout"}
     assert (first.direction, first.version) == ("train->infer", 1)
     assert (first.bytes_received, first.bytes_least, first.bytes_own) == (0, 0, NBYTES)

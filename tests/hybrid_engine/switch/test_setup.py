@@ -27,7 +27,7 @@ from tests.harness.errors import violations_of
 from tests.harness.launch import Ranks
 from tests.harness.namespaces import enter_a_process_namespace
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
-from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
+from tests.hybrid_engine.switch.fakes import INFER, Rig
 
 
 def refusal_of(rig: Rig) -> str:
@@ -96,8 +96,7 @@ def switches(host: str | None = "here") -> dict[str, object]:
     for _ in range(2):
         by_transport.append(set(rig.manager.enter(INFER).bytes_by_transport))
         rig.assert_is(INFER)
-        rig.manager.enter(TRAIN)
-        rig.training.step()
+        rig.train()
     rig.close()
     return {"transports": by_transport, "log": [line for line in lines if "memory" in line]}
 

@@ -362,16 +362,14 @@ def test_a_cast_that_overflows_is_refused(job: None, largest: float, num_infinit
 
 def test_untrained_weights_are_copied_once(rig: Rig):
     """A switch without an optimizer step does not copy parameters to the host again."""
-    rig.training.step()
-    rig.manager.enter(INFER)
+    rig.fill()
     for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
         copied = rig.offloader.copied_nbytes
         rig.manager.enter(state)
         rig.assert_is(state)
         assert rig.offloader.copied_nbytes == copied, state
     rig.manager.enter(TRAIN)
-    rig.training.step()
-    rig.manager.enter(INFER)
+    rig.fill()
     assert rig.offloader.copied_nbytes > copied
     rig.manager.enter(TRAIN)
     rig.training.assert_unchanged()

@@ -116,8 +116,7 @@ def after_each_bucket(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], 
 
 def test_a_correct_switch_passes_and_reports_its_cost(verified: Rig, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        verified.training.step()
-        report = verified.manager.enter(INFER)
+        report = verified.fill()
         verified.assert_is(INFER)
         assert (report.tensors_verified, report.bytes_verified, report.bytes_of_digests) == (2, 2 * NBYTES, 0)
         assert 0 < report.seconds_by_phase["verify"] < report.seconds

@@ -97,8 +97,7 @@ def switch_with_manager() -> dict[str, object]:
         with mock.patch.object(setup, "is_elastic", return_value=can_relay):
             rig = Rig(elastic=True, host=host, transport=transport)
         for _ in range(2):
-            rig.training.step()
-            report = rig.manager.enter(INFER)
+            report = rig.fill()
             rig.assert_is(INFER)
             rig.manager.enter(TRAIN)
         rig.close()
