@@ -331,6 +331,12 @@ class Rig:
         self.manager.close()
         self.job.close()
 
+    def enter(self, state: State) -> ReshardReport | None:
+        """Switch, and assert the new state as `assert_is`; return the report."""
+        report = self.manager.enter(state)
+        self.assert_is(state)
+        return report
+
     def train(self) -> None:
         """Take a step in TRAIN."""
         self.manager.enter(TRAIN)

@@ -52,8 +52,7 @@ def test_a_failed_switch_to_infer_restores_the_previous_state(
     assert rig.manager.last_report is report
     assert f"{before}->infer failed; state is {before}" in caplog.text
     for target in (INFER, TRAIN, INFER):
-        rig.manager.enter(target)
-        rig.assert_is(target)
+        rig.enter(target)
 
 
 @pytest.mark.parametrize("call", ["allocate second", "reset"])
@@ -80,10 +79,8 @@ def test_a_failure_after_leaving_infer_ends_idle(rig: Rig, target: State, call: 
     with pytest.raises(OffloadError, match="full"):
         rig.manager.enter(target)
     rig.assert_is(IDLE)
-    rig.manager.enter(target)
-    rig.assert_is(target)
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(target)
+    rig.enter(INFER)
 
 
 @pytest.mark.parametrize("target", [FORWARD, IDLE])
@@ -123,7 +120,5 @@ def test_after_a_failed_restore_the_next_switch_recovers(job: None, restoring_ca
     assert offloaded in str(failure.value)
     assert "the state is interrupted" in str(failure.value)
     assert rig.manager.state is State.INTERRUPTED
-    rig.manager.enter(target)
-    rig.assert_is(target)
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(target)
+    rig.enter(TRAIN)

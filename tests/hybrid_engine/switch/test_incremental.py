@@ -63,8 +63,7 @@ def test_unchanged_weights_within_the_bound_are_not_sent(job: None) -> None:
     assert {"compare", "fill"} <= report.seconds_by_phase.keys()
     rig.manager.enter(FORWARD)
     rig.assert_is(FORWARD, kept=BOTH)
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
     assert sent_groups(rig) == set()
     switch(rig)
     assert sent_groups(rig) == BOTH
@@ -76,8 +75,7 @@ def test_unchanged_weights_are_not_onloaded_from_idle(job: None) -> None:
     rig.manager.enter(IDLE)
     rig.assert_is(IDLE, kept=BOTH)
     rig.script.take()
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
     assert {"onload param", "prepare", "check"}.isdisjoint(rig.script.take())
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN, kept=BOTH)
@@ -89,8 +87,7 @@ def test_weights_trained_before_another_state_are_sent(job: None, between: State
     rig.manager.enter(INFER)
     rig.train()
     rig.manager.enter(between)
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
 
 
 def test_weights_that_the_engine_has_voided_are_sent(job: None) -> None:
@@ -112,8 +109,7 @@ def test_kept_weights_stay_within_the_bound(job: None, megabytes: int, kept: set
     assert report.bytes_kept == rig.inference.resident_nbytes() == sum(NBYTES[name] for name in kept)
     assert report.bytes_kept <= megabytes * 1024**2
     rig.script.take()
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
     assert sent_groups(rig) == BOTH - kept
 
 
@@ -166,8 +162,7 @@ def test_after_a_failure_nothing_counts_as_delivered(job: None, call: str) -> No
         rig.manager.enter(INFER)
     rig.assert_is(TRAIN)
     rig.script.take()
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
     assert sent_groups(rig) == BOTH
     switch(rig)
     assert sent_groups(rig) == {"second"}
@@ -180,6 +175,5 @@ def test_a_release_that_fails_keeps_nothing(job: None) -> None:
     with pytest.raises(OffloadError):
         rig.manager.enter(TRAIN)
     rig.assert_is(IDLE)
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    rig.enter(INFER)
     assert sent_groups(rig) == BOTH

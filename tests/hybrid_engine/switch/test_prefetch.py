@@ -38,8 +38,7 @@ def in_second_rollout(rig: Rig) -> Rig:
 def test_prefetch_onloads_everything_but_gradients(ahead: Rig):
     ahead.manager.near_end()
     assert ahead.resident() == {"param", "optimizer"}
-    report = ahead.manager.enter(TRAIN)
-    ahead.assert_is(TRAIN)
+    report = ahead.enter(TRAIN)
     assert report.bytes_prefetched == COPIED
     assert report.bytes_onloaded == sum(TRAINING_NBYTES.values())
     assert ahead.comes_in_chunks or report.peak_bytes == COPIED + NBYTES, "inference weights included"
@@ -52,8 +51,7 @@ def test_the_first_rollout_prefetches_only_parameters(job: None):
     rig.fill()
     rig.manager.near_end()
     assert rig.resident() == {"param"}
-    rig.manager.enter(FORWARD)
-    rig.assert_is(FORWARD)
+    rig.enter(FORWARD)
 
 
 def test_prefetch_follows_the_state_after_the_last_rollout(ahead: Rig):
@@ -84,8 +82,7 @@ def test_prefetch_stays_within_prefetch_mb(job: None, prefetch_mb: int, expected
         }
         assert came_back == expected
         assert sum(resident.values()) <= prefetch_mb * MIB
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +119,9 @@ def test_near_end_outside_a_rollout_does_nothing(rig: Rig, state: object):
 def test_unused_prefetched_state_is_dropped_without_a_copy(ahead: Rig, target: object):
     ahead.manager.near_end()
     copied = ahead.offloader.copied_nbytes
-    ahead.manager.enter(target)
-    ahead.assert_is(target)
+    ahead.enter(target)
     assert ahead.offloader.copied_nbytes == copied
-    ahead.manager.enter(TRAIN)
-    ahead.assert_is(TRAIN)
+    ahead.enter(TRAIN)
 
 
 # Offloading.
@@ -145,14 +140,12 @@ def test_optimizer_state_is_offloaded_during_the_fill(job: None, gate: threading
         return allocate(groups)
 
     rig.inference.allocate = allocate_and_open_gate
-    report = rig.manager.enter(INFER)
-    rig.assert_is(INFER)
+    report = rig.enter(INFER)
     assert resident[0] == {"param", "optimizer"}
     assert report.bytes_offloaded == sum(TRAINING_NBYTES.values())
     before = sum(TRAINING_NBYTES.values())
     assert rig.comes_in_chunks or report.peak_bytes == before, "no more than before the switch"
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(TRAIN)
 
 
 def test_optimizer_state_is_offloaded_before_its_memory_is_needed(job: None):
@@ -195,8 +188,7 @@ def test_a_failed_switch_offloads_prefetched_state(ahead: Rig):
     with pytest.raises(ReshardError, match="busy"):
         ahead.manager.enter(TRAIN)
     ahead.assert_is(IDLE)
-    ahead.manager.enter(TRAIN)
-    ahead.assert_is(TRAIN)
+    ahead.enter(TRAIN)
 
 
 # Set-up.

@@ -63,8 +63,7 @@ def error_of(call: Callable[[], object]) -> dict[str, object]:
 def assert_switches_succeed(rig: Rig) -> None:
     """Assert that both ranks can complete more switches."""
     for target in (INFER, TRAIN, INFER):
-        rig.manager.enter(target)
-        rig.assert_is(target)
+        rig.enter(target)
         if target is TRAIN:
             rig.training.step()
 
@@ -201,8 +200,7 @@ def restore_fails_on_rank_1(rank: int) -> dict[str, object]:
         rig.script.arm("onload param", OffloadError("no memory left"))
     error = error_of(lambda: rig.manager.enter(INFER))
     error["state"] = str(rig.manager.state)
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(TRAIN)
     assert_switches_succeed(rig)
     return error
 
@@ -239,8 +237,7 @@ def interrupted_on_rank_0(rank: int) -> dict[str, object]:
         rig.manager.enter(target)
         if rig.training.rank == 0:
             rig.manager.state = State.INTERRUPTED  # as Ctrl-C before the end leaves it
-        rig.manager.enter(target)
-        rig.assert_is(target)
+        rig.enter(target)
     error = error_of(lambda: rig.manager.enter(INFER if rig.training.rank else IDLE))
     assert_switches_succeed(rig)
     return error
@@ -287,8 +284,7 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
     signal.signal(signal.SIGINT, handler)
     for _ in range(2 if is_interrupted else 0):  # rank 1 ends its fill, then restores training
         error_of(lambda: rig.manager.enter(TRAIN))
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(TRAIN)
     deltas = rig.fill().messages_delta
     assert_switches_succeed(rig)
     rig.close()
@@ -321,8 +317,7 @@ def skipped_then_changed(rank: int) -> list[object]:
         if element is not None:
             rig.training.param.data[element] += 1
             rig.training.remember_parameters()
-        report = rig.manager.enter(INFER)
-        rig.assert_is(INFER)
+        report = rig.enter(INFER)
         rig.manager.enter(TRAIN)
         counts.append((report.messages_delta, report.messages_whole, report.bytes_skipped < NBYTES))
     rig.close()
@@ -342,8 +337,7 @@ def only_what_changed(rank: int) -> dict[str, object]:
         if action is not None:
             action()
         rig.script.take()
-        report = rig.manager.enter(INFER)
-        rig.assert_is(INFER)
+        report = rig.enter(INFER)
         sent[name] = [call for call in rig.script.take() if call.startswith("commit")], report.bytes_skipped
 
     def on_rank_1(action: Callable[[], object]) -> Callable[[], object]:

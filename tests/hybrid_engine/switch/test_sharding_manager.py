@@ -97,8 +97,7 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
     rig = Rig(elastic=elastic, **{f"offload_train_{kind}": flag for kind, flag in offloads.items()})
     rig.training.step()
     for before, target in itertools.pairwise(ALL_SWITCHES):
-        report = rig.manager.enter(target)
-        rig.assert_is(target)
+        report = rig.enter(target)
         assert (report.direction, report.version) == (f"{before}->{target}", rig.training.version)
         if target is TRAIN:
             left = 0 if offloads["grad"] else rig.training.version
@@ -315,8 +314,7 @@ def test_a_failed_end_hook_does_not_undo_the_switch(rig: Rig):
     rig.assert_is(INFER)
     assert rig.manager.last_report.direction == "train->infer"
     assert rig.manager.enter(INFER) is None
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
+    rig.enter(TRAIN)
 
 
 # Non-finite values.
@@ -325,8 +323,7 @@ def test_a_failed_end_hook_does_not_undo_the_switch(rig: Rig):
 def test_values_are_checked_only_with_check_nan(job: None):
     unchecked = Rig(check_nan=False)
     unchecked.script.arm("check", WeightError(["first: 1 NaN"]))
-    unchecked.manager.enter(INFER)
-    unchecked.assert_is(INFER)
+    unchecked.enter(INFER)
     assert "check" not in unchecked.script.calls
 
     checked = Rig(check_nan=True)
@@ -365,8 +362,7 @@ def test_untrained_weights_are_copied_once(rig: Rig):
     rig.fill()
     for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
         copied = rig.offloader.copied_nbytes
-        rig.manager.enter(state)
-        rig.assert_is(state)
+        rig.enter(state)
         assert rig.offloader.copied_nbytes == copied, state
     rig.manager.enter(TRAIN)
     rig.fill()
