@@ -11,7 +11,11 @@ that a message must carry, as in ``check=has_code("too-few-ranks", "8")``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
 
 from hybrid_engine.errors import HybridEngineError, Violation
 
@@ -61,3 +65,25 @@ def has_violation(key: str, code: str, *values: str) -> Callable[[BaseException]
         return True
 
     return check
+
+
+class Refusal(NamedTuple):
+    """Type, code and message of an error, which ranks return."""
+
+    kind: str
+    code: str
+    message: str
+
+
+def refusal_of(action: Callable[[], Any]) -> Refusal:
+    """Return the error that `action` raises."""
+    with pytest.raises(HybridEngineError) as caught:
+        action()
+    return Refusal(type(caught.value).__name__, caught.value.code, str(caught.value))
+
+
+def check_refusals(refusals: Sequence[Refusal], kinds: set[str], code: str, pattern: str) -> None:
+    """Assert the types of all ranks' errors, the code on the rank at fault, and a part of each message."""
+    assert {refusal.kind for refusal in refusals} == kinds
+    assert {refusal.code for refusal in refusals if refusal.kind != "RemoteError"} == {code}
+    assert all(re.search(pattern, refusal.message, re.DOTALL) for refusal in refusals)
