@@ -158,13 +158,6 @@ class Fsdp2(Subject):
     def _scaled(self, factor: float) -> dict[str, torch.Tensor]:
         return {name: tensor.detach() * factor for name, tensor in self.model.state_dict().items()}
 
-    def _several(self, chance: random.Random) -> list[torch.Tensor]:
-        parameters = list(self.named().values())
-        return chance.sample(parameters, chance.choice((2, len(parameters))))
-
-    def _some(self, chance: random.Random) -> torch.Tensor:
-        return chance.choice(list(self.named().values()))
-
     def _part(self, chance: random.Random) -> torch.Tensor:
         return _local(self._some(chance))
 

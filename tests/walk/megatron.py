@@ -160,13 +160,6 @@ class Megatron(Subject):
                 if "exp_avg" in state:
                     state["exp_avg"].mul_(_factor(chance))
 
-    def _several(self, chance: random.Random) -> list[torch.Tensor]:
-        parameters = list(self.named().values())
-        return chance.sample(parameters, chance.choice((2, len(parameters))))
-
-    def _some(self, chance: random.Random) -> torch.Tensor:
-        return chance.choice(list(self.named().values()))
-
     def _ema(self, chance: random.Random) -> None:
         several = self._several(chance)
         get_ema_multi_avg_fn(0.9)(several, [tensor * _factor(chance) for tensor in several], 1)

@@ -55,6 +55,17 @@ class Subject(ABC):
     trainer: Any = None
 
     @abstractmethod
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters as the trainer has them, whole or distributed."""
+
+    def _several(self, chance: random.Random) -> list[torch.Tensor]:
+        parameters = list(self.named().values())
+        return chance.sample(parameters, chance.choice((2, len(parameters))))
+
+    def _some(self, chance: random.Random) -> torch.Tensor:
+        return chance.choice(list(self.named().values()))
+
+    @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's parameters and buffers, without copies."""
 
