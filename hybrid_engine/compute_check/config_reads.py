@@ -168,7 +168,6 @@ class ReadRecorder:
     def __init__(self, is_reader: Callable[[FrameType], bool]) -> None:
         self.reads: dict[str, Read] = {}
         self._is_reader = is_reader
-        self._watched: dict[type, _Watched] = {}
         self._sections: list[type] = []
         self._configs: list[Any] = []  # copies, too
 
@@ -182,9 +181,7 @@ class ReadRecorder:
                 self.watch(value, "" if name == "text_config" else f"{prefix}{name}.")
             elif name in _SECTIONS and isinstance(value, dict):
                 setattr(config, name, self._section(value, f"{prefix}{name}."))
-        watched = _Watched(type(config), prefix, values)
-        config.__class__ = self._recording_class(watched)
-        self._watched[type(config)] = watched
+        config.__class__ = self._recording_class(_Watched(type(config), prefix, values))
         self._configs.append(config)
 
     def scan(self, model: torch.nn.Module) -> None:
@@ -192,7 +189,7 @@ class ReadRecorder:
         for kind, module in {type(module): module for module in model.modules()}.items():
             code = getattr(inspect.unwrap(kind.forward), "__code__", None)
             config = getattr(module, "config", None)
-            watched = self._watched.get(type(config))
+            watched: _Watched | None = getattr(type(config), "_watched", None)
             if code is None or watched is None or "config" not in code.co_names:
                 continue
             # Names that it passes to getattr, and attributes of `config`.
@@ -205,15 +202,14 @@ class ReadRecorder:
     def stop(self) -> None:
         """Stop recording: config objects and their copies have their plain classes again."""
         for config in self._configs:
-            config.__class__ = self._watched[type(config)].config_class
+            config.__class__ = type(config).__base__
             for name, value in vars(config).items():
                 if type(value) in self._sections:
                     vars(config)[name] = _converted(value, dict)
         # Modules may have kept sections.
         for section in self._sections:
-            for name in vars(section).keys() & {"__contains__", "__getitem__", "get"}:
+            for name in ("__contains__", "__getitem__", "get"):
                 delattr(section, name)
-        self._watched.clear()
         self._sections.clear()
         self._configs.clear()
 
@@ -244,6 +240,7 @@ class ReadRecorder:
             "__getattribute__": __getattribute__,
             "__new__": __new__,
             "__module__": plain.__module__,
+            "_watched": watched,
         }
         return type(plain.__name__, (plain,), attributes)
 

@@ -64,16 +64,11 @@ class ConfigReads:
             logger.info(
                 "%s: its quantization_config is ignored: the weights arrive unquantised", model_dir
             )
-        # Key -> its name in config.json.
-        self._unknown: dict[str, str] = {}
+        self._known: set[str] | None = None  # None: the trainer records its reads
         if schema is not None:
-            present = {key for key, value in self._config.items() if value is not None}
-            known = _keys_of(schema) | self._values.keys() | OF_ALL_FAMILIES | {_QUANTIZATION}
-            self._unknown = {key: key for key in present - known}
-            for section in ("rope_scaling", "rope_parameters"):
-                for key in _nested_keys(self._config.get(section)) - _keys_of(Rope):
-                    # transformers has the settings of either section in `rope_parameters`.
-                    self._unknown[f"rope_parameters.{key}"] = f"{section}.{key}"
+            # transformers has the settings of `rope_scaling`, too, in `rope_parameters`.
+            nested = {f"rope_parameters.{key}" for key in _keys_of(Rope)}
+            self._known = _keys_of(schema) | nested | OF_ALL_FAMILIES | {_QUANTIZATION}
         self._recorder = ReadRecorder(_is_of_vllm)
 
     @property
@@ -118,14 +113,19 @@ class ConfigReads:
         remedy = "Remove it from config.json, or use a model of a family that has it"
         violations = [
             Violation(
-                name,
+                key.replace("rope_parameters", "rope_scaling")
+                if "rope_scaling" in self._config
+                else key,
                 f"{read.value} is read by vLLM ({read.reader}), but the trainer does not know it, "
                 f"in {self._path}",
                 remedy,
                 code="read-by-vllm-alone",
             )
-            for key, name in sorted(self._unknown.items())
-            if (read := self.reads.get(key)) is not None and not read.is_usual
+            for key, read in sorted(self.reads.items())
+            if self._known is not None
+            and (key in self._config or key.startswith("rope_parameters."))
+            and key not in self._known
+            and not read.is_usual
         ]
         if violations:
             raise ConfigError(violations) from cause
@@ -161,13 +161,3 @@ def _is_of_vllm(frame: FrameType) -> bool:
 def _keys_of(schema: type[Schema]) -> set[str]:
     """Return the names of a schema's fields in config.json."""
     return {field.alias or name for name, field in schema.model_fields.items()}
-
-
-def _nested_keys(section: Any) -> set[str]:
-    """Return the keys of a dictionary and of the dictionaries in it."""
-    if not isinstance(section, dict):
-        return set()
-    keys = set(section)
-    for value in section.values():
-        keys |= _nested_keys(value)
-    return keys
