@@ -12,7 +12,6 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from packaging.version import Version
@@ -205,14 +204,6 @@ def _is_box(parameter: DTensor) -> bool:
     return tuple(chunk.sizes) == tuple(parameter.to_local().shape)
 
 
-class _ConfigDifference(NamedTuple):
-    """An attribute with its value in the live model and its value according to the config."""
-
-    attribute: str
-    live: str
-    configured: str
-
-
 def require_configured(model: torch.nn.Module) -> None:
     """Check that a transformers model computes as its config describes.
 
@@ -230,7 +221,7 @@ def require_configured(model: torch.nn.Module) -> None:
         set_epsilon_of_norms(configured)
         owners = model_of_modules(configured)
         modules = computing_modules(model)
-        modules_by_difference: dict[_ConfigDifference, list[str]] = {}
+        modules_by_difference: dict[str, list[str]] = {}
         for name, module in configured.named_modules():
             live = modules.get(name)
             if live is None:
@@ -247,10 +238,7 @@ def require_configured(model: torch.nn.Module) -> None:
     lines = []
     for difference, names in modules_by_difference.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(
-            f"{names[0]}{more}: {difference.attribute} is {difference.live}, but "
-            f"{difference.configured} in model.config"
-        )
+        lines.append(f"{names[0]}{more}: {difference} in model.config")
     for name, value in left_out.items():
         lines.append(
             f"attention by {implementation!r} leaves out {name} {value}: load the model with "
@@ -280,27 +268,27 @@ def set_epsilon_of_norms(model: torch.nn.Module) -> None:
 def _attribute_differences(
     live: torch.nn.Module,
     configured: torch.nn.Module,
-) -> Iterator[_ConfigDifference]:
-    """Compare numbers, flags and strings of two modules, and the classes of activations."""
+) -> Iterator[str]:
+    """Describe differing numbers, flags and strings of two modules, and classes of activations."""
     # The config determines these; tensors and functions are compared by other checks.
     for key, value in settings_of(configured).items():
         live_value = vars(live).get(key, value)
         if live_value != value:
-            yield _ConfigDifference(key, clipped(repr(live_value)), clipped(repr(value)))
+            yield f"{key} is {clipped(repr(live_value))}, but {clipped(repr(value))}"
     # A module without children and parameters is an activation, whose class is its function, or a
     # dropout, which does nothing in inference.
     if not any(configured.children()) and next(configured.parameters(), None) is None:
         is_same = type(live) is type(configured)
         if not is_same and not isinstance(configured, torch.nn.Dropout):
-            yield _ConfigDifference("its class", type(live).__name__, type(configured).__name__)
+            yield f"its class is {type(live).__name__}, but {type(configured).__name__}"
 
 
 def _buffer_differences(
     live: torch.nn.Module,
     configured: torch.nn.Module,
     model: torch.nn.Module,
-) -> Iterator[_ConfigDifference]:
-    """Compare floating-point buffers of two modules.
+) -> Iterator[str]:
+    """Describe differing floating-point buffers of two modules.
 
     Args:
         live: the module of the user's model.
@@ -337,7 +325,7 @@ def _buffer_differences(
         shown = _last_values(values)
         if buffer.dtype is not expected.dtype:
             shown += f" in {buffer.dtype}, which .to() has rounded; loading in that dtype does not"
-        yield _ConfigDifference(name, shown, _last_values(expected))
+        yield f"{name} is {shown}, but {_last_values(expected)}"
 
 
 def _last_values(values: torch.Tensor) -> str:
