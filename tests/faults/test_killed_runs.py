@@ -210,7 +210,8 @@ Kills = Callable[[Path, int, int, Callable[[str], None]], Findings]
 def check_kills(kill: Kills, what: str, directory: Path, record: Callable[..., None]) -> None:
     """Kill a few times, record it, and assert that nothing was wrong."""
     findings = kill(directory, NUM_KILLS, 1, print)
-    record(fault=f"{findings.kills.total()} kills of {what}", message=str(findings), resumed=not findings.wrong)
+    fault = f"{findings.kills.total()} kills of {what}"
+    record(fault=fault, message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
     assert findings.kills.total() == NUM_KILLS
 

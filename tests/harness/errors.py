@@ -83,7 +83,7 @@ def refusal_of(action: Callable[[], Any]) -> Refusal:
 
 
 def check_refusals(refusals: Sequence[Refusal], kinds: set[str], code: str, pattern: str) -> None:
-    """Assert the types of all ranks' errors, the code on the rank at fault, and a part of each message."""
+    """Assert types of all ranks' errors, the code on the rank at fault, and a part of all texts."""
     assert {refusal.kind for refusal in refusals} == kinds
     assert {refusal.code for refusal in refusals if refusal.kind != "RemoteError"} == {code}
     assert all(re.search(pattern, refusal.message, re.DOTALL) for refusal in refusals)

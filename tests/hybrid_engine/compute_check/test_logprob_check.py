@@ -180,8 +180,9 @@ def test_a_changed_function_is_compared_again(
 
 def test_attributes_are_restored_if_one_cannot_be_set() -> None:
     """`p` of the last owner has no setter."""
-    module, without = torch.nn.Module(), torch.nn.Module()
+    module = torch.nn.Module()
     module.p = 0.25
+    without = torch.nn.Module()
     fixed = type("Fixed", (), {"p": property(lambda self: 0.5)})()
     with pytest.raises(AttributeError), attributes_set([module, without, fixed], p=1.0):
         pass
