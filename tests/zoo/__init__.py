@@ -1,7 +1,7 @@
 """Small models for all tests.
 
 families.py            registry of families with published configs and sizes; tiny_config, served_config
-published_configs.py   config.json of published models, for the matrix and for sizes of real models
+published_configs.*    config.json of published models, for the matrix and for sizes of real models
 sizes.py               short names of parallel sizes
 tiny_models.py         models in transformers: save_model, train_hf_model, mtp_losses
 megatron_models.py     models in Megatron, on ranks: running, load_canonical, whole_weights
