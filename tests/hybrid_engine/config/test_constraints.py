@@ -153,6 +153,7 @@ TRAINER_BREAKS = (
     Break("overlap_param_gather needs", actor={"overlap_param_gather": True}),
     Break("Every pattern matches a parameter", actor={"frozen_parameters": ["embedding.*", "decoder.layers.4.*"]}),
     Break("At least one trained parameter", actor={"frozen_parameters": ["*"]}),
+    Break("At least one trained parameter", actor={"frozen_parameters": ["*.adapter.*"], "lora": {}}),
     Break("With fsdp, keys that only", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
     *(
         Break("replicas divides the number of ranks", actor={**FSDP, "fsdp": fsdp})
@@ -251,11 +252,13 @@ GENERATE_BREAKS = (
         actor={"lora": {"rank": 4}},
         generate={"servers": ["http://127.0.0.1:1"], **ADAPTER},
         key="generate_config.servers",
+        valid={"generate": ADAPTER},
     ),
     Break("The method quantises while loading", generate={"quantization": "awq"}),
     Break(
         "The method quantises while loading",
         generate={"quantization": "fp8", "servers": ["http://127.0.0.1:1"]},
+        valid={"generate": {"quantization": "fp8"}},
     ),
     Break("adapter needs actor_config.lora", generate=ADAPTER),
     Break(

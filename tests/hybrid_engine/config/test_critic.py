@@ -13,6 +13,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.table import VALUE_HEAD
 from tests.harness.errors import has_violations
 from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
+from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import write_config
 
 SP = {"sequence_parallel": True}
@@ -95,6 +96,8 @@ def test_violations_of_the_critic_are_marked(dense: Path, tmp_path: Path) -> Non
         "actor_config.pipeline_model_parallel_size (of the critic)",
         "actor_config.tensor_model_parallel_size (of the critic)",
     }
+    uneven = configured(dense, PP2, {"model": dense, "pipeline_model_parallel_layout": "E|t|t|tL"})
+    assert len(find_violations(uneven, 4)) == 1  # the layers; not the chunks, too
     (violation,) = find_violations(configured(dense, {}, {"model": tmp_path / "nowhere"}), 4)
     assert violation.key == "critic_config.model"
 
@@ -114,9 +117,19 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     assert find_violations(config, 4) == []
 
 
-@pytest.mark.parametrize("actor", [{"lora": {}}, {"fsdp": {}, "params_dtype": "float32"}], ids=["lora", "fsdp"])
-def test_a_budget_needs_planned_memory(dense: Path, actor: dict[str, Any]) -> None:
-    config = HybridConfig(model=dense, actor_config=actor, device_budget_gib=1)
-    assert [violation.key for violation in find_violations(config, 2)] == ["device_budget_gib"]
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"actor_config": {"lora": {}}}, ""),
+        ({"actor_config": {"fsdp": {}, "params_dtype": "float32"}}, ""),
+        ({"generate_config": {"quantization": "fp8"}}, ""),
+        ({}, "GptOssForCausalLM"),
+    ],
+    ids=["lora", "fsdp", "blocks", "experts in one tensor"],
+)
+def test_a_budget_needs_planned_memory(dense: Path, tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+    model = write_config(tmp_path / name, small_config(name)) if name else dense
+    config = HybridConfig(model=model, device_budget_gib=1, **changes)
+    assert [violation.key for violation in find_violations(config, 2, own_loop=True)] == ["device_budget_gib"]
     with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "not-planned"))):
         memory_plan(config, 2)

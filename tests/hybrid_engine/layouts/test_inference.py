@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import ConfigError, ParameterMismatchError
 from hybrid_engine.layouts.inference import expert_bounds, inference_side, stage_bounds
-from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
+from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace, TrainParallelism
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
+from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard, differences
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.harness.errors import has_violations
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, regions_by_tensor
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases, regions_by_tensor
 
 
 @given(st.integers(1, 70), st.integers(1, 12))
@@ -64,6 +66,25 @@ def test_positions_order_tensor_ranks_then_stages_then_replicas() -> None:
     turned = InferenceParallelism(16, tensor=2, pipeline=2, expert=4, rank_order=tuple(range(15, -1, -1)))
     assert turned.place_of(0) == sizes.place_of(15)
     assert InferenceParallelism(4, tensor=2).place_of(3) == InferencePlace(3, 1, 1, 0, dp_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        (inference_side(table_for(EXPERTS), InferenceParallelism(4, tensor=2, expert=4)), ["01", "23", "4", "5"]),
+        (training_side(table_for(EXPERTS), TrainParallelism(4, tensor=2, expert=2)), ["012", "012", "345", "345"]),
+    ],
+    ids=["vllm", "megatron"],
+)
+def test_expert_parallel_ranks_have_consecutive_experts(side: SideLayout, expected: list[str]) -> None:
+    for rank, experts in enumerate(expected):
+        names = (name.partition(".experts.")[2] for name in regions_by_tensor(side.layout_of(rank)))
+        assert {name[0] for name in names if name} == {*experts}
+
+
+def test_mtp_layers_have_the_embedding_again() -> None:
+    side = training_side(table_for(LATENT), TrainParallelism(2, pipeline=2))
+    assert all("model.embed_tokens.weight" in regions_by_tensor(side.layout_of(rank)) for rank in range(2))
 
 
 def test_replicas_that_share_experts_step_together() -> None:

@@ -20,7 +20,7 @@ from hybrid_engine.layouts.parallelism import (
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.megatron_script.script_settings import actor_values
 from hybrid_engine.models import table_for
-from tests.hybrid_engine.layouts.cases import DENSE
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 
 SIDES = [TrainParallelism, InferenceParallelism]
 
@@ -67,3 +67,35 @@ def test_all_counts_below_one_are_reported(side: type[Parallelism]) -> None:
     counts = [size.name for size in sizes_of(side) if get_type_hints(side)[size.name] in (int, int | None)]
     reported = violations(side(0, **dict.fromkeys(counts, 0)), table_for(DENSE))
     assert [violation.key for violation in reported] == ["world_size", *counts]
+
+
+GROUPED = {**DENSE, "num_attention_heads": 24, "num_key_value_heads": 6}
+ODD_EXPERTS = {**EXPERTS, "moe_intermediate_size": 33}
+DIVIDES = "Choose sizes whose product divides it"
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "expected"),  # violations by key and remedy; sizes below are the nearest valid ones
+    [
+        (DENSE, InferenceParallelism(5, pipeline=5), [("pipeline", "Use fewer stages")]),
+        (DENSE, InferenceParallelism(4, pipeline=4), []),
+        (ODD_EXPERTS, InferenceParallelism(2, tensor=2), [("tensor", "Use a divisor of 33")] * 2),
+        (ODD_EXPERTS, InferenceParallelism(2, tensor=2, expert=2), []),
+        (GROUPED, InferenceParallelism(4, tensor=4), [("tensor", "Choose a size that is one or the other")]),
+        (GROUPED, InferenceParallelism(12, tensor=12), []),
+        (DENSE, TrainParallelism(1, noop_layers=(5,)), [("noop_layers", "Use smaller numbers")]),
+        (DENSE, TrainParallelism(1, noop_layers=(4,)), []),
+        (DENSE, TrainParallelism(2, expert_tensor=2), [("expert_tensor", "Use 1")]),
+        (DENSE, TrainParallelism(2), []),
+        (
+            EXPERTS,
+            TrainParallelism(3, tensor=2),
+            [("tensor", DIVIDES), ("expert", "ETP is TP unless it is given: try ETP 1")],
+        ),
+        (EXPERTS, TrainParallelism(3, expert=2), [("expert", DIVIDES)]),
+    ],
+)
+def test_sizes_are_refused_up_to_the_nearest_valid_ones(
+    model: dict[str, Any], sizes: Parallelism, expected: list[tuple[str, str]]
+) -> None:
+    assert [(violation.key, violation.remedy) for violation in violations(sizes, table_for(model))] == expected

@@ -86,6 +86,29 @@ def test_an_offload_that_began_frees_nothing_until_offload_is_called(rig: Rig, g
     rig.assert_onload_restores()
 
 
+def test_queued_copies_end_before_their_memory_is_freed(
+    rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.offloader.offload()
+    departure = rig.offloader.departure("optimizer")
+    rig.offloader.onload(["optimizer"], wait=False)
+    assert rig.offloader.departure("optimizer") is not departure
+    gate.set()
+    calls: list[str] = []
+    call_off = inventory_module.Storage.call_off
+    monkeypatch.setattr(rig.offloader._copier, "finish", calls.append)
+    monkeypatch.setattr(inventory_module.Storage, "call_off", lambda s: calls.append(s.owner) or call_off(s))
+    rig.offloader.offload(["optimizer"])
+    assert calls[:5] == ["to device", *(f"optimizer {n}" for n in range(4))]
+    rig.assert_onload_restores()
+
+
+def test_what_an_onload_calls_off_is_copied_again(rig: Rig) -> None:
+    rig.offloader.begin_offload(["optimizer"])
+    rig.offloader.onload(["optimizer"])
+    rig.assert_still_works()
+
+
 def test_a_failure_to_begin_an_offload_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     def full(*_arguments: Any, **_options: Any) -> None:
         raise MemoryError("no host memory")

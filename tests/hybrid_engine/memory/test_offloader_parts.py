@@ -178,6 +178,7 @@ def test_parts_of_dropped_storages_are_not_copied():
     offloader = offloader_of(flat, action="drop", kind="grad")
     assert offloader.offload_parts("grad", [whole(flat)]) == 8 * PAGE
     assert offloader.host_nbytes() == 0
+    flat.fill_(1)  # after the release
     offloader.onload({"grad"})
     assert not flat.any()
     flat.fill_(1)

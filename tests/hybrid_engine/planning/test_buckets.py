@@ -157,6 +157,7 @@ def test_a_bucket_stays_on_all_ranks_or_on_none() -> None:
         assert Residency(nbytes, kind, 10).kept([0, 1, 2]) == {0, 1}
         assert Residency(nbytes, kind, 10).kept([2, 1, 0]) == {2, 1}
         assert Residency(nbytes, kind, 0).kept([0, 1, 2]) == frozenset()
+        assert Residency(0 * nbytes, kind, 0).kept([0, 1, 2]) == {0, 1, 2}
         assert Residency(nbytes, kind, None).kept([0, 1, 2]) == {0, 1, 2}
 
 
@@ -166,9 +167,13 @@ def test_a_tensor_trained_on_one_rank_is_not_frozen() -> None:
 
 
 def test_memory_with_two_names_is_released_after_the_later_bucket() -> None:
-    tied, view = (
-        Shard(Region(name, (0,), (8,)), Place(BufferId(0, "flat"), at, (1,))) for name, at in (("a", 0), ("b", 4))
+    tied, view, after = (
+        Shard(Region(name, (0,), (8,)), Place(BufferId(0, "flat"), at, (1,)))
+        for name, at in (("a", 0), ("b", 4), ("c", 12))
     )
+    adjacent = release_schedule([after, tied, view], ["ab", "c"])
+    assert adjacent == ({"flat": (Extent(0, 12),)}, {"flat": (Extent(12, 20),)})
+    assert release_schedule([after, tied, view], ["abc"]) == ({"flat": (Extent(0, 20),)},)
     for shards in ([tied, view], [view, tied]):
         assert release_schedule(shards, ["a", "b"]) == ({}, {"flat": (Extent(0, 12),)})
         assert release_schedule(shards, ["b", "a"]) == ({}, {"flat": (Extent(0, 12),)})

@@ -223,6 +223,9 @@ def test_staging_holds_the_messages_of_two_buckets() -> None:
         sides.append(Layout({"a": (5,), "b": (6,), "c": (7,)}, buffers, tuple(part.shards[0] for part in parts)))
     result = plan(*sides, "xy", 1)
     assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [2 * (6 + 7)] * 2
+    parts = ((0, "0", 5), (0, "0", 6), (0, "1", 3), (0, "2", 4), (1, "0", 9))
+    relays = {BufferId(rank, f"{n}"): Buffer(n, "bfloat16", bucket) for rank, bucket, n in parts}
+    assert staging_nbytes(result.buckets, relays, 0) == 2 * (6 + 7) + 2 * 2 * (5 + 6)
 
 
 @given(cases(), st.randoms(use_true_random=False))
@@ -368,14 +371,21 @@ def test_experts_of_a_layer_become_one_copy() -> None:
     assert transfer.tensor == "experts.0.down … experts.5.down"
 
 
-def test_decreasing_source_offsets_are_not_coalesced() -> None:
-    assert len(coalesce([box("a", (2, 8), 50, 0, (8, 1)), box("b", (2, 8), 0, 16, (8, 1))])) == 2
-
-
-def test_a_run_is_coalesced_after_an_irregular_box() -> None:
-    offsets = [(0, 0), (90, 16), (130, 80), (170, 144)]
+@pytest.mark.parametrize(
+    ("offsets", "lengths"),
+    [
+        ([(50, 0), (0, 16)], [(16,), (16,)]),  # backwards through the source
+        ([(0, 0), (0, 16)], [(2, 16)]),
+        ([(0, 0), (90, 16)], [(2, 16)]),
+        ([(0, 0), (90, 16), (130, 80), (170, 144)], [(16,), (3, 16)]),
+        ([(0, 0), (90, 16), (130, 80), (220, 96)], [(2, 2, 16)]),
+    ],
+)
+def test_boxes_at_regular_distances_are_coalesced(
+    offsets: list[tuple[int, int]], lengths: list[tuple[int, ...]]
+) -> None:
     boxes = [box(str(n), (2, 8), src, dst, (8, 1)) for n, (src, dst) in enumerate(offsets)]
-    assert sorted(len(transfer.lengths) for transfer in coalesce(boxes)) == [1, 2]
+    assert [transfer.lengths for transfer in coalesce(boxes)] == lengths
 
 
 def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:

@@ -302,6 +302,8 @@ def test_importance_weights_token_by_token(seed: int, of: Any, above_cap: Any, c
             if veto is not None and min(ratios) < veto:
                 expected = 0.0
             assert weight == pytest.approx(expected, rel=1e-9)
+    at_cap = losses.importance_weights(0 * log_ratio, batch["mask"], 1.0, of=of, above_cap=above_cap)
+    assert (at_cap == 1).all()
 
 
 def test_weights_need_tokens_and_a_length() -> None:

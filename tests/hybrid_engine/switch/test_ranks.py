@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import (
@@ -359,9 +358,7 @@ def only_what_changed(rank: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module", params=[0, 1], ids="rank {} is late".format)
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
-    """Results of each scenario on threads, by rank; on GPUs in processes, which NCCL's messages need."""
-    if torch.cuda.is_available():
-        return request.getfixturevalue("two_processes")
+    """Results of each scenario on threads, by rank."""
     return RankThreads(2, request.param, early=True).run(
         lambda world: {name: run(world.rank) for name, run in ON_THREADS.items()}
     )
@@ -369,8 +366,7 @@ def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
 
 def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
-    scenarios = ON_PROCESSES | (ON_THREADS if torch.cuda.is_available() else {})
-    results = {name: run(dist.get_rank()) for name, run in scenarios.items()}
+    results = {name: run(dist.get_rank()) for name, run in ON_PROCESSES.items()}
     dist.destroy_process_group()
     return results
 

@@ -237,7 +237,7 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         router.close()
 
 
-def raise_error(error: Exception) -> NoReturn:
+def raise_error(error: BaseException) -> NoReturn:
     raise error
 
 
@@ -271,6 +271,17 @@ def test_a_dead_transport_prevents_no_other_notification():
     with pytest.raises(ReshardError, check=has_code("fill-failed", "no memory for allocate")):
         fill(container, {})
     assert dead.abandoned == abandoned == [0, 1, 2]
+
+
+def test_no_fill_follows_an_interrupt_of_the_notification(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Weights(0, "allocate group0")
+    monkeypatch.setattr(weights, "abandon", lambda: raise_error(KeyboardInterrupt()))
+    container = WeightContainer(weights, make_plan(), in_process_router(0), num_ranks=2)
+    with pytest.raises(KeyboardInterrupt):
+        fill(container, {})
+    container.release()
+    with pytest.raises(StateError, check=has_code("interrupted-twice", "rank 0")):
+        container.begin()
 
 
 def test_a_plan_that_does_not_complete_each_group_once_is_refused():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import TransportError
@@ -52,6 +52,7 @@ def pairs_of_messages(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(pairs_of_messages(), st.integers(1, 3))
+@example((changed(message(4, 0), [0, 1]), message(4, 0)), 1)  # the delta is as long as the message
 def test_a_delta_holds_the_changes_if_it_is_shorter(pair: tuple[torch.Tensor, torch.Tensor], num_together: int) -> None:
     new, old = pair
     with pytest.MonkeyPatch.context() as patch:

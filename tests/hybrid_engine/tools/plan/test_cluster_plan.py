@@ -127,6 +127,7 @@ def test_shards_are_padded_and_uneven_ones_leave_late() -> None:
     assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
     peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "at most both together"
+    assert (replace(peaks, keeps_inference=True).device == state.total + peaks.inference).all()
 
 
 def test_a_drafter_counts_as_weights_of_vllm(job: JobPlanner) -> None:
