@@ -187,7 +187,8 @@ def _pointed_name(latest: Path) -> str | None:
         return None
     with naming("reading", latest, REMEDY):
         contents = read_regular(latest, _MAX_POINTER_NBYTES, follow_links=False)
-        name = contents.decode(errors="replace").strip()
+        # Exactly: a flipped bit turns "\n" into another blank.
+        name = contents.decode(errors="replace").removesuffix("\n")
     return name if _SAVE_NAME.fullmatch(name) else None
 
 

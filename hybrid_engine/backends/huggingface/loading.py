@@ -48,7 +48,7 @@ HEAD = "lm_head.weight"
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of names of tensors in older checkpoints that no model reads."""
 
-_REMEDY = f"Restore it from a copy; if another program wrote it, remove {CHECKSUMS}"
+_REMEDY = f"Restore it from a copy; if you or another program changed it, remove {CHECKSUMS}"
 
 _STEP_NBYTES = 64 << 20
 """Maximum bytes of each of two tensors that are compared at once."""
@@ -158,8 +158,7 @@ def load_hf_checkpoint(
             if transfer.tensor not in new
         ]
     file_names = sorted({tensor.file for tensor in stored.values()})
-    share = file_names[job.rank :: job.world_size]
-    job.agreement.rounds("verifying the checkpoint", _verify(directory, share))
+    job.agreement.rounds("verifying the checkpoint", _verify(directory, file_names, job))
     comparison = compare_repetitions(directory, stored, table, job.rank, job.world_size)
     job.agreement.rounds("comparing repeated tensors", comparison)
     if job.rank == 0:
@@ -275,16 +274,18 @@ def layout_of(
     return Layout(shapes, buffers, tuple(shards))
 
 
-def _verify(directory: Path, names: Sequence[str]) -> Iterator[None]:
-    """Compare files with their checksums, if there are any. Yields after each file."""
-    checksums: Mapping[str, str] = {}
+def _verify(directory: Path, names: Sequence[str], job: Job) -> Iterator[None]:
+    """Compare all files with their checksums, if there are any: each rank its share.
+
+    Without an entry a file of weights would be read unverified. Yields after each file.
+    """
     if (directory / CHECKSUMS).is_file():
         checksums = read_checksums(directory, _REMEDY, follow_links=True)
-    for name in names:
-        if name in checksums:
+        for name in sorted({*names, *checksums})[job.rank :: job.world_size]:
             # Files of the Hub's cache are links.
-            require_as_written((directory / name).resolve(), checksums[name], _REMEDY)
-        yield
+            path = (directory / name).resolve()
+            require_as_written(path, checksums.get(name, "none"), _REMEDY)
+            yield
 
 
 @contextmanager

@@ -490,8 +490,7 @@ def _foreign_names(directory: Path) -> list[str]:
     if directory.suffix == ".incomplete":
         patterns.append(CODE)
     elif (directory / CHECKSUMS).is_file():
-        checksums = read_checksums(directory, "Remove it")
-        ours.update(fnmatch.filter(checksums, CODE))
+        ours.update(read_checksums(directory, "Remove it"))
     foreign = []
     for path in directory.iterdir():
         # A killed write of a file leaves it under this name.
@@ -537,8 +536,8 @@ def put_in_place(
         }
         write_text(new / INDEX, json.dumps(index, indent=2) + "\n")
     # Those of the code tell later that it is not a user's.
-    code = {path.name: checksum_of(path) for path in new.glob(CODE)}
-    write_checksums(new, {**checksums, **code})
+    others = [path for path in new.iterdir() if path.name not in checksums]
+    write_checksums(new, {**checksums, **{path.name: checksum_of(path) for path in others}})
     with naming("replacing", directory):
         # The entries must be on the disk before the old directory goes.
         sync(new)
