@@ -33,6 +33,7 @@ import difflib
 import os
 import re
 import reprlib
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Self, TypeVar
@@ -66,9 +67,9 @@ def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
     return f"{separator.join(items[:most])}{more}"
 
 
-def is_of_package(filename: str) -> bool:
-    """Return whether a frame of a traceback with this file is of this package, not of its user."""
-    return filename.startswith(_PACKAGE)
+def is_of_user(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is neither of this package nor of what lies between it and a user."""
+    return not frame.filename.startswith(_NOT_OF_USER)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -90,7 +91,10 @@ def collect(
         return None
 
 
-_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_NOT_OF_USER = (
+    os.path.dirname(__file__) + "/",
+    *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
+)
 _INDEX = re.compile(r"\[\d+\]")
 
 

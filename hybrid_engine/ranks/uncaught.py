@@ -1,6 +1,7 @@
 """Output of an uncaught error that ends several ranks: one traceback instead of one per rank.
 
-    rank 0    the whole traceback, with the cause; of a ConfigError its message
+    rank 0    the whole traceback, with the cause; of a ConfigError its message; of an
+              ArgumentError, such as a failed reward, the user's frames
     rank 3    rank 3 ends by ConfigError; rank 0 prints the cause
     rank 3    rank 3 ends by LostRankError: update: rank 1 has ended (process 4711). The job …
 
@@ -39,7 +40,7 @@ from hybrid_engine.errors import (
     HybridEngineError,
     LostRankError,
     RemoteError,
-    is_of_package,
+    is_of_user,
 )
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def install() -> None:
         has_peers = rank and os.environ.get("WORLD_SIZE", "1") != "1"
 
         def print_whole() -> None:
-            if type(error) is ConfigError:
-                print(_with_line_of_caller(error, frames), file=sys.stderr)
+            if isinstance(error, ConfigError):
+                sys.stderr.write(_for_user(error))
             else:
                 previous(kind, error, frames)
 
@@ -93,15 +94,19 @@ def _is_config_error(error: BaseException) -> bool:
     return type(error) is ConfigError
 
 
-def _with_line_of_caller(error: ConfigError, frames: TracebackType | None) -> str:
-    """Return the message, and the innermost line that is not in this package."""
-    stack = traceback.extract_tb(frames)
-    lines = [
-        f"  in {frame.filename}:{frame.lineno}"
-        for frame in stack
-        if not is_of_package(frame.filename)
-    ]
-    return "\n".join([f"{ConfigError.__name__}: {error}", *lines[-1:]])
+def _for_user(error: ConfigError) -> str:
+    """Return the traceback of an error and its causes, with the user's frames alone.
+
+    A ConfigError has the innermost of its own frames only.
+    """
+    printed = link = traceback.TracebackException.from_exception(error)
+    while link is not None:
+        link.stack[:] = filter(is_of_user, link.stack)
+        link = link.__cause__ or link.__context__
+    if type(error) is not ConfigError:
+        return "".join(printed.format())
+    caller = "".join(f"  in {frame.filename}:{frame.lineno}\n" for frame in printed.stack[-1:])
+    return f"ConfigError: {error}\n{caller}"
 
 
 def _print_as_rank(rank: str, error: HybridEngineError, print_whole: Callable[[], object]) -> None:

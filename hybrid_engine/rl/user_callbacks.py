@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import inspect
 import itertools
 import logging
 import math
 import numbers
-import os
 import queue
 import selectors
 import sys
@@ -28,7 +26,7 @@ from hybrid_engine.errors import (
     Violation,
     clipped,
     first_of,
-    is_of_package,
+    is_of_user,
     shortened,
 )
 from hybrid_engine.ranks.agreement import Agreement
@@ -42,7 +40,6 @@ logger = logging.getLogger("hybrid_engine")
 _SHARE_OF_TIMEOUT = 0.9
 _SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
 _SECONDS_OF_A_STEP = 1.0
-_ASYNCIO = tuple(os.path.dirname(str(module.__file__)) for module in (asyncio, concurrent.futures))
 _BUT_CTRL_C = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Exceptions that a user's function raises itself. Ctrl-C, raised in the function that the main
 thread is in, is not among them."""
@@ -279,7 +276,7 @@ def naming_failure(
         yield
     except kind as error:
         stack = traceback.extract_tb(error.__traceback__)
-        user_frames = [frame for frame in stack if _is_of_user(frame)]
+        user_frames = list(filter(is_of_user, stack))
         # From outside: the task is cancelled, or its coroutine is closed with its event loop.
         is_closed = isinstance(error, GeneratorExit) and not user_frames
         if is_closed or _is_being_cancelled():
@@ -314,11 +311,6 @@ def calling(agreement: Agreement, argument: str, place: str) -> Iterator[None]:
                 raise
 
 
-def _is_of_user(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is neither of this package nor of the event loop and its futures."""
-    return not frame.filename.startswith(_ASYNCIO) and not is_of_package(frame.filename)
-
-
 def _is_being_cancelled() -> bool:
     """Return whether the current task was cancelled from outside, as `_await_all` does."""
     try:
@@ -349,7 +341,7 @@ class _LoopThread(NamedTuple):
         innermost = sys._current_frames()[self.thread.ident or 0]
         stack = traceback.extract_stack(innermost)
         # From the innermost frame outwards, up to the first frame of the event loop.
-        frames = itertools.takewhile(_is_of_user, reversed(stack))
+        frames = itertools.takewhile(is_of_user, reversed(stack))
         user_frames = list(frames)
         if all(frame.filename == selectors.__file__ for frame in user_frames):
             return None

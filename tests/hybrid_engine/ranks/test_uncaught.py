@@ -89,14 +89,18 @@ def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "has_traceback"),
-    [("ConfigError", 2, False), ("ArgumentError", 1, True), ("StateError", 1, True)],
+    ("fault", "status", "num_frames"),
+    [
+        ("raise errors.ConfigError([])", 2, 0),
+        ("run_callbacks('reward', [('prompt 0', lambda: 1 / 0, ())], 5)", 1, 2),
+        ("raise errors.StateError", 1, 1),
+    ],
 )
-def test_invalid_configurations_have_an_exit_status(error: str, status: int, has_traceback: bool) -> None:
-    program = f"import hybrid_engine\nfrom hybrid_engine import errors\nraise errors.{error}([])"
+def test_an_error_has_an_exit_status_and_frames_of_the_user(fault: str, status: int, num_frames: int) -> None:
+    program = f"from hybrid_engine import errors\nfrom hybrid_engine.rl.user_callbacks import run_callbacks\n{fault}"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert process.returncode == status
-    assert ("Traceback" in process.stderr) == has_traceback
+    assert process.stderr.count('File "') == num_frames
 
 
 def test_an_interactive_session_goes_on() -> None:
