@@ -18,8 +18,7 @@ def accepted_flips(paths: Iterable[Path], read: Callable[[], object], *, every: 
     for path in paths:
         written = path.read_bytes()
         for bit in range(0, 8 * len(written), every):
-            number = int.from_bytes(written) ^ 1 << bit
-            path.write_bytes(number.to_bytes(len(written)))
+            path.write_bytes((int.from_bytes(written) ^ 1 << bit).to_bytes(len(written)))
             with suppress(HybridEngineError):
                 read()
                 accepted.append((path.name, bit))

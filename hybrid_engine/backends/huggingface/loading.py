@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -157,8 +157,8 @@ def load_hf_checkpoint(
             for transfer in box_transfers(source, destination, hosts, job.rank, table.shapes)
             if transfer.tensor not in new
         ]
-    file_names = sorted({tensor.file for tensor in stored.values()})
-    job.agreement.rounds("verifying the checkpoint", _verify(directory, file_names, job))
+    names = {tensor.file for tensor in stored.values()}
+    job.agreement.rounds("verifying the checkpoint", _verify(directory, names, job))
     comparison = compare_repetitions(directory, stored, table, job.rank, job.world_size)
     job.agreement.rounds("comparing repeated tensors", comparison)
     if job.rank == 0:
@@ -274,7 +274,7 @@ def layout_of(
     return Layout(shapes, buffers, tuple(shards))
 
 
-def _verify(directory: Path, names: Sequence[str], job: Job) -> Iterator[None]:
+def _verify(directory: Path, names: set[str], job: Job) -> Iterator[None]:
     """Compare all files with their checksums, if there are any: each rank its share.
 
     Without an entry a file of weights would be read unverified. Yields after each file.
@@ -283,8 +283,7 @@ def _verify(directory: Path, names: Sequence[str], job: Job) -> Iterator[None]:
         checksums = read_checksums(directory, _REMEDY, follow_links=True)
         for name in sorted({*names, *checksums})[job.rank :: job.world_size]:
             # Files of the Hub's cache are links.
-            path = (directory / name).resolve()
-            require_as_written(path, checksums.get(name, "none"), _REMEDY)
+            require_as_written((directory / name).resolve(), checksums.get(name, "none"), _REMEDY)
             yield
 
 

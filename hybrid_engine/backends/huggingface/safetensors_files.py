@@ -109,6 +109,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with naming("writing", path), _builtin_errors():
         # transformers expects this metadata.
         save_file(dict(tensors), path, metadata={"format": "pt"})
+        # safetensors leaves it to its owner alone; servers of other users read it, too.
+        path.chmod(path.parent.stat().st_mode & 0o666)
         sync(path)
 
 

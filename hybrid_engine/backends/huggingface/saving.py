@@ -536,8 +536,10 @@ def put_in_place(
         }
         write_text(new / INDEX, json.dumps(index, indent=2) + "\n")
     # Those of the code tell later that it is not a user's.
-    others = [path for path in new.iterdir() if path.name not in checksums]
-    write_checksums(new, {**checksums, **{path.name: checksum_of(path) for path in others}})
+    write_checksums(
+        new,
+        {path.name: checksums.get(path.name) or checksum_of(path) for path in new.iterdir()},
+    )
     with naming("replacing", directory):
         # The entries must be on the disk before the old directory goes.
         sync(new)

@@ -106,6 +106,7 @@ def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
     tensors = {name: tensor for contents in loaded.values() for name, tensor in contents.items()}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**SHAPES, "d": SHAPES["a"]}
     assert all(tensor.dtype == torch.bfloat16 and (tensor == 2).all() for tensor in tensors.values())
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
     if file_nbytes == ONE_FILE:
         assert files == [SINGLE]
     else:
@@ -284,7 +285,7 @@ def load(directory: Path, weights: Any = None) -> list[float]:
 def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"rope_theta": 1000}')
     save(tmp_path, 1, SEVERAL_FILES)
-    assert {CHECKSUMS, INDEX, "config.json"} < contents_of(tmp_path).keys()
+    assert (tmp_path / INDEX).is_file()
     kept = Weights(7.0)
     assert accepted_flips(tmp_path.iterdir(), lambda: load(tmp_path, kept), every=17) == []
     assert all((flat == 7).all() for flat in kept.tensors.values())
