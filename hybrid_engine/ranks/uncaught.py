@@ -99,7 +99,8 @@ def _for_user(error: ConfigError) -> str:
 
     A ConfigError has the innermost of its own frames only.
     """
-    printed = link = traceback.TracebackException.from_exception(error)
+    printed = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = printed
     while link is not None:
         link.stack[:] = filter(is_of_user, link.stack)
         link = link.__cause__ or link.__context__

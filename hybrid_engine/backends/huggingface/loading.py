@@ -157,8 +157,8 @@ def load_hf_checkpoint(
             for transfer in box_transfers(source, destination, hosts, job.rank, table.shapes)
             if transfer.tensor not in new
         ]
-    names = {tensor.file for tensor in stored.values()}
-    job.agreement.rounds("verifying the checkpoint", _verify(directory, names, job))
+    weight_files = {tensor.file for tensor in stored.values()}
+    job.agreement.rounds("verifying the checkpoint", _verify(directory, weight_files, job))
     comparison = compare_repetitions(directory, stored, table, job.rank, job.world_size)
     job.agreement.rounds("comparing repeated tensors", comparison)
     if job.rank == 0:
