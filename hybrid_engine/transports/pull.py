@@ -105,8 +105,7 @@ class PullTransport:
         known, copies = self._copies.get(key, (None, None))
         # The router passes the same list at every switch; another list is another plan.
         if copies is None or known is not transfers:
-            writing = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
-            copies = BatchedCopies(writing)
+            copies = BatchedCopies(pulls_of(self.rank, transfers))
             self._copies[key] = (transfers, copies)
         return copies
 
@@ -314,6 +313,17 @@ class SharedMemoryTransport(PullTransport):
             raise failure_at(
                 self.name, bucket, "read", transfer, error, peer=transfer.src_rank
             ) from error
+
+
+def pulls_of(rank: int, transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Return the transfers that write to `rank`, in the order in which it reads its peers.
+
+    A rank begins with itself and its next peer. If all ranks began with rank 0, they would share
+    the links of its device while those of the others idle.
+    """
+    pulls = [transfer for transfer in transfers if transfer.dst_rank == rank]
+    # Rotated: ascending from `rank`, then ascending from 0.
+    return sorted(pulls, key=lambda pull: (pull.src_rank < rank, pull.src_rank))
 
 
 def _extents(transfers: Iterable[Transfer], handle: DeviceHandle) -> list[Extent]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.transports import collective
+from hybrid_engine.transports import collective, copies
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage
@@ -178,6 +178,19 @@ def test_case_on_real_ranks(results_by_rank, kind: str, name: str):
 
 def test_collective_staging_is_reused(results_by_rank):
     assert [result["collective", "staging_is_reused"] for result in results_by_rank] == [[]] * len(results_by_rank)
+
+
+def test_ranks_read_different_peers_at_a_time() -> None:
+    """Each begins with itself and its next peer, so no two ranks read the same one."""
+    case = build_case(SEED, 4, Shape(num_transfers=200, num_buckets=1, small=True))
+    owners = {flat.data_ptr(): buffer_id.rank for buffer_id, flat in case.sources.items()}
+    for rank in range(4):
+        with mock.patch.object(copies, "copy_each") as copy_each:
+            transport = InProcessTransport(rank, case.sources)
+            transport.run(0, case.buckets[0].transfers, {}, case.new_destinations(rank))
+        for call in copy_each.call_args_list:
+            read = [owners[view.untyped_storage().data_ptr()] for view in call.args[1]]
+            assert read == sorted(read, key=lambda peer: (peer - rank) % 4)
 
 
 def test_a_message_of_another_bucket_is_refused() -> None:
