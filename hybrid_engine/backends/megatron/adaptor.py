@@ -89,7 +89,7 @@ class MegatronAdaptor(AdaptorWithSources):
         # Dequantised weights take twice the memory of the weights, so only those that are sent.
         weights = [
             tensor
-            for name, tensor in self.model.quantised_weights()
+            for name, tensor in self.model.quantised_weights
             if not self.sent_as_stored.issuperset(self._tensors_of(name, tensor))
         ]
         return [dequantised_weights(weights)] if weights else []
@@ -99,7 +99,7 @@ class MegatronAdaptor(AdaptorWithSources):
     ) -> Mapping[str, Sequence[StoredScales]]:
         parts: dict[str, list[StoredScales]] = {}
         findings: dict[str, dict[str, None]] = {}
-        for name, tensor in self.model.quantised_weights():
+        for name, tensor in self.model.quantised_weights:
             home = self.model.homes[tensor]
             for shard in self._shards_of(name, tensor, home):
                 if shard.region.tensor in quantization.weights and shard.region.numel:

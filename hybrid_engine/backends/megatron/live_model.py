@@ -141,6 +141,8 @@ class LiveModel(GuardedState):
         self._moe_layers = [
             (name, module) for name, module in modules if isinstance(module, MoELayer)
         ]
+        # Found once: DDP keeps its buffers, and every survey would walk over the whole model.
+        self._gradients = [] if optimizer is None else list(_gradients(self.chunks))
         members = [] if optimizer is None else optimizer_members(optimizer)
         # Megatron's optimizers take no hooks, but the torch optimizers that they call do.
         self.watch(self.chunks, [member.optimizer for _, member in members])
@@ -168,8 +170,9 @@ class LiveModel(GuardedState):
     def offload_items(self) -> list[OffloadItem]:
         """See the port. Moves optimizer state into elastic buffers, once it exists."""
         items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self._moe_layers)]
+        items += self._gradients
         if self.optimizer is not None:
-            items += [*_gradients(self.chunks), *_optimizer_state(self.optimizer)]
+            items += _optimizer_state(self.optimizer)
         return items
 
     def _parameters(self) -> Iterator[OffloadItem]:
@@ -177,7 +180,7 @@ class LiveModel(GuardedState):
         scratch = self.weights.scratch
         for name, tensor in self.weights.allocated().items():
             yield OffloadItem(name, "param", tensor, "drop" if name in scratch else "copy")
-        yield from backward_items(self.weights.model.quantised_weights())
+        yield from backward_items(self.weights.model.quantised_weights)
 
     def probe_limits(self) -> ProbeLimits:
         if self.cannot_compute:

@@ -91,6 +91,8 @@ class ModelTensors:
         flat_buffers: live 1-D storage by name: DDP's flat buffers, and a separate one for every
             other tensor.
         homes: location of each tensor in `flat_buffers`.
+        quantised_weights: those of `named_weights` that Transformer Engine keeps in 8 bits. Found
+            once, because every switch needs them, and a walk over a large model takes milliseconds.
         norm_factors: by weight, the factors of norms that Megatron stores minus 1; None: there are
             none.
         fingerprint: structure of the chunks when their tensors were located.
@@ -131,6 +133,7 @@ class ModelTensors:
                 if _GROUPED.search(name) and (experts := names.experts_of(name)):
                     self._grouped[names.of_weight(name)] = experts
         self._locate_storage()
+        self.quantised_weights = [pair for pair in self.named_weights() if is_quantised(pair[1])]
         self.norm_factors = self._norm_factors()
         self.fingerprint = Fingerprint(self.chunks, data_of, CHANGED_BY_TRAINING)
 
@@ -182,10 +185,6 @@ class ModelTensors:
         """Return whether other adapters compute than those in `adapters`, or with other scales."""
         present = Adapters(list(map(unwrap_model, self.chunks)))
         return present.settings != self.adapters.settings
-
-    def quantised_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield those of `named_weights` that Transformer Engine keeps in 8 bits."""
-        return ((name, weight) for name, weight in self.named_weights() if is_quantised(weight))
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
         """Return the weights in a tensor of `named_weights`."""
