@@ -8,9 +8,10 @@
                       messages
        share          inference layouts, and the hosts that can relay: they receive messages for
                       many ranks once
-       host_groups    handles of exported buffers, among the ranks of a host
     3  plan           on every rank from the same records; each rank keeps its part
-    4  is_same        digests of the plans must be equal; then relay buffers' handles are exchanged
+    4  is_same        digests of the plans must be equal
+       host_groups    handles of the buffers, relay buffers included, that other ranks of the host
+                      read by this plan
     5  connect        process groups, transports, the container to be filled
 
 ShardingManager calls this once. A program with another destination, such as a second Megatron
@@ -57,6 +58,7 @@ from hybrid_engine.transports.router import (
     TransportSet,
     choose_transport,
     export_handles,
+    pulled_buffers,
 )
 
 logger = logging.getLogger("hybrid_engine")
@@ -188,11 +190,9 @@ def connect(
             unchanging = frozen() if config.incremental != "off" else ()
             offer = Offer(can_relay, sorted(unchanging))
             records = (*layout_messages(destination.layout()), encode(offer))
-            exported = export_handles(job.rank, buffers) if shares_memory else {}
         if source_side is None:
             source_side = gather_side(job, source)
         numbers, messages = job.agreement.share(records, "exchange of layouts")
-        handles = _gather_handles(job, exported, fence_group)
     with timed("plan"):
         with job.agreement.phase("plan"):
             rank_part = rank_plan(
@@ -206,14 +206,16 @@ def connect(
                 job.devices,
             )
             relays = RelayBuffers(job.rank, rank_part.plan.relays, job.device)
-            relay_handles = export_handles(job.rank, relays.tensors)
+            pulled = pulled_buffers(job.rank, rank_part.plan, config.transport)
+            flats = {**buffers, **relays.tensors} if shares_memory else {}
+            read = {name: flat for name, flat in flats.items() if name in pulled}
+            exported = export_handles(job.rank, read)
         if not job.agreement.is_same([text_digest(rank_part.parameters)], "comparison of plans"):
             raise PlanError(
                 ["the ranks made different plans: they do not run the same code or configuration"]
             )
-        (has_relays,) = job.agreement.any_of([bool(relay_handles)], "comparison of plans")
-        if has_relays:
-            handles |= _gather_handles(job, relay_handles, fence_group)
+        (has_relays,) = job.agreement.any_of([bool(relays.tensors)], "comparison of plans")
+        handles = _gather_handles(job, exported, fence_group)
         # Every purpose has a separate group, because a group is unusable after a timeout.
         transfer_group = _transfer_group(job, rank_part.plan, handles.keys(), config, owner)
         notify_group = job.new_host_group(owner) if has_relays else None

@@ -24,8 +24,9 @@ whole or as a delta is announced, in its header.
 
 Start-up, on every rank, by switch/setup.py (which also exchanges the objects):
 
-    1  export_handles(rank, training.buffers())         for peers of the host; gathered
-    2  RelayBuffers(rank, plan.relays, device)          exported too
+    1  RelayBuffers(rank, plan.relays, device)
+    2  export_handles(rank, buffers)                    of those that peers read (`pulled_buffers`);
+                                                        gathered among the ranks of the host
     3  TransportSet.connect(TransportContext(rank, buffers, all_handles, group, ...))
                                                         builds the transports of the registry
     4  router.check(plan, exported=all_handles)         reports all transfers that cannot be carried

@@ -104,6 +104,21 @@ def export_handles(rank: int, buffers: FlatBuffers) -> dict[BufferId, Handle]:
     return handles
 
 
+def pulled_buffers(rank: int, plan: ReshardPlan, preference: str = "auto") -> set[str]:
+    """Return the names of this rank's buffers that other ranks read, if they can map them.
+
+    Only these are exported: on CUDA the driver takes about 0.9 ms for each chunk, whenever its
+    memory comes back.
+    """
+    return {
+        transfer.src.buffer.name
+        for transfer in plan.transfers()
+        if transfer.src_rank == rank
+        and choose_transport(transfer, {transfer.src.buffer}, preference)
+        == SharedMemoryTransport.name
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """Costs of one bucket on this rank.

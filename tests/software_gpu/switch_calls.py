@@ -36,7 +36,6 @@ RECORDED: Mapping[str, Mapping[str, int]] = {
         "waits between streams": 2,
         "waits of the host": 20,
         "calls of virtual memory": 17,
-        "descriptors": 1,
     },
 }
 """Calls of the last of five switches, including `verify: full`."""

@@ -24,6 +24,7 @@ from hybrid_engine.transports.router import (
     RegisteredTransport,
     TransportSet,
     choose_transport,
+    pulled_buffers,
 )
 from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
@@ -249,7 +250,12 @@ def test_a_lost_connection_is_an_error(outcomes):
 )
 def test_choice_of_transport(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
     exported = {BufferId(src_rank, "src")} if is_exported else set()
-    assert choose_transport(transfer_between(src_rank, 1, link), exported, preference) == expected
+    transfer = transfer_between(src_rank, 1, link)
+    assert choose_transport(transfer, exported, preference) == expected
+    plan = ReshardPlan((Bucket(0, (), (transfer,), (), 0),), {}, (), "")
+    assert not pulled_buffers(2, plan, preference)
+    if is_exported:
+        assert pulled_buffers(src_rank, plan, preference) == ({"src"} if expected == "shared_memory" else set())
 
 
 def test_the_configuration_offers_every_registered_transport():
