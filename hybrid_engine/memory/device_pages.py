@@ -14,7 +14,8 @@ peer maps chunks only while it reads them: until it unmaps them their memory sta
 after the owner has released them.
 
     peer = DevicePeer(handle, driver)            once: an address range of this process, unmapped
-    with peer.mapped(extents, keep) as flat:     descriptors fetched, absent chunks mapped
+    chunks = handle.chunks(extents)              once
+    with peer.mapped(chunks, keep) as flat:      descriptors fetched, absent chunks mapped
         copy from flat[start:stop]
                                                  stream waited for, chunks not in `keep` unmapped
 
@@ -31,7 +32,7 @@ import functools
 import os
 import resource
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +108,23 @@ class DeviceHandle(Record, frozen=True):
                 f"does not fit a table of {table.numel} elements of {table.dtype}",
                 code="malformed-handle",
             )
+
+    def chunks(self, extents: Iterable[Extent]) -> list[int]:
+        """Return the sorted numbers of the chunks that contain these elements.
+
+        Raises ValueError for elements beyond the tensor.
+        """
+        itemsize = getattr(torch, self.dtype).itemsize
+        touched: set[int] = set()
+        for extent in extents:
+            if extent.stop > self.numel:
+                raise ValueError(
+                    f"invalid elements [{extent.start}, {extent.stop}) of a tensor of {self.numel}"
+                )
+            first = self.offset + extent.start * itemsize
+            last = self.offset + extent.stop * itemsize
+            touched.update(range(first // self.chunk_nbytes, -(-last // self.chunk_nbytes)))
+        return sorted(touched)
 
 
 def chunk_nbytes_for(nbytes: int, granule: int, *, in_parts: bool = True) -> int:
@@ -403,20 +421,21 @@ class DevicePeer:
 
     @contextmanager
     def mapped(
-        self, extents: Sequence[Extent] = (), keep: Container[int] = ()
+        self, chunks: list[int] | None = None, keep: Container[int] = ()
     ) -> Iterator[torch.Tensor]:
-        """Yield the flat tensor, of which the elements of `extents` (default: all) may be read.
+        """Yield the flat tensor, of which the elements in `chunks` (default: all) may be read.
 
         Work queued inside the `with` block may read them too. Reading other elements, or later, is
-        an illegal access. Memory between the extents is not mapped, since its owner may have
-        released it. After a success the chunks in `keep` stay mapped. They are mapped again only if
-        their owner has released them since; until they are unmapped, that release frees no memory.
+        an illegal access. Other chunks are not mapped, since their owner may have released them.
+        After a success the chunks in `keep` stay mapped. They are mapped again only if their owner
+        has released them since; until they are unmapped, that release frees no memory.
 
-        Raises TransportError when the owner has released a chunk of an extent, when the descriptors
+        Raises TransportError when the owner has released one of the chunks, when the descriptors
         cannot be fetched, and, at the end, when the owner released a chunk meanwhile: the bytes
         read may then be outdated. Raises StateError inside another block, and after `close`.
         """
-        chunks = self.chunks(extents or [Extent(0, self._handle.numel)])
+        if chunks is None:
+            chunks = self._handle.chunks([Extent(0, self._handle.numel)])
         if self._is_read:
             raise StateError(
                 "the peer's buffer is mapped already; end that block first", code="already-mapped"
@@ -455,25 +474,6 @@ class DevicePeer:
         """Close the peer; idempotent."""
         self._range.clear()
         self._is_closed = True
-
-    def chunks(self, extents: Sequence[Extent]) -> list[int]:
-        """Return the sorted numbers of the chunks that contain these elements.
-
-        Raises ValueError for elements beyond the tensor.
-        """
-        handle = self._handle
-        itemsize = self._tensor.element_size()
-        touched: set[int] = set()
-        for extent in extents:
-            if extent.stop > handle.numel:
-                raise ValueError(
-                    f"invalid elements [{extent.start}, {extent.stop}) "
-                    f"of a tensor of {handle.numel}"
-                )
-            first = handle.offset + extent.start * itemsize
-            last = handle.offset + extent.stop * itemsize
-            touched.update(range(first // handle.chunk_nbytes, -(-last // handle.chunk_nbytes)))
-        return sorted(touched)
 
     def _map(self, chunks: list[int], serials: list[int]) -> None:
         """Map the chunks that are not mapped, or mapped under an older serial number."""

@@ -57,12 +57,16 @@ class BatchedCopies:
 
     Attributes:
         transfers: the transfers, in their original order. No two write the same element.
+        by_source: the same by source buffer.
     """
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self.transfers = tuple(transfers)
+        self.by_source: dict[BufferId, list[Transfer]] = {}
+        for transfer in self.transfers:
+            self.by_source.setdefault(transfer.src.buffer, []).append(transfer)
         # First transfer of each buffer: later entries replace earlier ones.
-        self._sources = {transfer.src.buffer: transfer for transfer in reversed(self.transfers)}
+        self._sources = {buffer: group[0] for buffer, group in self.by_source.items()}
         self._destinations = {
             transfer.dst.buffer: transfer for transfer in reversed(self.transfers)
         }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from msgspec.structs import replace
@@ -69,7 +70,7 @@ class PullTransport:
         with ExitStack() as readings:
             with self._clock.phase("read"):
                 copies = self._copies_of(bucket, transfers)
-                source_of = self._open_sources(bucket, copies.transfers, source, readings)
+                source_of = self._open_sources(bucket, copies, source, readings)
             with self._clock.phase("transfer"):
                 copy_straight(self.name, bucket, copies, source_of, destination)
 
@@ -112,7 +113,7 @@ class PullTransport:
     def _open_sources(
         self,
         bucket: int,
-        pulls: Sequence[Transfer],
+        copies: BatchedCopies,
         source: FlatBuffers,
         readings: ExitStack,
     ) -> FlatOf:
@@ -141,7 +142,7 @@ class LocalTransport(PullTransport):
     def _open_sources(
         self,
         bucket: int,
-        pulls: Sequence[Transfer],
+        copies: BatchedCopies,
         source: FlatBuffers,
         readings: ExitStack,
     ) -> FlatOf:
@@ -182,7 +183,11 @@ class SharedMemoryTransport(PullTransport):
         self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}
         # Number of the last bucket that reads a chunk, by chunk.
         self._last_reads: dict[BufferId, dict[int, int]] = {}
-        # Chunks are known only after a peer is opened, so reads are converted at first use.
+        # Chunks that copies read, and those that later buckets read again; derived at first use.
+        self._chunks: WeakKeyDictionary[
+            BatchedCopies, dict[BufferId, tuple[list[int], Set[int]]]
+        ] = WeakKeyDictionary()
+        # Reads are converted to chunks at first use.
         for bucket in buckets:
             for transfer in (*bucket.transfers, *bucket.fan_out):
                 buffer_id = transfer.src.buffer
@@ -227,38 +232,42 @@ class SharedMemoryTransport(PullTransport):
     def _open_sources(
         self,
         bucket: int,
-        pulls: Sequence[Transfer],
+        copies: BatchedCopies,
         source: FlatBuffers,
         readings: ExitStack,
     ) -> FlatOf:
-        on_devices: dict[BufferId, list[Transfer]] = {}
-        for transfer in pulls:
-            buffer_id = transfer.src.buffer
+        flats: dict[BufferId, torch.Tensor] = {}
+        for buffer_id, pulls in copies.by_source.items():
+            with self._located(bucket, pulls[0]):
+                flats[buffer_id] = self._open(bucket, buffer_id, copies, readings)
+        return lambda transfer: flats[transfer.src.buffer]
+
+    def _open(
+        self, bucket: int, buffer_id: BufferId, copies: BatchedCopies, readings: ExitStack
+    ) -> torch.Tensor:
+        """Return a peer's flat tensor, of which `copies` may read until `readings` is closed."""
+        handle = self._handles.get(buffer_id)
+        if handle is None:
+            raise TransportError(
+                f"no handle of {buffer_id} was exchanged; export the buffer or use collective",
+                code="no-handle",
+            )
+        if not isinstance(handle, DeviceHandle):
             # Host pages stay mapped after their first use.
-            if buffer_id in self._host_pages:
-                continue
-            with self._located(bucket, transfer):
-                handle = self._handles.get(buffer_id)
-                if handle is None:
-                    raise TransportError(
-                        f"no handle of {buffer_id} was exchanged; "
-                        "export the buffer or use collective",
-                        code="no-handle",
-                    )
-                if isinstance(handle, DeviceHandle):
-                    on_devices.setdefault(buffer_id, []).append(transfer)
-                else:
-                    self._host_pages[buffer_id] = self._map(handle)
-        mapped: dict[BufferId, torch.Tensor] = {}
-        for buffer_id, transfers in on_devices.items():
-            reading = self._mapped(bucket, buffer_id, transfers)
-            mapped[buffer_id] = readings.enter_context(reading)
-
-        def source_of(transfer: Transfer) -> torch.Tensor:
-            buffer_id = transfer.src.buffer
-            return mapped[buffer_id] if buffer_id in mapped else self._host_pages[buffer_id]
-
-        return source_of
+            if buffer_id not in self._host_pages:
+                self._host_pages[buffer_id] = self._map(handle)
+            return self._host_pages[buffer_id]
+        if buffer_id not in self._device_peers:
+            self._device_peers[buffer_id] = open_peer(handle)
+        by_buffer = self._chunks.setdefault(copies, {})
+        if buffer_id not in by_buffer:
+            chunks = handle.chunks(_extents(copies.by_source[buffer_id], handle))
+            last_reads = self._last_reads_of(buffer_id, handle)
+            # Mapping a chunk again for a later bucket would take longer than keeping it.
+            keep = {chunk for chunk, last in last_reads.items() if last > bucket}
+            by_buffer[buffer_id] = chunks, keep
+        chunks, keep = by_buffer[buffer_id]
+        return readings.enter_context(self._device_peers[buffer_id].mapped(chunks, keep))
 
     def _map(self, handle: BufferHandle) -> torch.Tensor:
         """Return a peer's flat tensor in host pages; each memory file is mapped once."""
@@ -270,38 +279,15 @@ class SharedMemoryTransport(PullTransport):
         stop = handle.offset + handle.numel * dtype.itemsize
         return self._files[whole][handle.offset : stop].view(dtype)
 
-    @contextmanager
-    def _mapped(
-        self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]
-    ) -> Iterator[torch.Tensor]:
-        """Yield a peer's flat device tensor, with the elements that these transfers read mapped."""
-        handle = self._handles[buffer_id]
-        assert isinstance(handle, DeviceHandle)
-        with self._located(bucket, transfers[0]):
-            if buffer_id not in self._device_peers:
-                self._device_peers[buffer_id] = open_peer(handle)
-            peer = self._device_peers[buffer_id]
-            last_reads = self._last_reads_of(buffer_id, handle, peer)
-            # Mapping a chunk again for a later bucket would take longer than keeping it.
-            keep = {chunk for chunk, last in last_reads.items() if last > bucket}
-            reading = peer.mapped(_extents(transfers, handle), keep)
-            flat = reading.__enter__()
-        # Outside `_located`: errors of the block itself must not be reported as read errors.
-        with ExitStack() as stack:
-            stack.push(reading)
-            yield flat
-
-    def _last_reads_of(
-        self, buffer_id: BufferId, handle: DeviceHandle, peer: DevicePeer
-    ) -> Mapping[int, int]:
+    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle) -> Mapping[int, int]:
         """Return the number of the last bucket that reads a chunk, by chunk."""
         if buffer_id not in self._last_reads:
-            last_reads: dict[int, int] = {}
-            for bucket, transfer in self._reads.pop(buffer_id, []):
+            self._last_reads[buffer_id] = {
                 # Buckets are in order, so later ones replace earlier ones.
-                for chunk in peer.chunks(_extents([transfer], handle)):
-                    last_reads[chunk] = bucket
-            self._last_reads[buffer_id] = last_reads
+                chunk: bucket
+                for bucket, transfer in self._reads.pop(buffer_id, [])
+                for chunk in handle.chunks(_extents([transfer], handle))
+            }
         return self._last_reads[buffer_id]
 
     @contextmanager

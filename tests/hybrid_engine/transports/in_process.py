@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
 
-from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.copies import FlatOf
+from hybrid_engine.transports.copies import BatchedCopies, FlatOf
 from hybrid_engine.transports.pull import PullTransport
 
 
@@ -21,6 +20,6 @@ class InProcessTransport(PullTransport):
         self._sources = sources
 
     def _open_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
+        self, bucket: int, copies: BatchedCopies, source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> FlatOf:
         return lambda transfer: self._sources[transfer.src.buffer]
