@@ -72,7 +72,7 @@ AWAY = 0
 """Serial number of a chunk without memory."""
 
 
-class DeviceHandle(Record, frozen=True):
+class DeviceHandle(Record, frozen=True, tag=True):
     """Location of a flat tensor in the device memory of another process on the same host.
 
     Attributes:

@@ -165,7 +165,7 @@ _PUNCH_HOLE = 2
 _STAT_BLOCK = 512
 
 
-class BufferHandle(Record, frozen=True):
+class BufferHandle(Record, frozen=True, tag=True):
     """Location of a flat tensor in the host pages of another process on the same host.
 
     Attributes:

@@ -31,9 +31,7 @@ import torch
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
 from hybrid_engine.layouts.memory import MIB
-from hybrid_engine.memory.device_pages import DeviceHandle
 from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, reading
-from hybrid_engine.memory.host_pages import BufferHandle
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
 from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
@@ -120,15 +118,6 @@ class Offer(Record, frozen=True):
 
     can_relay: bool
     frozen: list[str]
-
-
-_Handles = tuple[dict[str, BufferHandle], dict[str, DeviceHandle]]
-"""Buffers of one rank that other ranks of its host can map.
-
-Name -> handle, one mapping per kind of handle.
-"""
-
-_HANDLE_KINDS = (BufferHandle, DeviceHandle)
 
 
 def gather_side(job: Job, weights: WeightAdaptor) -> Side:
@@ -364,22 +353,13 @@ def _gather_handles(
 ) -> dict[BufferId, Handle]:
     """Gather the handles of the ranks of this host. Collective."""
     with job.agreement.phase("exchange of handles"):
-        by_kind = []
-        for kind in _HANDLE_KINDS:
-            of_kind = {
-                buffer_id.name: handle
-                for buffer_id, handle in exported.items()
-                if isinstance(handle, kind)
-            }
-            by_kind.append(of_kind)
-        message = encode(by_kind)
+        message = encode({buffer_id.name: handle for buffer_id, handle in exported.items()})
     with job.agreement.phase("exchange of handles"):
-        handles: dict[BufferId, Handle] = {}
-        for rank, received in group.gather(message).items():
-            for handles_of_rank in decode(received, _Handles):
-                for name, handle in handles_of_rank.items():
-                    handles[BufferId(rank, name)] = handle
-        return handles
+        return {
+            BufferId(rank, name): handle
+            for rank, received in group.gather(message).items()
+            for name, handle in decode(received, dict[str, Handle]).items()
+        }
 
 
 def _transfer_group(

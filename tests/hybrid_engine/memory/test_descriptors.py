@@ -243,7 +243,7 @@ def test_a_handle_outside_its_file_is_refused(handle: BufferHandle, values: dict
         replace(handle, **values)
     fields = [values.get(name, getattr(handle, name)) for name in BufferHandle.__struct_fields__]
     with pytest.raises(MessageError):
-        decode(encode(fields), BufferHandle)
+        decode(encode(["BufferHandle", *fields]), BufferHandle)
 
 
 def test_a_file_with_another_size_is_not_mapped(handle: BufferHandle) -> None:
