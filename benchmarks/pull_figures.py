@@ -130,7 +130,7 @@ def _pull(
         raise TransportError("no elastic buffers on this device; the log says why")
     peer = open_peer(handle, target.elastic)
     # the half that is already on this rank
-    copy_straight("local", 0, _read_from(job, rank), lambda _: source, destinations)
+    copy_straight("local", 0, BatchedCopies(_read_from(job, rank)), lambda _: source, destinations)
     parts = [_read_from(job, 1 - rank, bucket) for bucket in range(len(job.buckets))]
     transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle}, job.buckets)
     copies = BatchedCopies(transfer for part in parts for transfer in part)

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from itertools import groupby
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ from hybrid_engine.transports.messages import (
     Message,
     MessagePlanner,
     StagedMessage,
+    read_headers,
+    write_headers,
 )
 
 # Seconds. torch interprets a timeout of 0 as "no timeout".
@@ -56,7 +59,10 @@ _SHORTEST_WAIT = 0.001
 # Seconds by which a wait may end early, because torch counts whole milliseconds.
 _ROUNDING = 0.01
 # Seconds between two polls of NCCL's messages.
-_POLL_INTERVAL = 0.0005
+_SHORTEST_POLL = 0.00001
+_LONGEST_POLL = 0.0005
+# Messages that a rank receives, and those that it sends, in one batch of NCCL's operations.
+_MOST_RECEIVED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,11 +118,16 @@ class InFlight:
         incoming: messages with the memory that receives them.
         posted: operations of the messages.
         failure: reason why the outgoing messages are void, or the incoming ones are lost.
+        contents: parts to send after the headers of the incoming messages have arrived; None: the
+            posted operations have them.
+        deltas: deltas received in place of contents, by peer.
     """
 
     incoming: Sequence[StagedMessage]
     posted: Posted
     failure: TransportError | None
+    contents: Sequence[Part] | None = None
+    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class CollectiveTransport:
@@ -234,8 +245,7 @@ class CollectiveTransport:
         # Not in staging memory, which belongs to the buckets in flight.
         outgoing = self._bare_headers(receivers)
         incoming = self._bare_headers(senders)
-        for staged in outgoing:
-            staged.write_header(bucket, reason)
+        write_headers(outgoing, [staged.header_bytes(bucket, reason) for staged in outgoing])
         posted = self._post(
             bucket, phase, parts_of(incoming), parts_of(outgoing), self._notify_group
         )
@@ -243,11 +253,13 @@ class CollectiveTransport:
         return self._peer_failure(bucket, phase, incoming)
 
     def _bare_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
-        messages = []
-        for peer in sorted(peers):
-            memory = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device)
-            messages.append(StagedMessage(Message(peer), memory))
-        return messages
+        return [
+            StagedMessage(
+                Message(peer),
+                torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device),
+            )
+            for peer in sorted(peers)
+        ]
 
     def take_seconds(self) -> dict[str, float]:
         """See `ports.Transport`."""
@@ -307,10 +319,27 @@ class CollectiveTransport:
         self._raise_if_broken(bucket, self._group)
         with self._clock.phase("read"):
             sent, received, failure = self._packed(bucket, transfers, source)
-            for staged in sent:
-                staged.write_header(bucket, reason if failure is None else str(failure))
-        posted = self._post(bucket, "transfer", parts_of(received), parts_of(sent), self._group)
-        return InFlight(received, posted, failure)
+            why = reason if failure is None else str(failure)
+            contents, delta_failure = self._write_headers(bucket, sent, why)
+        headers_first = contents is not None
+        posted = self._post(
+            bucket,
+            "transfer",
+            parts_of(received, headers=headers_first),
+            parts_of(sent, headers=headers_first),
+            self._group,
+        )
+        return InFlight(received, posted, failure or delta_failure, contents)
+
+    def _write_headers(
+        self, bucket: int, sent: Sequence[StagedMessage], reason: str
+    ) -> tuple[Sequence[Part] | None, TransportError | None]:
+        """Write the headers of packed messages, or of messages that are void for `reason`.
+
+        Returns None, and no failure: the contents are posted with the headers.
+        """
+        write_headers(sent, [staged.header_bytes(bucket, reason) for staged in sent])
+        return None, None
 
     def _packed(
         self, bucket: int, transfers: Sequence[Transfer], source: FlatBuffers | None
@@ -417,8 +446,8 @@ class CollectiveTransport:
 
     def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[StagedMessage]) -> str:
         """Return the fault of the first message that has one, with its peer; "" if none has."""
-        for staged in incoming:
-            fault = staged.fault(bucket)
+        for staged, header in zip(incoming, read_headers(incoming), strict=True):
+            fault = staged.fault(bucket, header)
             if fault:
                 peer = staged.message.peer
                 return (
@@ -459,10 +488,10 @@ class CollectiveTransport:
         # Both ends skip empty messages: a delta without changes has 0 bytes.
         operations = [(False, peer, memory) for peer, memory in received if memory.numel()]
         operations += [(True, peer, memory) for peer, memory in sent if memory.numel()]
-        peers: list[object] = [peer for _, peer, _ in operations]
-        all_peers = sorted({peer for _, peer, _ in operations})
+        peers: list[Any] = [peer for _, peer, _ in operations]
+        all_peers = sorted(set(peers))
         try:
-            works = _begin(operations, group) if operations else []
+            works = _begin(operations, self.rank, group)
         except Exception as error:
             self._break(bucket, phase, group, all_peers, error, timed_out=False)
         if len(works) != len(peers):
@@ -533,25 +562,36 @@ def parts_of(messages: Iterable[StagedMessage], *, headers: bool = False) -> lis
     return parts
 
 
-def _begin(operations: Iterable[tuple[bool, int, torch.Tensor]], group: Group) -> list[dist.Work]:
-    """Post operations, given as (True to send or False to receive, peer, tensor)."""
+def _begin(
+    operations: Iterable[tuple[bool, int, torch.Tensor]], rank: int, group: Group
+) -> list[dist.Work]:
+    """Post operations of `rank`, given as (True to send or False to receive, peer, tensor)."""
     if isinstance(group, RankGroup):
         return [
             group.begin_send(tensor, peer) if is_sent else group.begin_receive(tensor, peer)
             for is_sent, peer, tensor in operations
         ]
-    batch = [
-        dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group)
-        for is_sent, peer, tensor in operations
-    ]
-    try:
-        return dist.batch_isend_irecv(batch)
-    except Exception:
-        device = batch[0].tensor.device
-        if device.type == "cuda":
-            # torch leaves NCCL's group call open after a failure.
-            end_batch(group, device)
-        raise
+    works = []
+
+    def batch_of(operation: tuple[bool, int, torch.Tensor]) -> int:
+        # By the difference of destination and source, so both ends have a message in the same
+        # batch. All post batches in ascending order, so none waits for a later one.
+        is_sent, peer, _ = operation
+        return (peer - rank if is_sent else rank - peer) // _MOST_RECEIVED_AT_ONCE
+
+    for _, operations_of_batch in groupby(sorted(operations, key=batch_of), batch_of):
+        batch = [
+            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group)
+            for is_sent, peer, tensor in operations_of_batch
+        ]
+        try:
+            works += dist.batch_isend_irecv(batch)
+        except Exception:
+            if batch[0].tensor.is_cuda:
+                # torch leaves NCCL's group call open after a failure.
+                end_batch(group, batch[0].tensor.device)
+            raise
+    return works
 
 
 def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
@@ -565,10 +605,13 @@ def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
     # torch's timeout would abort NCCL's communicator as a failure found by its watchdog. That ends
     # the process within a moment: before the other ranks are notified of the failure, and before
     # the training state is back.
+    pause = _SHORTEST_POLL
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise dist.DistError("the peer's messages have not come")
-        time.sleep(_POLL_INTERVAL)
+        time.sleep(pause)
+        # A tenth of the wait, so that the end is noticed by a tenth too late at most.
+        pause = min(1.1 * pause, _LONGEST_POLL)
     # Complete, so this only orders the current stream after the message.
     work.wait()
 

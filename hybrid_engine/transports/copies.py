@@ -291,16 +291,15 @@ def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch
 def copy_straight(
     label: str,
     bucket: int,
-    transfers: Iterable[Transfer] | BatchedCopies,
+    copies: BatchedCopies,
     source_of: FlatOf,
     destination: FlatBuffers,
 ) -> None:
-    """Copy every transfer from its flat source into its place in `destination`.
+    """Copy every transfer of `copies` from its flat source into its place in `destination`.
 
     Casts to the destination's dtype. On CUDA the copies are queued on the current stream. Raises
     TransportError naming the transfer that failed.
     """
-    copies = transfers if isinstance(transfers, BatchedCopies) else BatchedCopies(transfers)
     try:
         copies.run(source_of, lambda transfer: destination[transfer.dst.buffer.name])
     except CopyError as failed:

@@ -9,30 +9,17 @@ arrived, so each bucket takes two batches, both within `run` or `abandon`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.transports.collective import CollectiveTransport, InFlight, Part, parts_of
+from hybrid_engine.transports.collective import CollectiveTransport, InFlight, Part
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.messages import Message, StagedMessage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltasInFlight(InFlight):
-    """The messages of a bucket in a fill of deltas.
-
-    Attributes:
-        contents: parts to send after the headers of the incoming messages have arrived.
-        deltas: deltas received in place of contents, by peer.
-    """
-
-    contents: Sequence[Part] = ()
-    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
+from hybrid_engine.transports.messages import Message, StagedMessage, read_headers, write_headers
 
 
 class DeltaTransport(CollectiveTransport):
@@ -69,36 +56,10 @@ class DeltaTransport(CollectiveTransport):
         super().close()
         self.deltas.close()
 
-    def _launch(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers | None,
-        reason: str,
-    ) -> InFlight:
-        self._raise_if_broken(bucket, self._group)
-        with self._clock.phase("read"):
-            sent, received, failure = self._packed(bucket, transfers, source)
-            if failure is not None:
-                reason = str(failure)
-            contents, delta_failure = self._write_headers(bucket, sent, reason)
-        headers_first = not self.deltas.is_whole
-        posted = self._post(
-            bucket,
-            "transfer",
-            parts_of(received, headers=headers_first),
-            parts_of(sent, headers=headers_first),
-            self._group,
-        )
-        failure = failure or delta_failure
-        if headers_first:
-            return DeltasInFlight(received, posted, failure, contents)
-        return InFlight(received, posted, failure)
-
     def _write_headers(
         self, bucket: int, sent: Sequence[StagedMessage], reason: str
-    ) -> tuple[list[Part], TransportError | None]:
-        """Write the headers of packed messages, or of messages that are void for `reason`.
+    ) -> tuple[Sequence[Part] | None, TransportError | None]:
+        """Write the headers; see the base class.
 
         Returns the parts that follow the headers in a fill of deltas, and the failure to compute
         deltas, which makes the messages void.
@@ -119,12 +80,14 @@ class DeltaTransport(CollectiveTransport):
                 )
                 reason = str(failure)
         contents: list[Part] = []
+        headers = []
         for staged, (delta, digest) in zip(sent, deltas, strict=True):
             delta_nbytes = -1 if delta is None else delta.numel()
-            staged.write_header(bucket, reason, delta_nbytes, digest)
+            headers.append(staged.header_bytes(bucket, reason, delta_nbytes, digest))
             if not reason:
                 contents.append((staged.message.peer, staged.contents if delta is None else delta))
-        return contents, failure
+        write_headers(sent, headers)
+        return None if self.deltas.is_whole else contents, failure
 
     def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
         """Return incoming messages, each in one piece of memory.
@@ -142,15 +105,14 @@ class DeltaTransport(CollectiveTransport):
 
     def _finish(self, bucket: int, exchange: InFlight, deadline: float) -> InFlight:
         """Exchange the contents that the headers have announced, within the same deadline."""
-        # a whole fill has no second batch
-        if not isinstance(exchange, DeltasInFlight):
+        if exchange.contents is None:
             return exchange
         announced, failure = self._announced(exchange)
         rest = self._post(bucket, "transfer", announced, exchange.contents, self._group)
         self._wait(bucket, "transfer", rest, deadline)
         return replace(exchange, failure=exchange.failure or failure)
 
-    def _announced(self, exchange: DeltasInFlight) -> tuple[list[Part], TransportError | None]:
+    def _announced(self, exchange: InFlight) -> tuple[list[Part], TransportError | None]:
         """Return memory for the contents that the received headers announce, and a failure.
 
         The failure is a lack of memory. The peers send the contents nevertheless, and they must be
@@ -159,7 +121,7 @@ class DeltaTransport(CollectiveTransport):
         """
         failure = None
         incoming = exchange.incoming
-        headers = [staged.read_header() for staged in incoming]
+        headers = read_headers(incoming)
         # A delta is always shorter than its message.
         rooms = [staged.contents for staged in incoming]
         if self._receives_copies:
@@ -182,12 +144,11 @@ class DeltaTransport(CollectiveTransport):
 
     def _complete(self, bucket: int, exchange: InFlight) -> None:
         """Turn received deltas into messages, and copy relay images into their relay buffers."""
-        deltas = exchange.deltas if isinstance(exchange, DeltasInFlight) else {}
-        for staged in exchange.incoming:
+        incoming = exchange.incoming
+        for staged, header in zip(incoming, read_headers(incoming), strict=True):
             peer = staged.message.peer
-            delta = deltas.get(peer)
-            digest = staged.read_header().digest
-            self.deltas.arrived(bucket, peer, staged.contents, delta, digest)
+            delta = exchange.deltas.get(peer)
+            self.deltas.arrived(bucket, peer, staged.contents, delta, header.digest)
             for image, flat in zip(staged.message.images, staged.images, strict=True):
                 relay = self._relays.tensors[image.buffer.name]
                 relay[: image.numel].view(torch.uint8).copy_(flat)

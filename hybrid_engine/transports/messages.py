@@ -12,19 +12,20 @@ announces the contents.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Transfer, wire_dtype
+from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
-# The fields of `Header`. The last one is the number of bytes of the failure, which follows.
-_HEADER = struct.Struct("<qqqqH")
+# The fields of `Header`. The failure follows, padded with zeros.
+_HEADER = struct.Struct("<qqqq")
 ALIGNMENT = 64
 """Alignment of each part of a message in memory, in bytes."""
 
@@ -184,27 +185,16 @@ class StagedMessage:
             flats[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
         return flats
 
-    def write_header(
+    def header_bytes(
         self, bucket: int, failure: str, delta_nbytes: int = -1, digest: int = 0
-    ) -> None:
-        """Write the header; a failure that does not fit is cut."""
-        # The cut may split a character; `read_header` replaces it.
-        text = failure.encode()[: HEADER_NBYTES - _HEADER.size]
-        fixed = _HEADER.pack(bucket, self.message.total_nbytes, delta_nbytes, digest, len(text))
-        header = bytearray(fixed + text).ljust(HEADER_NBYTES, b"\0")
-        self.header.copy_(torch.frombuffer(header, dtype=torch.uint8))
+    ) -> bytes:
+        """Return the header for `write_headers`; a failure that does not fit is cut."""
+        fixed = _HEADER.pack(bucket, self.message.total_nbytes, delta_nbytes, digest)
+        # The cut may split a character; `read_headers` replaces it.
+        return (fixed + failure.encode())[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
 
-    def read_header(self) -> Header:
-        """Return the header of a message that was received."""
-        # With NCCL messages are received on the GPU.
-        header = self.header.cpu().numpy().tobytes()
-        bucket, nbytes, delta_nbytes, digest, text_nbytes = _HEADER.unpack_from(header)
-        text = header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace")
-        return Header(bucket, nbytes, delta_nbytes, digest, text)
-
-    def fault(self, bucket: int) -> str:
+    def fault(self, bucket: int, header: Header) -> str:
         """Return the fault of a message received for `bucket`; "" if it is expected and valid."""
-        header = self.read_header()
         if header.failure:
             return f"the peer failed: {header.failure}"
         expected_nbytes = self.message.total_nbytes
@@ -215,6 +205,32 @@ class StagedMessage:
                 "the ranks' plans differ; compare their fingerprints"
             )
         return ""
+
+
+def write_headers(messages: Sequence[StagedMessage], headers: Iterable[bytes]) -> None:
+    """Write the headers of a bucket's messages (`header_bytes`).
+
+    They cross to a GPU in one copy, for which the host does not wait.
+    """
+    if messages:
+        block = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
+        if messages[0].body.is_cuda:
+            block = block.pin_memory().to(messages[0].body.device, non_blocking=True)
+        copy_each([staged.header for staged in messages], block.split(HEADER_NBYTES))
+
+
+def read_headers(messages: Sequence[StagedMessage]) -> list[Header]:
+    """Return the headers of messages that were received, from a GPU in one copy."""
+    if not messages:
+        return []
+    block = torch.stack([staged.header for staged in messages]).cpu().numpy()
+    return [
+        Header(
+            *_HEADER.unpack_from(header),
+            failure=header[_HEADER.size :].rstrip(b"\0").decode(errors="replace"),
+        )
+        for header in map(bytes, block)
+    ]
 
 
 @dataclass(frozen=True)

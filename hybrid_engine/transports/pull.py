@@ -185,14 +185,14 @@ class SharedMemoryTransport(PullTransport):
         self._last_reads: dict[BufferId, dict[int, int]] = {}
         # Chunks that copies read, and those that later buckets read again; derived at first use.
         self._chunks: WeakKeyDictionary[
-            BatchedCopies, dict[BufferId, tuple[list[int], Set[int]]]
+            BatchedCopies, dict[BufferId, tuple[list[int], set[int]]]
         ] = WeakKeyDictionary()
         # Reads are converted to chunks at first use.
         for bucket in buckets:
             for transfer in (*bucket.transfers, *bucket.fan_out):
                 buffer_id = transfer.src.buffer
-                is_on_device = isinstance(handles.get(buffer_id), DeviceHandle)
-                if transfer.dst_rank == rank and is_on_device:
+                handle = handles.get(buffer_id)
+                if transfer.dst_rank == rank and isinstance(handle, DeviceHandle):
                     self._reads.setdefault(buffer_id, []).append((bucket.index, transfer))
 
     @staticmethod
@@ -262,9 +262,9 @@ class SharedMemoryTransport(PullTransport):
         by_buffer = self._chunks.setdefault(copies, {})
         if buffer_id not in by_buffer:
             chunks = handle.chunks(_extents(copies.by_source[buffer_id], handle))
-            last_reads = self._last_reads_of(buffer_id, handle)
+            last_reads = self._last_reads_of(buffer_id, handle).items()
             # Mapping a chunk again for a later bucket would take longer than keeping it.
-            keep = {chunk for chunk, last in last_reads.items() if last > bucket}
+            keep = {chunk for chunk, last in last_reads if last > bucket}
             by_buffer[buffer_id] = chunks, keep
         chunks, keep = by_buffer[buffer_id]
         return readings.enter_context(self._device_peers[buffer_id].mapped(chunks, keep))

@@ -104,7 +104,7 @@ def export_handles(rank: int, buffers: FlatBuffers) -> dict[BufferId, Handle]:
     return handles
 
 
-def pulled_buffers(rank: int, plan: ReshardPlan, preference: str = "auto") -> set[str]:
+def pulled_buffers(rank: int, plan: ReshardPlan, preference: str) -> set[str]:
     """Return the names of this rank's buffers that other ranks read, if they can map them.
 
     Only these are exported: on CUDA the driver takes about 0.9 ms for each chunk, whenever its

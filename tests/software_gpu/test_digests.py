@@ -1,4 +1,4 @@
-"""Digests of many boxes on the device equal single digests and need few waits."""
+"""Digests of many boxes on the device equal single digests. They and headers need few waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import pytest
 import torch
 
 from hybrid_engine.ranks import digests
+from hybrid_engine.transports.messages import (
+    HEADER_NBYTES,
+    Message,
+    StagedMessage,
+    read_headers,
+    write_headers,
+)
 from tests.software_gpu.device import counted
 from tests.software_gpu.switch_calls import by_kind
 
@@ -29,6 +36,17 @@ def test_many_digests_need_one_wait(boxes: list[torch.Tensor]) -> None:
     assert values == [digests.box_digest(box) for box in boxes]
     # Small boxes are hashed directly.
     assert values[: len(on_the_host)] == digests.box_digests(on_the_host)
+
+
+def test_headers_of_a_bucket_need_one_wait() -> None:
+    memory = torch.empty(5, HEADER_NBYTES, dtype=torch.uint8, device=DEVICE)
+    staged = [StagedMessage(Message(1), header) for header in memory]
+    with counted() as calls:
+        written = [message.header_bytes(bucket, "") for bucket, message in enumerate(staged)]
+        write_headers(staged, written)
+        headers = read_headers(staged)
+    assert by_kind(calls)["waits of the host"] == 1
+    assert [header.bucket for header in headers] == [0, 1, 2, 3, 4]
 
 
 def test_pending_bytes_are_bounded(boxes: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,12 @@ class LiveModel(GuardedState):
 
     def offload_items(self) -> list[OffloadItem]:
         """See the port. Moves optimizer state into elastic buffers, once it exists."""
-        items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self._moe_layers)]
-        items += self._gradients
+        items = [
+            *self._parameters(),
+            *_shared_caches(),
+            *_left_by_forward(self._moe_layers),
+            *self._gradients,
+        ]
         if self.optimizer is not None:
             items += _optimizer_state(self.optimizer)
         return items

@@ -7,8 +7,9 @@ ranks.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
@@ -36,17 +37,12 @@ from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN,
 Scenario = Callable[[int], object]
 """Takes the rank."""
 ON_THREADS: dict[str, Scenario] = {}
-ON_PROCESSES: dict[str, Scenario] = {}
+ByRank = list[dict[str, dict]]
+"""Results of each rank, by scenario."""
 
 
 def scenario(function: Scenario) -> Scenario:
     ON_THREADS[function.__name__] = function
-    return function
-
-
-def on_processes(function: Scenario) -> Scenario:
-    """Register a scenario that needs ranks of its own; all of them run in one launch."""
-    ON_PROCESSES[function.__name__] = function
     return function
 
 
@@ -89,40 +85,6 @@ def layout_fails_on_rank_1(rank: int) -> dict[str, object]:
     return error_of(rig.build)
 
 
-@scenario
-def other_device_on_rank_1(rank: int) -> dict[str, object]:
-    return error_of(Rig(build=False, device="meta" if rank == 1 else None).build)
-
-
-@scenario
-def other_plan_on_rank_1(rank: int) -> dict[str, object]:
-    return error_of(Rig(build=False, bucket_mb=1 + rank).build)
-
-
-@scenario
-def other_setting_on_rank_1(rank: int) -> dict[str, object]:
-    return error_of(Rig(build=False, verify="full" if rank == 1 else "off").build)
-
-
-@scenario
-def shared_memory_without_exported_buffers(rank: int) -> dict[str, object]:
-    return error_of(lambda: Rig(elastic=False, transport="shared_memory"))
-
-
-def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]:
-    """Count the bytes read by a transport on this rank; returns a function that stops counting."""
-    run = transport.run
-
-    def counting(self, bucket, transfers, source, destination):
-        nbytes = sum(transfer.nbytes for transfer in transfers if transfer.dst_rank == self.rank)
-        counts[self.name] = counts.get(self.name, 0) + nbytes
-        return run(self, bucket, transfers, source, destination)
-
-    transport.run = counting
-    return lambda: setattr(transport, "run", run)
-
-
-@on_processes
 def transports(rank: int) -> dict[str, object]:
     """Return the report's figures and the bytes counted, by transport and kind of buffers."""
     results = {}
@@ -134,12 +96,17 @@ def transports(rank: int) -> dict[str, object]:
         ]
         with groups[0] as new_group, groups[1] as new_nccl_group:
             rig = Rig(elastic=elastic, transport=transport)
-            counts = {}
-        restore = [_count_pulled(kind, counts) for kind in (SharedMemoryTransport, CollectiveTransport)]
-        report = rig.fill()
+        with ExitStack() as ends:
+            runs = {
+                kind.name: ends.enter_context(mock.patch.object(kind, "run", autospec=True, side_effect=kind.run))
+                for kind in (SharedMemoryTransport, CollectiveTransport)
+            }
+            report = rig.fill()
         rig.assert_is(INFER)
-        for stop_counting in restore:
-            stop_counting()
+        carried = Counter()
+        for name, run in runs.items():
+            for _, _, transfers, *_ in (call.args for call in run.call_args_list):
+                carried[name] += sum(transfer.nbytes for transfer in transfers if transfer.dst_rank == rank)
         assert_switches_succeed(rig)
         rig.close()
         rig.close()  # idempotent
@@ -147,7 +114,7 @@ def transports(rank: int) -> dict[str, object]:
             "received": report.bytes_received,
             "least": report.bytes_least,
             "own": report.bytes_own,
-            "carried": {name: nbytes for name, nbytes in counts.items() if nbytes},
+            "carried": dict(+carried),
             "groups": new_group.call_count + new_nccl_group.call_count,
         }
     return results
@@ -260,7 +227,7 @@ def release_fails_on_rank_0(rank: int) -> dict[str, object]:
     return error
 
 
-def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, object]:
+def _interrupt(owner: type, name: str, incremental: str) -> dict[str, object]:
     """Interrupt rank 0 in the first call of a method within the second fill."""
     rig = Rig(elastic=True, transport="collective", incremental=incremental, incremental_mb=0, timeout_seconds=20)
     is_interrupted = rig.job.rank == 0
@@ -290,21 +257,13 @@ def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, 
     return {"error": type(caught.value).__name__, "deltas": deltas}
 
 
-@on_processes
-def interrupted_before_deltas(rank: int) -> dict[str, object]:
-    """The fill before was complete."""
-    return _interrupt(TransportSet, "prepare")
-
-
-@on_processes
-def interrupted_among_deltas(rank: int) -> dict[str, object]:
-    """Rank 0 has received the headers of a bucket and sent only its own header."""
-    return _interrupt(DeltaTransport, "_announced")
-
-
-@on_processes
-def interrupted_before_the_first_message(rank: int) -> dict[str, object]:
-    return _interrupt(CollectiveTransport, "_pack", incremental="off")
+INTERRUPTIONS = {
+    "interrupted_before_deltas": (TransportSet, "prepare", "delta"),  # the fill before was complete
+    # Rank 0 has received the headers of a bucket and sent only its own header.
+    "interrupted_among_deltas": (DeltaTransport, "_announced", "delta"),
+    "interrupted_before_the_first_message": (CollectiveTransport, "_pack", "off"),
+}
+"""Scenario on ranks of its own -> class, its method, and `generate_config.incremental`."""
 
 
 @scenario
@@ -356,9 +315,19 @@ def only_what_changed(rank: int) -> dict[str, object]:
     return sent
 
 
+ON_THREADS |= {
+    "other_device_on_rank_1": lambda rank: error_of(Rig(build=False, device="meta" if rank == 1 else None).build),
+    "other_plan_on_rank_1": lambda rank: error_of(Rig(build=False, bucket_mb=1 + rank).build),
+    "other_setting_on_rank_1": lambda rank: error_of(Rig(build=False, verify="full" if rank == 1 else "off").build),
+    "shared_memory_without_exported_buffers": lambda _: error_of(lambda: Rig(transport="shared_memory")),
+}
+
+
 @pytest.fixture(scope="module", params=[0, 1], ids="rank {} is late".format)
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
-    """Results of each scenario on threads, by rank."""
+def two_ranks(request: pytest.FixtureRequest) -> ByRank:
+    """Results of each scenario on threads, by rank; on GPUs in processes, which NCCL's messages need."""
+    if torch.cuda.is_available():
+        return request.getfixturevalue("two_processes")
     return RankThreads(2, request.param, early=True).run(
         lambda world: {name: run(world.rank) for name, run in ON_THREADS.items()}
     )
@@ -366,13 +335,15 @@ def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
 
 def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
-    results = {name: run(dist.get_rank()) for name, run in ON_PROCESSES.items()}
+    scenarios = {"transports": transports, **(ON_THREADS if torch.cuda.is_available() else {})}
+    results = {name: run(dist.get_rank()) for name, run in scenarios.items()}
+    results |= {name: _interrupt(*call) for name, call in INTERRUPTIONS.items()}
     dist.destroy_process_group()
     return results
 
 
 @pytest.fixture(scope="module")
-def two_processes(ranks: Ranks) -> list[dict[str, dict]]:
+def two_processes(ranks: Ranks) -> ByRank:
     return ranks.launch(run_scenarios, 2, timeout=200)
 
 
@@ -405,7 +376,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]], name: str):
+def test_an_error_of_one_rank_is_raised_on_both(two_ranks: ByRank, name: str):
     kinds, texts, more = ERRORS[name]
     for results, kind in zip(two_ranks, kinds, strict=True):
         error = results[name]
@@ -414,7 +385,7 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]]
         assert more.items() <= error.items()
 
 
-def test_each_transport_reads_only_the_other_half(two_processes: list[dict[str, dict]]):
+def test_each_transport_reads_only_the_other_half(two_processes: ByRank):
     half = NBYTES // 2
     by_name = {
         **dict.fromkeys(("shared_memory, elastic", "auto, elastic"), "shared_memory"),
@@ -432,7 +403,7 @@ def test_each_transport_reads_only_the_other_half(two_processes: list[dict[str, 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 @pytest.mark.parametrize("call", ["prepare", "buffers", "proving", "allocate second", "commit second", "wake"])
-def test_a_failure_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]], call: str, transport: str):
+def test_a_failure_of_one_rank_is_raised_on_both(two_ranks: ByRank, call: str, transport: str):
     local, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
     assert local["names"][0] == ReshardError.__name__
     assert RemoteError.__name__ in remote["names"]
@@ -440,7 +411,7 @@ def test_a_failure_of_one_rank_is_raised_on_both(two_ranks: list[dict[str, dict]
     assert "no memory on rank 0" in remote["text"]
 
 
-def test_all_ranks_send_what_one_rank_must_send(two_ranks: list[dict[str, dict]]):
+def test_all_ranks_send_what_one_rank_must_send(two_ranks: ByRank):
     all_commits = ["commit first", "commit second"]
     for results in two_ranks:
         switches = results["only_what_changed"]
@@ -452,20 +423,20 @@ def test_all_ranks_send_what_one_rank_must_send(two_ranks: list[dict[str, dict]]
 
 
 @pytest.mark.parametrize("name", ["before_deltas", "among_deltas", "before_the_first_message"])
-def test_an_interrupt_in_a_fill_leaves_both_ranks_in_step(two_processes: list[dict[str, dict]], name: str):
+def test_an_interrupt_in_a_fill_leaves_both_ranks_in_step(two_processes: ByRank, name: str):
     outcomes = [results[f"interrupted_{name}"] for results in two_processes]
     assert [outcome["error"] for outcome in outcomes] == ["KeyboardInterrupt", "ReshardError"]
     assert [outcome["deltas"] for outcome in outcomes] == [0, 0]
 
 
-def test_a_skipped_bucket_is_later_sent_as_a_delta(two_ranks: list[dict[str, dict]]):
+def test_a_skipped_bucket_is_later_sent_as_a_delta(two_ranks: ByRank):
     delta = (1, 0, True)
     for results in two_ranks:
         counts = results["skipped_then_changed"]
         assert counts == [(0, 2, True), delta, delta, delta, delta, (0, 0, False), delta]
 
 
-def test_prefetch_of_one_rank_does_not_affect_the_other(two_ranks: list[dict[str, dict]]):
+def test_prefetch_of_one_rank_does_not_affect_the_other(two_ranks: ByRank):
     prefetching, other = (rank_results["prefetch_on_rank_0"] for rank_results in two_ranks)
     parameters = NBYTES // 2
     # After a switch to training also half of the optimizer state, which fits below the peak of the

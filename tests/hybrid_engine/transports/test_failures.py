@@ -186,13 +186,8 @@ def by_rank(ranks: Ranks) -> list[dict[str, list[object]]]:
     return ranks.launch(run_scenarios, 2, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def outcomes(by_rank: list[dict[str, list[object]]]) -> Callable[[Callable], list[list[object]]]:
-    return lambda scenario: [results[scenario.__name__] for results in by_rank]
-
-
-def test_a_missing_peer_is_an_error_within_the_timeout(outcomes):
-    first, second, abandoned = outcomes(peer_never_comes)[0]
+def test_a_missing_peer_is_an_error_within_the_timeout(by_rank):
+    first, second, abandoned = by_rank[0]["peer_never_comes"]
     check_error(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
     check_error(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
     check_error(abandoned, "TransportError", "earlier failure", within=5)
@@ -220,20 +215,22 @@ def test_no_memory_for_deltas_leaves_no_peer_waiting(by_rank):
     assert peer[2:] == ["ok", "ok", True]
 
 
-def test_an_abandoned_bucket_leaves_no_peer_waiting(outcomes):
-    local, (peer, *peer_after) = outcomes(rank_abandons)
+def test_an_abandoned_bucket_leaves_no_peer_waiting(by_rank):
+    local, (peer, *peer_after) = (results["rank_abandons"] for results in by_rank)
     assert local == ["abandoned", "ok", True]
     check_error(peer, "PeerTransportError", "peer 0", "out of memory in allocate")
     assert peer_after == ["ok", True]
 
 
-def test_different_plans_are_detected(outcomes):
-    for rank, (outcome,) in enumerate(outcomes(buckets_differ)):
-        check_error(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
+def test_different_plans_are_detected(by_rank):
+    for rank, results in enumerate(by_rank):
+        check_error(
+            results["buckets_differ"][0], "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ"
+        )
 
 
-def test_a_lost_connection_is_an_error(outcomes):
-    check_error(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
+def test_a_lost_connection_is_an_error(by_rank):
+    check_error(by_rank[0]["connection_is_lost"][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
 
 
 @pytest.mark.parametrize(
@@ -252,8 +249,7 @@ def test_choice_of_transport(src_rank: int, link: Link, is_exported: bool, prefe
     exported = {BufferId(src_rank, "src")} if is_exported else set()
     transfer = transfer_between(src_rank, 1, link)
     assert choose_transport(transfer, exported, preference) == expected
-    plan = ReshardPlan((Bucket(0, (), (transfer,), (), 0),), {}, (), "")
-    assert not pulled_buffers(2, plan, preference)
+    plan = mock.Mock(**{"transfers.return_value": [transfer]})
     if is_exported:
         assert pulled_buffers(src_rank, plan, preference) == ({"src"} if expected == "shared_memory" else set())
 

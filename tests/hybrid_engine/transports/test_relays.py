@@ -31,6 +31,9 @@ from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
 
+ByRank = list[dict[str, object]]
+"""Results of each rank, by name."""
+
 
 def run_reshard(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     """Fill twice over the same transports, the second time ahead; returns errors and bytes."""
@@ -211,7 +214,7 @@ def run_on_thread(world: World) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module", params=range(4), ids="rank {} is late".format)
-def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, object]]:
+def four_ranks(request: pytest.FixtureRequest) -> ByRank:
     return RankThreads(4, request.param, early=request.param % 2 == 1).run(run_on_thread)
 
 
@@ -232,24 +235,24 @@ def run_on_process() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def four_processes(ranks: Ranks) -> list[dict[str, object]]:
+def four_processes(ranks: Ranks) -> ByRank:
     return ranks.launch(run_on_process, 4, timeout=250)
 
 
 @pytest.mark.parametrize("name", RESHARDS)
-def test_each_byte_enters_a_host_once(four_ranks: list[dict[str, object]], name: str):
+def test_each_byte_enters_a_host_once(four_ranks: ByRank, name: str):
     parts = [results[name] for results in four_ranks]
     assert [part["wrong"] for part in parts] == [[]] * 4
     for host, least in parts[0]["least"].items():
         assert sum(part["network"] for part, part_host in zip(parts, HOSTS, strict=True) if part_host == host) == least
 
 
-def test_most_reshards_have_relays(four_ranks: list[dict[str, object]]):
+def test_most_reshards_have_relays(four_ranks: ByRank):
     with_relays = {name for name in RESHARDS if any(results[name]["relays"] for results in four_ranks)}
     assert len(with_relays) > len(RESHARDS) // 2
 
 
-def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: list[dict[str, object]]):
+def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: ByRank):
     quarter = NBYTES // 4
     for rank, results in enumerate(four_processes):
         reports = results["manager"]
@@ -271,7 +274,7 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: list[dict
         assert min(entered) > 0
 
 
-def test_each_message_is_sent_in_its_shorter_form(four_ranks: list[dict[str, object]]):
+def test_each_message_is_sent_in_its_shorter_form(four_ranks: ByRank):
     """A negated float32 changes one of two words; 16-bit values and int32 are sent whole."""
     for name in RESHARDS:
         across = sum(results["changes"][name]["across"][1] for results in four_ranks)
@@ -295,18 +298,21 @@ with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
 
 
 @with_or_without_deltas
-def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: list[dict[str, object]], kind: str):
-    sender, *readers = (results[f"sender_fails{kind}"] for results in four_ranks)
-    check_error(sender[0], "TransportError", "bucket 0", "there is no buffer 'src t0 0'")
-    for outcome in readers[1:]:
-        check_error(outcome[0], "PeerTransportError", "bucket 0", "there is no buffer 'src t0 0'")
-    (via_relay_rank,) = (outcome[0] for outcome in readers[1:] if "phase relay arrived" in outcome[0])
+@pytest.mark.parametrize(("scenario", "bucket"), [("sender_fails", 0), ("sender_fails_ahead", 1)])
+def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: ByRank, kind: str, scenario: str, bucket: int):
+    outcomes = [[*results[f"{scenario}{kind}"]] for results in four_ranks]
+    failures = [outcome.pop(bucket) for outcome in outcomes]
+    missing = f"bucket {bucket}", f"there is no buffer 'src t{bucket} 0'"
+    check_error(failures[0], "TransportError", *missing)
+    for failure in failures[2:]:
+        check_error(failure, "PeerTransportError", *missing)
+    (via_relay_rank,) = (failure for failure in failures[2:] if "phase relay arrived" in failure)
     assert re.search(r"phase relay arrived, peer [23]: the peer failed", via_relay_rank)
-    assert [outcome[1:] for outcome in (sender, *readers)] == [["ok", "ok", []]] * 4
+    assert outcomes == [["ok", "ok", []]] * 4
 
 
 @with_or_without_deltas
-def test_a_reader_that_abandons_leaves_no_rank_waiting(four_ranks: list[dict[str, object]], kind: str):
+def test_a_reader_that_abandons_leaves_no_rank_waiting(four_ranks: ByRank, kind: str):
     *_, relay_rank, reader = (results[f"reader_abandons{kind}"] for results in four_ranks)
     assert reader[0] == "ok"
     check_error(relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
@@ -314,17 +320,7 @@ def test_a_reader_that_abandons_leaves_no_rank_waiting(four_ranks: list[dict[str
 
 
 @with_or_without_deltas
-def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: list[dict[str, object]], kind: str):
-    sender, *readers = (results[f"sender_fails_ahead{kind}"] for results in four_ranks)
-    check_error(sender[1], "TransportError", "bucket 1", "there is no buffer 'src t1 0'")
-    for outcome in readers[1:]:
-        check_error(outcome[1], "PeerTransportError", "bucket 1", "there is no buffer 'src t1 0'")
-    for first, _, last, wrong in (sender, *readers):
-        assert (first, last, wrong) == ("ok", "ok", [])
-
-
-@with_or_without_deltas
-def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: list[dict[str, object]], kind: str):
+def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: ByRank, kind: str):
     outcomes = [results[f"relay_rank_gives_up_ahead{kind}"] for results in four_ranks]
     assert [outcome[0] for outcome in outcomes] == ["ok"] * 4
     check_error(
@@ -335,7 +331,7 @@ def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: lis
 
 
 @with_or_without_deltas
-def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_processes: list[dict[str, object]], kind: str):
+def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_processes: ByRank, kind: str):
     first, second = four_processes[2][f"silent{kind}"]
     check_error(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9)
     check_error(second, "TransportError", "earlier failure", within=5)
