@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import (
