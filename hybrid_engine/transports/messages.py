@@ -225,8 +225,8 @@ def read_headers(messages: Sequence[StagedMessage]) -> list[Header]:
         return []
     block = torch.stack([staged.header for staged in messages]).cpu().numpy()
     return [
-        Header(
-            *_HEADER.unpack_from(header),
+        replace(
+            Header(*_HEADER.unpack_from(header)),
             failure=header[_HEADER.size :].rstrip(b"\0").decode(errors="replace"),
         )
         for header in map(bytes, block)
