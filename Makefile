@@ -30,7 +30,7 @@ STAMP        := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
 # One that crashes ends the run: with another in its place xdist loses tests, and waits for them without end.
 PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Tests of other folders that run over it, too.
-OF_THE_SWITCH = failures ranks sharding_manager incremental prefetch verifier reports
+OF_THE_SWITCH = failures ranks sharding_manager late_state incremental verifier reports
 OVER_SOFTWARE_GPU = $(GPU_VENV)/bin/python -m tests.software_gpu --gpus 4 -- $(GPU_VENV)/bin/python
 # Pytest rewrites each file's assertions, and keeps that where Python may write bytecode.
 test test-fast test-faults test-long: export PYTHONDONTWRITEBYTECODE =

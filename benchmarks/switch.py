@@ -1,7 +1,7 @@
 """Whole switches of both engines with training state, compared with plain copies of the same bytes.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto]
-                                [--profile DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--profile DIRECTORY]
+                                [--vllm NAME=VALUE] [--json FILE]
 
 Runs one rank. A cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds
 are medians over all cycles except the first, which also plans and allocates page-locked host
@@ -56,9 +56,7 @@ def run_rank(job: dict[str, Any]) -> None:
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
     with (
         tempfile.TemporaryDirectory(prefix="switch-") as directory,
-        ActorHybridWorker(
-            case.config(Path(directory), job["vllm"], prefetch=job["prefetch"])
-        ) as worker,
+        ActorHybridWorker(case.config(Path(directory), job["vllm"])) as worker,
     ):
         write_figures(Path(job["out"]), _figures(worker, job))
 
@@ -95,7 +93,6 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         else "cpu: these times mean nothing",
         "model": job["model"],
         "cycles": job["cycles"],
-        "prefetch": job["prefetch"],
         "weights_nbytes": weights,
         "copied_nbytes": copied,
         "to_vllm": _summary(reports[State.INFER]),
@@ -131,6 +128,9 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
         "first_seconds": first.seconds,
         "first_by_phase": dict(first.seconds_by_phase),
         "seconds": statistics.median(report.seconds for report in later),
+        # of the way back before
+        "hidden_seconds": statistics.median(report.seconds_hidden for report in later),
+        "exposed_seconds": statistics.median(report.seconds_exposed for report in later),
         "all_seconds": [report.seconds for report in later],
         "by_phase": {
             name: statistics.median(report.seconds_by_phase.get(name, 0.0) for report in later)
@@ -157,9 +157,6 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
     parser.add_argument(
-        "--prefetch", choices=("off", "auto"), default="off", help="generate_config.prefetch"
-    )
-    parser.add_argument(
         "--profile", metavar="DIRECTORY", type=Path, help="write profiles of an additional cycle"
     )
     add_engine_arguments(parser)
@@ -171,7 +168,6 @@ def main() -> None:
     job = {
         "model": arguments.model,
         "cycles": arguments.cycles,
-        "prefetch": arguments.prefetch,
         "profile": "" if arguments.profile is None else str(arguments.profile.absolute()),
         "vllm": arguments.vllm,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -17,7 +16,7 @@ from hybrid_engine.assembly import EngineParts, build_parts, inference_side, sha
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import ColocatedModel, Data, NearEnd, Trainer
+from hybrid_engine.ports import ColocatedModel, Data, Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.sharding_manager import SwitchContexts
@@ -178,16 +177,6 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         self.adapter = parts.adapter
         self.reports_cover_all_ranks = parts.reports_cover_all_ranks
         self._sharding = parts.switch
-        if self.config.generate_config.prefetch == "auto":
-            # Weak, because the switch refers to the model, and Python's garbage collector does not
-            # find cycles through hooks in autograd.
-            near_end = weakref.WeakMethod(self.sharding.near_end)
-            # On the CPU a copy would compete with decoding for cores.
-            on_cuda = self.job.device.type == "cuda"
-            self.inference.near_end = NearEnd(
-                self.config.generate_config.prefetch_share if on_cuda else 0.0,
-                lambda: (begin := near_end()) and begin(),
-            )
         if owner is not None:
             owner.callback(self.sharding.close)
             # Model and optimizer belong to the caller, but left the device while vLLM was built.

@@ -21,8 +21,8 @@ Call sequence on every rank (switch/sharding_manager.py, switch/weight_container
     5            ReleaseFence.finish, InferenceWeights.finish_fill           - staging memory
     6            InferenceCaches.wake_kv_cache, .reset_caches                state INFER
                  Probed.probe of both sides, before 2 and here               if it is due
-       prefetch  NearEnd.call -> ShardingManager.near_end -> onload          + some training state
     7  back      InferenceWeights.release, onload                            state TRAIN
+                 Trainer.guard before the first use of optimizer state       its copies are done
 
 With `generate_config.incremental`, step 3 ends with digests of the source tensors and
 InferenceWeights.committed, which determine the buckets that step 4 skips; `release` then names
@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -131,9 +130,9 @@ class Trainer(Protocol):
     """Trainer: its weights, and the state that can be offloaded.
 
     Attributes:
-        guard: called with the kinds of state that the trainer is about to use; raises StateError if
-            they may be off the device. An `Offloader` and a `Switch` of this trainer add
-            themselves.
+        guard: called with the kinds of state that the trainer is about to use; waits for those that
+            are on their way back, and raises StateError if others may be off the device. An
+            `Offloader` and a `Switch` of this trainer add themselves.
         before_step: called before each optimizer step; raises StateError if servers would fall too
             far behind. A `WeightPublisher` sets it.
     """
@@ -250,35 +249,13 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
 
 class InferenceCaches(Protocol):
-    """Caches of an inference engine.
-
-    Attributes:
-        taken_before: bytes of this rank's GPU that were in use when the engine was built; 0 on a
-            CPU.
-    """
-
-    taken_before: int
+    """Caches of an inference engine."""
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again, if the release of the weights freed it."""
 
     def reset_caches(self) -> None:
         """Drop everything computed with older weights, so that no later output depends on it."""
-
-
-@dataclass(frozen=True)
-class NearEnd:
-    """Callback near the end of every rollout, for prefetch.
-
-    Each rank's inference engine calls it independently.
-
-    Attributes:
-        share: it is called once at most this share of the replica's sequences is unfinished.
-        call: `ShardingManager.near_end`; an exception from it ends the rollout.
-    """
-
-    share: float
-    call: Callable[[], object]
 
 
 # -- transports ------------------------------------------------------------------------------------

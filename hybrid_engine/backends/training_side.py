@@ -1,6 +1,7 @@
 """Shared code of the training backends: guards of offloaded state, and layouts in flat buffers.
 
-Hooks refuse access to training state while it is off the device:
+Hooks refuse access to training state while it is off the device, and wait for state that is on its
+way back:
 
     hook                                                                             state
     forward pass of a model; `state_dict` and `load_state_dict` of its modules       parameters
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from hybrid_engine.compute_check.fingerprint import Fingerprint
-from hybrid_engine.errors import WeightError
+from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -37,7 +38,10 @@ Kernels with vectorized loads need it, and no element is larger.
 """
 
 Guard = Callable[[Iterable[str]], None]
-"""Function that takes kinds of training state, and raises StateError if they are off the device."""
+"""Function that takes kinds of training state, and raises StateError if they are off the device.
+
+It waits for kinds that are on their way back.
+"""
 
 
 class GuardedState:
@@ -59,6 +63,14 @@ class GuardedState:
         self._cleanup = ExitStack()
         # The models and optimizers may outlive this object, but its hooks must not.
         weakref.finalize(self, self._cleanup.close)
+
+    def fault_of(self, kinds: Iterable[str]) -> HybridEngineError | None:
+        """Call `guard`; return its error, such as that of a late copy, for all ranks to raise."""
+        try:
+            self.guard(kinds)
+        except HybridEngineError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Remove all hooks from models and optimizers; idempotent."""

@@ -106,17 +106,6 @@ def _router_replay(context: JobContext) -> Iterator[Violation]:
             )
 
 
-@constraint(INFERENCE, "generate_config.prefetch_mb", "prefetch_mb needs prefetch: auto.")
-def _prefetch(context: JobContext) -> Iterator[Violation]:
-    if context.generate.prefetch_mb is not None and context.generate.prefetch == "off":
-        yield Violation(
-            "generate_config.prefetch_mb",
-            f"{context.generate.prefetch_mb}, but nothing is prefetched",
-            "Set prefetch to auto or leave it out",
-            code="has-no-effect",
-        )
-
-
 @constraint(
     INFERENCE,
     "generate_config.compression_dtype",

@@ -338,5 +338,4 @@ def what_stays(config: HybridConfig) -> Stays:
         kinds=frozenset(kind for kind, is_offloaded in offloads.items() if not is_offloaded),
         inference_nbytes=inference_nbytes,
         critic=critic is not None and not critic.offload,
-        prefetches=generate.prefetch == "auto",
     )

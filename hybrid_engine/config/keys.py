@@ -456,18 +456,6 @@ class GenerateConfig(Section):
     those that change least first. No effect with release_weights: false, which keeps all."""
     bucket_mb: Annotated[Count, MAY_CHANGE] = 256
     """MiB per destination rank between two commits; more if a single module is larger."""
-    prefetch: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
-    """auto begins to onload training state while a rollout's last sequences are generated, and
-    offloads optimizer state while inference weights arrive."""
-    prefetch_share: Annotated[Share, MAY_CHANGE] = 0.1
-    """Share of a replica's sequences that are unfinished when onloading begins; on CPU, where
-    copies take a core from decoding, none."""
-    prefetch_mb: Annotated[
-        Annotated[int, Number, Field(ge=1, le=2**24)] | None,
-        MAY_CHANGE,
-    ] = None
-    """Maximum MiB onloaded to a rank during a rollout, instead of the peak of the switches; on GPU
-    also limited by free memory outside gpu_memory_utilization."""
     check_nan: Annotated[bool, MAY_CHANGE] = True
     """Read every weight before a switch and refuse NaN, infinities, and overflow of
     compression_dtype."""

@@ -376,6 +376,10 @@ NO_KEYS = {
     "gradient_accumulation_steps": (
         "Leave it out: an update accumulates as many micro batches as a rank's rows take"
     ),
+    **dict.fromkeys(
+        ("prefetch", "prefetch_share", "prefetch_mb"),
+        "Leave it out: optimizer state always comes back behind forward and backward passes",
+    ),
     **dict.fromkeys(SAMPLING, "Pass a Sampling to generate_sequences: each call sets its sampling"),
 }
 """Common name without a configuration key -> remedy."""

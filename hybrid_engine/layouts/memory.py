@@ -214,13 +214,11 @@ class Stays:
         kinds: kinds of the actor's state: "param", "grad", "optimizer".
         inference_nbytes: upper limit of vLLM's weights on a rank that stay; None: all.
         critic: True if all of the critic stays.
-        prefetches: True if training state moves while inference weights come and go.
     """
 
     kinds: frozenset[str] = frozenset()
     inference_nbytes: int | None = 0
     critic: bool = False
-    prefetches: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,13 +327,11 @@ def plan_memory(
         return {**kept, "actor": resident} if resident.any() else dict(kept)
 
     switch = _switch(actor, inference, bucket_nbytes, stays, kept)
-    # Prefetched state arrives while the weights are on the device, within the peak of a switch.
-    generate_peak = switch.peak if stays.prefetches else None
     phases = [
         Phase("train", with_actor("param", "grad", "optimizer")),
         Phase("forward", with_actor("param")),
         switch,
-        Phase("generate", {**with_actor(), "vLLM": inference}, generate_peak),
+        Phase("generate", {**with_actor(), "vLLM": inference}),
         Phase("reference", {**with_actor(), "reference": actor.params}),
     ]
     if critic is not None:
@@ -368,8 +364,6 @@ def _switch(
     peak = peak + _of_kinds(actor, stays.kinds - {"param"})
     if stays.inference_nbytes:
         peak = peak + kept.get("vLLM", 0)
-    if stays.prefetches:
-        peak = np.maximum(peak, actor.total)
     return Phase("switch", {}, peak + kept.get("critic", 0))
 
 

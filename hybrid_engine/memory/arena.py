@@ -17,10 +17,8 @@ import ctypes
 import errno
 import logging
 import os
-import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -207,156 +205,87 @@ Direction = Literal["to host", "to device"]
 _CHUNK = 64 * 1024**2
 
 
-class BackgroundCopy:
-    """A copy that runs once: in a thread, or else in the caller that waits for it.
+class QueuedCopy:
+    """A copy on a stream of the device; without events, a copy that is done."""
 
-    It never runs after it was cancelled. The state of the future decides who makes the copy: the
-    thread if it has started it, the waiting caller if it could still cancel it.
-    """
-
-    def __init__(self, make: Callable[[], float], *, is_queued: bool = False) -> None:
-        """Describe a copy.
-
-        Args:
-            make: copies, or waits for a copy that is queued on a stream; returns its seconds.
-            is_queued: the device makes the copy whether or not `make` is called.
-        """
-        self._make = make
-        self._is_queued = is_queued
-        self._by_thread: Future[float] = Future()
-        self._seconds: float | None = None
-
-    def run(self) -> None:
-        """Make the copy, called in a thread. After a failure `wait` tries again."""
-        if self._by_thread.set_running_or_notify_cancel():
-            try:
-                self._by_thread.set_result(self._make())
-            except BaseException as error:
-                self._by_thread.set_exception(error)
+    def __init__(self, *events: torch.cuda.Event) -> None:
+        """Describe a copy; `events`: its begin and its end."""
+        self._events = events
 
     def wait(self) -> float:
-        """Complete the copy, in this thread unless the other has started it.
+        """Wait until the copy is done, and so all before it in its direction.
 
-        Returns the seconds that it took, less the wait here.
+        Returns the seconds that the device copied.
         """
-        started = time.perf_counter()
-        # `exception()` blocks until the thread is done.
-        is_by_thread = not self._by_thread.cancel() and self._by_thread.exception() is None
-        if self._seconds is None:
-            self._seconds = self._by_thread.result() if is_by_thread else self._make()
-        return max(0.0, self._seconds - (time.perf_counter() - started))
+        if not self._events:
+            return 0.0
+        begin, end = self._events
+        # Waits are made in reverse, so that the host waits once for all copies of a kind.
+        if not end.query():
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
-    def cancel(self) -> None:
-        """Cancel the copy; wait for it if it runs in a thread or is queued on a stream."""
-        if not self._by_thread.cancel():
-            self._by_thread.exception()
-        elif self._is_queued and self._seconds is None:
-            self._make()
+    def seconds_after(self, reached: torch.cuda.Event | None) -> float:
+        """Return the seconds from an event to the end of this copy, which was waited for.
+
+        0 if the copy ended first.
+        """
+        if reached is None or not self._events or not reached.query():
+            return 0.0
+        return max(0.0, float(reached.elapsed_time(self._events[1])) / 1000)
 
 
 class Copier:
     """Copies bytes between a device and an arena.
 
-    On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap
-    with each other and with the device's other work, and one more per direction for background
-    copies. On the CPU a copy is done when the call returns; a thread makes background copies.
+    On CUDA copies are queued, in chunks, on one stream for each direction, so that both overlap
+    with each other and with the device's other work. On the CPU a copy is done when the call
+    returns.
     """
 
     def __init__(self) -> None:
-        # By device, direction, and whether the copies are in the background.
-        self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
 
     def copy(
         self, destination: torch.Tensor, source: torch.Tensor, direction: Direction
-    ) -> Callable[[], None]:
-        """Copy flat bytes; neither side may be freed or written before the copy is done.
-
-        Returns a function that waits for this copy, and so for all before it in this direction on
-        this device. `finish` waits as well.
-        """
+    ) -> QueuedCopy:
+        """Copy flat bytes; neither side may be freed or written before the copy is done."""
         device = source.device if direction == "to host" else destination.device
         if device.type != "cuda":
             destination.copy_(source)
-            return lambda: None
-        stream = self._stream(device, direction, background=False)
-        _queue_copy(destination, source, stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event.synchronize
-
-    def begin_copy(
-        self,
-        copies: list[BackgroundCopy],
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        direction: Direction,
-    ) -> None:
-        """Begin to copy flat bytes in the background, and append the copy to `copies`.
-
-        Neither side may be freed or written until the copy is done. If no thread can be started,
-        the caller that waits for the copy makes it.
-        """
-        device = source.device if direction == "to host" else destination.device
-        if device.type == "cuda":
-            stream = self._stream(device, direction, background=True)
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            _queue_copy(destination, source, stream)
-            end.record(stream)
-            copies.append(BackgroundCopy(lambda: _seconds_between(begin, end), is_queued=True))
-            return
-        copy = BackgroundCopy(lambda: _timed_copy(destination, source))
-        # Before the thread gets it: a copy must not run without a caller that waits for it.
-        copies.append(copy)
-        try:
-            self._thread = self._thread or ThreadPoolExecutor(1, "offload")
-            self._thread.submit(copy.run)
-        except RuntimeError as error:
-            logger.info(
-                "no thread for a background copy (%s): it is made when its contents are needed",
-                error,
-            )
+            return QueuedCopy()
+        if (device, direction) not in self._streams:
+            self._streams[device, direction] = torch.cuda.Stream(device)
+        stream = self._streams[device, direction]
+        if direction == "to device":
+            # Whoever ends the tensor does not know of a copy that is late.
+            destination.record_stream(stream)
+        return _queue_copy(destination, source, stream)
 
     def finish(self, direction: Direction) -> None:
-        """Wait until every copy in this direction is done, except background copies."""
-        for (_, queued, background), stream in self._streams.items():
-            if queued == direction and not background:
+        """Wait until every copy in this direction is done."""
+        for (_, queued), stream in self._streams.items():
+            if queued == direction:
                 stream.synchronize()
 
     def finish_all(self) -> None:
-        """Wait until no copy is queued, background copies included. Never raises."""
+        """Wait until no copy is queued. Never raises."""
         for stream in self._streams.values():
             # A failed kernel is reported where its result is used.
             with contextlib.suppress(RuntimeError):
                 stream.synchronize()
 
-    def _stream(
-        self, device: torch.device, direction: Direction, background: bool
-    ) -> torch.cuda.Stream:
-        key = (device, direction, background)
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(device)
-        return self._streams[key]
 
-
-def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+def _queue_copy(
+    destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
+) -> QueuedCopy:
     # The current stream may still compute the source, or use memory that was just allocated.
     stream.wait_stream(torch.cuda.current_stream(stream.device))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
     with torch.cuda.stream(stream):
         for start in range(0, source.numel(), _CHUNK):
             part = slice(start, start + _CHUNK)
             destination[part].copy_(source[part], non_blocking=True)
-
-
-def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Wait for `end`, and return the seconds since `begin`."""
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
-
-
-def _timed_copy(destination: torch.Tensor, source: torch.Tensor) -> float:
-    started = time.perf_counter()
-    destination.copy_(source)
-    return time.perf_counter() - started
+    end.record(stream)
+    return QueuedCopy(begin, end)

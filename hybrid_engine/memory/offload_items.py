@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.arena import BackgroundCopy
+from hybrid_engine.memory.arena import QueuedCopy
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ranks.digests import box_digest
@@ -95,6 +95,11 @@ def pieces(ranges: Iterable[Span]) -> Iterator[Span]:
 Kind = Literal["param", "grad", "optimizer"]
 Action = Literal["copy", "drop", "rebuild"]
 KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
+LATE_KINDS: frozenset[Kind] = frozenset({"optimizer"})
+"""Kinds that forward and backward passes leave alone, so that their copies may go on behind them.
+
+Whatever uses them calls the owner's guard first: an optimizer step, a checkpoint.
+"""
 ACTIONS: tuple[Action, ...] = ("copy", "drop", "rebuild")
 
 # Bytes. Storages start at multiples of it in the arena. No element is larger.
@@ -241,9 +246,8 @@ class Storage:
         released: byte ranges whose contents are not on the device. A range is added before its
             memory is freed, and removed after its contents are back.
         is_coming: it has memory again, and the copies of its contents are under way.
-        copies: copies in the background, in either direction, to be waited for before use.
-        saves: byte ranges on their way to the arena, in the order of their copies, each with a
-            function that waits for the copy.
+        arrivals: these copies.
+        saves: byte ranges on their way to the arena, each with its copy, in the order of copies.
     """
 
     key: int
@@ -259,13 +263,13 @@ class Storage:
     done: Spans = field(default_factory=Spans)
     released: Spans = field(default_factory=Spans)
     is_coming: bool = False
-    copies: list[BackgroundCopy] = field(default_factory=list)
-    saves: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
+    arrivals: list[QueuedCopy] = field(default_factory=list)
+    saves: list[tuple[int, int, QueuedCopy]] = field(default_factory=list)
 
     @property
     def is_away(self) -> bool:
         """True if it has no contents and no memory on the device, and none on their way there."""
-        if self.released.nbytes != self.nbytes or self.is_coming or self.copies:
+        if self.released.nbytes != self.nbytes or self.is_coming or self.arrivals:
             return False
         # A failed onload may have left memory without contents.
         return not self.resident_nbytes()
@@ -273,9 +277,9 @@ class Storage:
     @property
     def has_begun_to_leave(self) -> bool:
         """True if any of its contents are, or may be, off the device."""
-        if self.copies or self.in_arena:
-            return True
-        return any(spans.nbytes for spans in (self.saved, self.done, self.released))
+        return self.in_arena or any(
+            spans.nbytes for spans in (self.saved, self.done, self.released)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -293,9 +297,9 @@ class Storage:
         """Wait until no copy of this byte range to the arena is under way."""
         # Copies end in order, so waiting for the last overlapping copy completes all before it.
         for index in reversed(range(len(self.saves))):
-            first, last, wait = self.saves[index]
+            first, last, copy = self.saves[index]
             if first < stop and start < last:
-                wait()
+                copy.wait()
                 del self.saves[: index + 1]
                 return
 
@@ -353,19 +357,13 @@ class Storage:
                     self.bytes_view()[start:stop].zero_()
 
     def call_off(self) -> None:
-        """Cancel copies that have not begun, and free memory allocated for an onload.
+        """Free memory allocated for an onload, once no copy writes it; contents stay in the arena.
 
-        The contents stay where they are. Their location is recorded before the first copy is
-        cancelled, because an interrupt may follow it.
+        Their location is recorded before the first wait, because an interrupt may follow it.
         """
         was_coming = self.is_coming
         self.is_coming = False
-        if self.copies and not self.released.nbytes:
-            # These are copies to the arena, which will not be complete.
-            self.in_arena = False
-        while self.copies:
-            self.copies[-1].cancel()
-            self.copies.pop()
+        self._await_arrivals()
         if not was_coming:
             return
         if self.buffer is None:
@@ -375,17 +373,21 @@ class Storage:
             self.buffer.release(start, stop)
 
     def complete(self) -> float:
-        """Wait for the background copies; after an onload the storage is on the device again.
+        """Wait for the copies of an onload; then the storage is on the device again.
 
-        Returns the seconds that the copies took in the background. Raises the error of a failed
-        copy: nothing is lost, and the next call repeats the copy.
+        Returns the seconds that the device copied. Raises the error of a failed copy: nothing is
+        lost, and the next call waits again.
         """
-        seconds = 0.0
-        while self.copies:
-            seconds += self.copies[-1].wait()
-            self.copies.pop()
+        seconds = self._await_arrivals()
         if self.is_coming:
             self.forget_departure()
+        return seconds
+
+    def _await_arrivals(self) -> float:
+        seconds = 0.0
+        while self.arrivals:
+            seconds += self.arrivals[-1].wait()
+            self.arrivals.pop()
         return seconds
 
     def forget_departure(self) -> None:

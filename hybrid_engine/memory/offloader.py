@@ -8,11 +8,10 @@
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind})
                                    does the rest
     save_parts(kind, parts)        on CUDA their copies begin even earlier
-    begin_offload(kinds)           copies go on in the background; offload(kinds) waits, and frees
     onload(..., read_only=True)    not expected to be written: the next offload of the kind compares
                                    digests and copies only changed storages
-    onload(..., wait=False)        copies go on in the background; wait() completes them
-    onload(..., limit=nbytes)      only storages that fit; the next onload brings the rest
+    onload(..., late={kind})       the kind's copies go on behind other work; whatever the owner
+                                   guards waits for them before it uses the kind
 
 Memory is freed in one of two ways. A storage in an elastic buffer releases its pages and keeps its
 address. Any other storage is resized to 0 bytes and back, so every view stays valid but may be at a
@@ -82,6 +81,7 @@ class Offloader:
         # Contents in the arena that still equal those on the device, by storage.
         self._unchanged: dict[Kind, dict[int, SavedContents]] = {}
         self._hidden_seconds = 0.0
+        self._exposed_seconds = 0.0
         self._keeps_inventory = False
         # Valid within a block of `owner_rests`.
         self._inventory: Survey | None = None
@@ -104,14 +104,18 @@ class Offloader:
             self._inventory = None
 
     def require_present(self, kinds: Collection[str]) -> None:
-        """Raise StateError if state of these kinds is off the device, or on its way off or back."""
+        """Wait for state of these kinds that is on its way back; raise StateError if any is off.
+
+        Raises OffloadError as `wait`.
+        """
+        self.wait(kinds)
         away = [kind for kind in KINDS if kind in kinds and kind in self._departed]
         if away:
             contexts = "train_context"
             if set(kinds) == {"param"}:
                 contexts = "train_context or forward_context"
             raise StateError(
-                f"training state is off the device, or moving ({', '.join(away)}): "
+                f"training state is off the device, or leaving it ({', '.join(away)}): "
                 f"make this call in {contexts}",
                 code="state-is-offloaded",
             )
@@ -170,30 +174,6 @@ class Offloader:
             torch.cuda.empty_cache()
         return moved.ended()
 
-    def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
-        """Begin to copy these kinds to the arena in the background.
-
-        `offload` waits for the copies and frees the device. Until then everything stays on the
-        device and must not be written. `onload` cancels the copies. Raises as `offload`.
-        """
-        begun = self._on_device(set(map(checked, kinds)))
-        self._call_off(begun)
-        self._synchronize()
-        self._begin(begun, self._survey().storages)
-        try:
-            self._reserve_arenas(begun)
-            for storage in self._storages(begun):
-                if storage.action == "drop" or storage.in_arena or storage.saved.nbytes:
-                    continue
-                slot = self._slot(storage)
-                self._copier.begin_copy(storage.copies, slot, storage.bytes_view(), "to host")
-                storage.in_arena = True
-        except Exception as error:
-            self.onload(begun)
-            raise OffloadError(
-                f"offload could not begin, nothing was moved: {error}", code="offload-failed"
-            ) from error
-
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
         """Move parts of elastic storages off the device ahead of `offload({kind})`.
 
@@ -240,8 +220,7 @@ class Offloader:
         kinds: Iterable[Kind] = KINDS,
         *,
         read_only: bool = False,
-        wait: bool = True,
-        limit: int | None = None,
+        late: Collection[Kind] = (),
     ) -> OffloadReport:
         """Move the absent state of these kinds back to the device; present kinds are left alone.
 
@@ -249,58 +228,60 @@ class Offloader:
             kinds: kinds to move back.
             read_only: the contents are not expected to change until the next offload of the kind,
                 which then compares digests and copies only changed storages. The digests are
-                computed here, so it does not combine with `wait=False`.
-            wait: False: the copies go on in the background, on CUDA on a side stream, on the CPU in
-                a thread, and `wait` completes them; until then the kinds must not be touched.
-            limit: maximum device memory to allocate, in bytes. Of a kind that does not fit whole,
-                storages that fit are moved, in order. The kind must not be written before another
-                onload has brought the rest.
+                computed here, so kinds that are late have none.
+            late: kinds whose memory is taken now and whose copies, on CUDA, go on behind the other
+                kinds' and behind the device's work. The guard waits for them (`require_present`),
+                and so does an onload that does not name them here; an offload calls them off.
 
         Raises:
             OffloadError: restored storages stay on the device and the rest in the arena. The
                 message names both, and a later call continues from there.
         """
-        requested = dict.fromkeys(map(checked, kinds))
-        absent = [kind for kind in requested if kind in self._departed]
+        requested = set(map(checked, kinds))
+        absent = [kind for kind in KINDS if kind in requested and kind in self._departed]
         moved = OffloadReport(absent)
-        for kind in requested:
-            if not read_only:
+        if not read_only:
+            for kind in requested:
                 self._unchanged.pop(kind, None)
-            if kind in self._departed:
-                if kind in self._offloaded:
-                    self._offloaded[kind] = object()
-                # Copies that `save_parts` began.
-                self._copier.finish("to host")
+        if absent:
+            # Copies that `save_parts` began.
+            self._copier.finish("to host")
         begun: list[Kind] = []
         try:
             for kind in absent:
-                self._onload_kind(self._departed[kind], moved, limit, background=not wait)
+                if kind in self._offloaded:
+                    self._offloaded[kind] = object()
+                self._onload_kind(self._departed[kind], moved)
                 begun.append(kind)
         finally:
             # After a failure the kinds begun before it are completed too.
-            if wait:
-                for kind in begun:
+            for kind in begun:
+                if not (kind in late and self._is_coming(kind)):
                     self._complete(kind, read_only=read_only)
         return moved.ended()
 
-    def wait(self) -> None:
-        """Complete the copies that `onload(wait=False)` began, before the state is used.
+    def wait(self, kinds: Collection[str] = KINDS) -> None:
+        """Wait for late copies of these kinds; those that no onload has begun stay away.
 
-        Raises OffloadError; a later call continues.
+        Raises OffloadError if a copy failed. Nothing is lost, and the next call waits again.
         """
-        for kind in {storage.kind for storage in self._storages(KINDS) if storage.is_coming}:
-            self._complete(kind)
+        for kind in KINDS:
+            if kind in kinds and self._is_coming(kind):
+                self._complete(kind, is_late=True)
 
-    def take_hidden_seconds(self) -> float:
-        """Return the seconds of background copies less the waits for them, since the last call."""
-        seconds = self._hidden_seconds
-        self._hidden_seconds = 0.0
+    def take_seconds_behind(self) -> tuple[float, float]:
+        """Return the seconds of late copies that were hidden and exposed since the last call.
+
+        Exposed: the device had nothing else to do but what the guard held back.
+        """
+        seconds = self._hidden_seconds, self._exposed_seconds
+        self._hidden_seconds = self._exposed_seconds = 0.0
         return seconds
 
-    def away_nbytes(self, kinds: Iterable[Kind] = KINDS) -> dict[Kind, int]:
+    def away_nbytes(self) -> dict[Kind, int]:
         """Return the bytes of device memory that an onload would allocate, by kind."""
-        nbytes = dict.fromkeys(map(checked, kinds), 0)
-        for storage in self._storages(nbytes):
+        nbytes = dict.fromkeys(KINDS, 0)
+        for storage in self._storages(KINDS):
             if not storage.is_coming:
                 nbytes[storage.kind] += storage.released.nbytes
         return nbytes
@@ -346,14 +327,17 @@ class Offloader:
 
     def _call_off(self, kinds: Collection[Kind], moved: OffloadReport | None = None) -> None:
         """Cancel the onload of these kinds."""
-        coming = [storage for storage in self._storages(kinds) if storage.is_coming]
-        if coming:
-            # Memory must not be freed while copies write it.
-            self._copier.finish("to device")
-        for storage in coming:
-            storage.call_off()
-            if moved is not None:
+        for storage in self._storages(kinds):
+            if storage.is_coming and moved is not None:
                 moved.nbytes[storage.kind] += storage.released.nbytes
+            storage.call_off()
+
+    def _is_coming(self, kind: Kind) -> bool:
+        """Return True while the kind, which left, is all there but for copies under way."""
+        storages = self._departed.get(kind, ())
+        return bool(storages) and all(
+            storage.is_coming or not storage.has_begun_to_leave for storage in storages
+        )
 
     def _begin(self, kinds: set[Kind], storages: Iterable[Storage]) -> None:
         """Record as leaving all storages of these kinds: those that have begun, and all others."""
@@ -382,14 +366,9 @@ class Offloader:
         self._departed.update(departed)
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
-        """Make room for the copied storages of these kinds in their arenas.
-
-        An arena that grows may move, so background copies are completed first.
-        """
+        """Make room for the copied storages of these kinds in their arenas."""
         for kind in kinds:
-            storages = self._departed[kind]
-            self._hidden_seconds += sum(storage.complete() for storage in storages)
-            ends = [storage.arena_stop for storage in storages if storage.action == "copy"]
+            ends = [s.arena_stop for s in self._departed[kind] if s.action == "copy"]
             self._arenas[kind].reserve(max(ends, default=0), pinned=self._device_type == "cuda")
 
     def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
@@ -433,32 +412,23 @@ class Offloader:
         copied = 0
         for first, last in pieces(storage.saved.missing(start, stop)):
             slot = self._slot(storage)[first:last]
-            wait = self._copier.copy(slot, storage.bytes_view()[first:last], "to host")
+            copy = self._copier.copy(slot, storage.bytes_view()[first:last], "to host")
             # Before `saved`: a range that counts as saved must have a copy to wait for.
-            storage.saves.append((first, last, wait))
+            storage.saves.append((first, last, copy))
             storage.saved.add(first, last)
             copied += last - first
         return copied
 
-    def _onload_kind(
-        self,
-        storages: Sequence[Storage],
-        moved: OffloadReport,
-        limit: int | None,
-        *,
-        background: bool,
-    ) -> None:
-        """Begin to bring back the storages that fit into the limit."""
+    def _onload_kind(self, storages: Sequence[Storage], moved: OffloadReport) -> None:
+        """Begin to bring back these storages."""
         for index, storage in enumerate(storages):
-            # Storages that do not fit are skipped: a smaller one behind them may fit.
-            fits = limit is None or storage.released.nbytes <= limit - moved.total_nbytes
-            if storage.is_coming or not fits:
+            if storage.is_coming:
                 continue
             try:
-                self._put_back(storage, moved, background=background)
+                self._put_back(storage, moved)
             except Exception as error:
-                self._copier.finish("to device")
-                self._hidden_seconds += sum(earlier.complete() for earlier in storages[:index])
+                for earlier in storages[:index]:
+                    earlier.complete()
                 raise OffloadError(
                     f"onload of {storage.owner} ({storage.kind}, {storage.nbytes} bytes) failed: "
                     f"{error}. On the device: {names_of(storages[:index])}. "
@@ -467,7 +437,7 @@ class Offloader:
                     code="onload-failed",
                 ) from error
 
-    def _put_back(self, storage: Storage, moved: OffloadReport, *, background: bool) -> None:
+    def _put_back(self, storage: Storage, moved: OffloadReport) -> None:
         """Allocate the released memory and begin to copy contents back; `_complete` ends it."""
         storage.call_off()
         if not storage.released.nbytes:
@@ -478,30 +448,36 @@ class Offloader:
                 continue
             memory = storage.bytes_view()[start:stop]
             slot = self._slot(storage)[start:stop]
-            if background:
-                self._copier.begin_copy(storage.copies, memory, slot, "to device")
-            else:
-                self._copier.copy(memory, slot, "to device")
+            storage.arrivals.append(self._copier.copy(memory, slot, "to device"))
             moved.copied_nbytes[storage.kind] += stop - start
         moved.nbytes[storage.kind] += storage.released.nbytes
         # Only now have all of its copies begun.
         storage.is_coming = True
 
-    def _complete(self, kind: Kind, *, read_only: bool = False) -> None:
+    def _complete(self, kind: Kind, *, read_only: bool = False, is_late: bool = False) -> None:
         """Wait for the copies of an onload; the kind is present when all its storages are back."""
         storages = self._departed[kind]
         saved = [storage for storage in storages if storage.action == "copy"]
         # Read before `complete` resets it.
         is_saved = all(storage.in_arena for storage in saved)
+        arrivals = [copy for storage in storages for copy in storage.arrivals]
+        reached = None
+        if is_late and self._device_type == "cuda":
+            # The device may still compute what was queued before: its work waits from here on.
+            reached = torch.cuda.Event(enable_timing=True)
+            reached.record()
         try:
-            self._copier.finish("to device")
-            coming = [storage for storage in storages if storage.is_coming]
-            self._hidden_seconds += sum(storage.complete() for storage in coming)
+            copied = sum(storage.complete() for storage in storages if storage.is_coming)
         except Exception as error:
             raise OffloadError(
-                f"onload of {kind} failed: {error}. Nothing is lost; onload it again",
+                f"copies of {kind} to the device failed: {error}. Nothing is lost: they are in "
+                "host memory, and the next use or onload waits for them again",
                 code="onload-failed",
             ) from error
+        if is_late and arrivals:
+            exposed = min(copied, arrivals[-1].seconds_after(reached))
+            self._exposed_seconds += exposed
+            self._hidden_seconds += copied - exposed
         if not any(storage.released.nbytes for storage in storages):
             if read_only and is_saved:
                 contents = {storage.key: SavedContents.of(storage) for storage in saved}

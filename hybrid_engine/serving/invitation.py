@@ -66,7 +66,6 @@ SWITCH_KEYS = (
     "offload_train_param",
     "offload_train_grad",
     "offload_train_optimizer",
-    "prefetch",
     "timeout_seconds",
 )
 """Keys of `generate_config` that must be equal on both sides of a switch."""

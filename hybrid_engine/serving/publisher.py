@@ -36,7 +36,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -51,7 +51,7 @@ from hybrid_engine.errors import (
     ServerError,
     StateError,
 )
-from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -240,14 +240,6 @@ class WeightPublisher(Switch):
         if self.drawn_with is None:
             super().require_drawing()
 
-    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        self.require(State.INFER)
-        with self.job.agreement.phase("prefetch"):
-            self.offloader.onload(kinds, read_only=True, wait=False)
-
-    def near_end(self) -> None:
-        """Do nothing: servers do not report when a rollout is nearly done."""
-
     def close(self) -> None:
         """Onload training state and leave the job with the servers. Idempotent.
 
@@ -348,8 +340,9 @@ class WeightPublisher(Switch):
             tally.offloaded += self.offloader.offload(frozenset(KINDS) - wanted).total_nbytes
         with tally.timed("onload"), agreement.phase("onload"):
             tally.onloaded += self.offloader.onload(
-                wanted, read_only=target is not State.TRAIN
+                wanted, read_only=target is not State.TRAIN, late=LATE_KINDS
             ).total_nbytes
+            tally.seconds_behind = self.offloader.take_seconds_behind()
 
     def _switch(
         self, manager: ShardingManager, before: State, target: State

@@ -70,8 +70,6 @@ class NoInference:
     Implements `ports.InferenceWeights` and `ports.InferenceCaches`.
     """
 
-    taken_before = 0
-
     def layout(self) -> Layout:
         return Layout({}, {}, ())
 

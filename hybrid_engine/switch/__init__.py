@@ -4,8 +4,6 @@
                           of HybridEngine and ActorHybridWorker, with `rollout_context` etc.
       states.py             states, the training state that each needs, contexts, and user hooks
       report.py             ReshardReport, and the tally from which it is built
-    prefetch.py           training state onloaded ahead of the switch, while the last sequences are
-                          generated
     setup.py              set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   inference weights: empty -> filled bucket by bucket -> released
     incremental.py        buckets that need not be sent, because the inference side still holds them
@@ -43,11 +41,10 @@ afterwards.
     5  wake_kv_cache, reset_caches
        LogprobCheck.compare    vLLM's log-probabilities of the same tokens, after 0
 
-With `prefetch: auto`, optimizer state is copied during 1 to 3 and released in 4, or before 3 if its
-memory is needed.
+The switch back: WeightContainer.release, Offloader.onload. It ends before the copies of optimizer
+state do, and the trainer's guard waits for them before the first step.
 
-The switch back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3,
-then `restore`.
+On failure: abandon and drain in step 3, then `restore`.
 
 To change what is on the device in a state, edit states.py; for a phase of a switch, or how a fence
 waits, sharding_manager.py (the fences' group, created in setup.py, has the job's timeout: a longer

@@ -42,12 +42,10 @@ class ReshardReport:
             rank.
         bytes_by_transport: transport -> bytes from other ranks.
         pairs_by_transport: transport -> number of ranks that sent them.
-        bytes_offloaded, bytes_onloaded: device memory released and taken again, including
-            prefetched state. Gradients count, although they are dropped; everything else is copied
-            to the host and back.
-        bytes_prefetched: part of `bytes_onloaded` that was onloaded ahead of the switch.
-        seconds_hidden: time of copies between device and host that overlapped with other work of
-            this rank.
+        bytes_offloaded, bytes_onloaded: device memory released and taken again. Gradients count,
+            although they are dropped; everything else is copied to the host and back.
+        seconds_hidden, seconds_exposed: of the copies of optimizer state that the last switch left
+            to go on behind training: time in which training went on, and time that it waited.
         peak_bytes: maximum of training and inference state on the device during the switch.
         bytes_suspended: memory of the trainer's communicators, released until the switch back.
         bytes_skipped: bytes not read because the inference side has them from an earlier switch;
@@ -77,8 +75,8 @@ class ReshardReport:
     peak_bytes: int
     staging_bytes: int = 0
     bytes_across_hosts: int = 0
-    bytes_prefetched: int = 0
     seconds_hidden: float = 0.0
+    seconds_exposed: float = 0.0
     bytes_by_transport: Mapping[str, int] = field(default_factory=dict)
     pairs_by_transport: Mapping[str, int] = field(default_factory=dict)
     tensors_verified: int = 0
@@ -101,10 +99,8 @@ class ReshardReport:
         ways = ""
         for name, nbytes in self.bytes_by_transport.items():
             ways += f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
-        if self.bytes_prefetched:
-            ways += f", prefetched {self.bytes_prefetched / 1e9:.6f} GB"
-        if self.seconds_hidden:
-            ways += f", hidden {self.seconds_hidden:.3f} s"
+        if self.seconds_hidden or self.seconds_exposed:
+            ways += f", hidden {self.seconds_hidden:.3f} s, exposed {self.seconds_exposed:.3f} s"
         verified = ""
         if self.tensors_verified:
             verified = (
@@ -136,13 +132,15 @@ class ReshardReport:
 
 @dataclass
 class SwitchTally:
-    """Sums of a running switch on this rank; attributes as in `ReshardReport`."""
+    """Sums of a running switch on this rank; attributes as in `ReshardReport`.
+
+    `seconds_behind`: hidden and exposed ones.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     offloaded: int = 0
     onloaded: int = 0
-    prefetched: int = 0
-    seconds_hidden: float = 0.0
+    seconds_behind: tuple[float, float] = (0.0, 0.0)
     peak: int = 0
     kept: int = 0
     suspended: int = 0
@@ -192,8 +190,8 @@ class SwitchTally:
             bytes_onloaded=self.onloaded,
             peak_bytes=self.peak,
             staging_bytes=fill.staging_nbytes,
-            bytes_prefetched=self.prefetched,
-            seconds_hidden=self.seconds_hidden,
+            seconds_hidden=self.seconds_behind[0],
+            seconds_exposed=self.seconds_behind[1],
             bytes_across_hosts=fill.nbytes_by_link[Link.NETWORK],
             bytes_by_transport={
                 name: sum(by_peer.values()) for name, by_peer in from_others.items()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,7 @@ import torch
 from hybrid_engine.compute_check.logprob_check import ConfigModel, LogprobCheck
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
-from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
@@ -40,7 +40,6 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
-from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.setup import Connection, connect
@@ -125,7 +124,6 @@ class ShardingManager(Switch):
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
         if config.suspend_communicators and job.device.type == "cuda" and trainer.process_groups:
             require_suspension("generate_config.suspend_communicators")
-        self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
         self._timeline = timeline_of(config.trace, job)
         with Ends() as undo, self._traced("set-up"):
@@ -145,10 +143,9 @@ class ShardingManager(Switch):
             )
             self._connection = connection
             self._ends = undo.pop_all()
+            # The state stays, and its user may do without the guard.
+            self._ends.callback(offloader.wait)
         self._setup_seconds: Mapping[str, float] = {}
-        # Bytes of this rank's inference weights: planned until the first fill, measured afterwards.
-        planned = connection.plan.bytes_by_rank.get(job.rank)
-        self._filled_nbytes = planned.own + planned.received if planned else 0
 
     @property
     def plan(self) -> ReshardPlan:
@@ -213,14 +210,7 @@ class ShardingManager(Switch):
         started = time.perf_counter()
         # The first report includes the seconds of set-up.
         setup = self._setup_seconds if self.last_report is None else {}
-        prefetched = self._prefetcher.nbytes
-        self._tally = SwitchTally(
-            seconds=dict(setup),
-            onloaded=prefetched,
-            prefetched=prefetched,
-            peak=self._prefetcher.peak,
-        )
-        self._prefetcher.reset()
+        self._tally = SwitchTally(seconds=dict(setup))
         with self._phase("start hooks"):
             self._call_start_hooks(before, target)
         self.state = State.INTERRUPTED
@@ -234,8 +224,7 @@ class ShardingManager(Switch):
             self._restore(before, target, error)
             raise
         self.state = State.TRAIN if self._keeps_serving else target
-        self._tally.seconds_hidden = self.offloader.take_hidden_seconds()
-        self._prefetcher.switched(before, target, self._tally.peak)
+        self._tally.seconds_behind = self.offloader.take_seconds_behind()
         direction = f"{before.value}->{target.value}"
         seconds = time.perf_counter() - started
         report = self._tally.report(direction, self.trainer.version, seconds)
@@ -244,15 +233,6 @@ class ShardingManager(Switch):
         with self._phase("end hooks"):
             self._call_end_hooks(report)
         return report
-
-    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        self.require(State.INFER)
-        with self.job.agreement.phase("prefetch"):
-            self._prefetcher.bring(kinds)
-
-    def near_end(self) -> None:
-        if self._connection is not None and self.state is State.INFER:
-            self._prefetcher.begin()
 
     def require_kinds(self, kinds: Collection[str]) -> None:
         if not self._is_started or self._connection is None:
@@ -304,12 +284,7 @@ class ShardingManager(Switch):
             self._onload({"param"}, read_only=True)
             with self._tally.timed("compute"):
                 self._logprob_check.probe_trainer()
-        leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
-        copies_in_background = self.config.prefetch == "auto"
-        if copies_in_background:
-            self._begin_offload(leaving)
-        else:
-            self._offload(leaving)
+        self._offload(_ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"})
         selection = self._next_selection()
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
@@ -318,8 +293,6 @@ class ShardingManager(Switch):
                 digests = connection.replicas.digests(self.training)
             with self._tally.timed("check"):
                 connection.replicas.require_equal(digests, self.job)
-        if copies_in_background:
-            self._make_room(leaving)
         if selection.skipped and self.config.offload_train_param:
             with self._phase("offload"):
                 unread = parts_of(self.training.buffers(), selection.unread)
@@ -350,7 +323,6 @@ class ShardingManager(Switch):
                 observing.close()
                 self._tally.offloaded += fence.released_nbytes if fence is not None else 0
                 self._note_peak()
-                self._filled_nbytes = self.inference.resident_nbytes()
 
         # A trainer without inference weights receives nothing: its report shows the sums of all
         # ranks.
@@ -373,21 +345,6 @@ class ShardingManager(Switch):
         incremental = self._require_open().incremental
         if incremental is not None:
             incremental.forget()
-
-    def _begin_offload(self, kinds: frozenset[Kind]) -> None:
-        # Gradients are dropped before the copies start, because an offload waits for copies in
-        # flight. The other kinds are offloaded when `_make_room` needs their memory, or after the
-        # fill.
-        with self._phase("offload"):
-            self._tally.offloaded += self.offloader.offload(kinds & {"grad"}).total_nbytes
-            self.offloader.begin_offload(kinds - {"grad"})
-
-    def _make_room(self, kinds: frozenset[Kind]) -> None:
-        """Finish offloading `kinds`, unless both sides' state fits within the peak so far."""
-        with self._phase("offload"):
-            needed = resident_nbytes(self.offloader) + self._filled_nbytes
-            if needed > self._tally.peak:
-                self._tally.offloaded += self.offloader.offload(kinds).total_nbytes
 
     def _next_selection(self) -> Selection:
         """Agree on the buckets that all ranks send.
@@ -429,8 +386,7 @@ class ShardingManager(Switch):
         with self._phase("prepare", SHORT_PATIENCE):
             make_final()
             # Peers read without waiting for this rank's stream. On the way to INFER the other
-            # streams hold no training work since the first offload, and background copies only
-            # read.
+            # streams hold no training work since the first offload.
             if self.job.device.type == "cuda":
                 torch.cuda.current_stream(self.job.device).synchronize()
 
@@ -440,7 +396,7 @@ class ShardingManager(Switch):
         """Return a fence that offloads parameters by bucket; None if they stay on the device."""
         if not self.config.offload_train_param:
             return None
-        training = resident_nbytes(self.offloader)
+        training = self._training_nbytes()
         sent = [
             bucket.index for bucket in self.plan.buckets if bucket.index not in selection.skipped
         ]
@@ -481,7 +437,8 @@ class ShardingManager(Switch):
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
-            self._tally.onloaded += self.offloader.onload(kinds, read_only=read_only).total_nbytes
+            onloaded = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
+            self._tally.onloaded += onloaded.total_nbytes
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
@@ -489,7 +446,6 @@ class ShardingManager(Switch):
 
         Inference weights that keep serving are released only if they were written.
         """
-        self.offloader.take_hidden_seconds()
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
         if not self._keeps_serving:
             self.has_written = True
@@ -541,13 +497,17 @@ class ShardingManager(Switch):
     def _traced(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self._timeline is None else self._timeline.switch(name)
 
+    def _training_nbytes(self) -> int:
+        by_kind = self.offloader.resident_nbytes().values()
+        return sum(sum(by_owner.values()) for by_owner in by_kind)
+
     def _note_peak(self, training: int | None = None) -> None:
         """Update the peak from the present use of the device.
 
         `training`: bytes of training state on the device; None: determine them.
         """
         if training is None:
-            training = resident_nbytes(self.offloader)
+            training = self._training_nbytes()
         inference = self.inference.resident_nbytes()
         count("device bytes", training=training, inference=inference)
         self._tally.peak = max(self._tally.peak, training + inference)
@@ -649,10 +609,6 @@ class SwitchContexts(ABC):
     def start(self) -> None:
         """Enter state TRAIN. Idempotent; the `with` statement and the first context call it."""
         self.sharding.start()
-
-    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        """Start to onload training state during a rollout; see `Switch.prefetch`."""
-        self.sharding.prefetch(kinds)
 
     def on_reshard_start(self, hook: Hook) -> Hook:
         """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""

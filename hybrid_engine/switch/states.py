@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import TracebackType
@@ -165,7 +165,7 @@ class SwitchHooks:
 class Switch(SwitchHooks, ABC):
     """Interface of a switch between states.
 
-    All methods but those for hooks and `near_end` are collective.
+    All methods but those for hooks are collective.
 
     Attributes:
         state: present state of the devices.
@@ -196,22 +196,6 @@ class Switch(SwitchHooks, ABC):
     @abstractmethod
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; return None if it is the present state."""
-
-    @abstractmethod
-    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        """Start to onload training state while the last completions are generated, in state INFER.
-
-        The device then holds these kinds in addition to the inference weights, so name only kinds
-        that fit. The copies run on a side stream on CUDA, in a thread on the CPU. Raises StateError
-        in any other state, OffloadError if memory runs out; neither loses any state.
-        """
-
-    @abstractmethod
-    def near_end(self) -> None:
-        """Onload as much training state as fits, near the end of a rollout.
-
-        No collective; failures are logged.
-        """
 
     @abstractmethod
     def require_kinds(self, kinds: Collection[str]) -> None:

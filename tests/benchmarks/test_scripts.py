@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import critical_path, planning, prefetch
+from benchmarks import critical_path, planning
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from hybrid_engine.models import table_for
 from tests.harness.launch import REPO_ROOT
@@ -128,24 +128,3 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_can_be_imported(name: str) -> None:
     importlib.import_module(name)
-
-
-def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
-    times = {"iteration_seconds": seconds, "reshard_seconds": seconds / 10, "generate_seconds": seconds / 2}
-    return [
-        {"iteration": number, "reward": reward, "reshard_share": seconds, "peak_bytes": 7, "rss_bytes": 9, **times}
-        for number in range(4)
-    ]
-
-
-def test_only_seconds_and_memory_of_two_runs_may_differ() -> None:
-    prefetch.require_same([rows(1.0), rows(2.0)])
-    with pytest.raises(SystemExit, match="iteration 0: reward differ"):
-        prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
-
-
-def test_the_summary_skips_the_first_iteration() -> None:
-    slow = rows(1.0)
-    slow[1]["iteration_seconds"] = 100.0
-    figures = prefetch.summary([slow, rows(3.0)])
-    assert (figures["iteration_seconds"], figures["peak_bytes"]) == (2.0, 7)

@@ -151,6 +151,7 @@ class Engines:
         return completions
 
     def digests(self) -> list[int]:
+        self.worker.train.guard(["optimizer"])  # It may still be on its way, and no hook sees a direct read.
         items = [item for item in self.worker.train.offload_items() if item.action == "copy"]
         return [box_digest(item.tensor) for item in items]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    import torch
+    from tests.harness.late_copies import LateCopies
 
 
 @pytest.fixture
@@ -22,17 +21,7 @@ def job() -> Iterator[None]:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Event until which background copies wait."""
-    from hybrid_engine.memory import arena
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    from tests.harness.late_copies import LateCopies
 
-    event = threading.Event()
-    copy = arena._timed_copy
-
-    def waiting(*tensors: torch.Tensor) -> float:
-        assert event.wait(60)
-        return copy(*tensors)
-
-    monkeypatch.setattr(arena, "_timed_copy", waiting)
-    yield event
-    event.set()
+    return LateCopies(monkeypatch)

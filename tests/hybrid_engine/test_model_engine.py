@@ -25,7 +25,7 @@ from hybrid_engine.assembly import _model_directory, _tokenizer_directory
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.switch.states import State
 from tests.harness.absent import left_out
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import refusal_of
 from tests.zoo import sharded_models
 from tests.zoo.abilities import stored_and_loaded
@@ -46,12 +46,12 @@ SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FU
 
 
 @left_out("hybrid_engine.trainer")  # the loop is the user's
-def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -> dict[str, Any]:
+def the_seed(directory: str) -> dict[str, Any]:
     """Run the flow of the source document: generate, train on the completions, repeat."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = HybridEngine(
         model=model,
-        rollout_config=rollout_config,
+        rollout_config=SEED_ROLLOUT,
         train_config=SEED_TRAIN,
         enable_reshard=True,
         compress_reshard=True,
@@ -69,7 +69,7 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
         lines.append(report.direction)
 
     prompts = torch.arange(2, 18).reshape(2, 8)
-    losses, surplus, responses, prefetched = ([] for _ in range(4))
+    losses, surplus, responses = ([] for _ in range(3))
     for _ in range(3):
         with engine.rollout_context(), engine.rollout_context():  # nested contexts switch once
             responses.append(engine.generate(prompts, GREEDY))
@@ -80,7 +80,6 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
             loss = model(input_ids=responses[0], labels=responses[0]).loss
             loss.backward()
             optimizer.step()
-            prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
     stored = stored_and_loaded(engine, model)
     tokens = ModelTokenizer(str(engine.config.model)).encode(["5 6"])
@@ -88,7 +87,7 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
     weights = [parameter.to_local().clone() for parameter in model.parameters()]
     return {
         **{"lines": lines, "losses": losses, "surplus": surplus, "responses": responses},
-        **{"prefetched": prefetched, "weights": weights, "stored": stored, "tokens": tokens},
+        **{"weights": weights, "stored": stored, "tokens": tokens},
     }
 
 
@@ -291,15 +290,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def seeds(engines: Ranks, directory: str) -> Outcomes:
-    """Results of the seed, with and without prefetch."""
-    ahead = {**SEED_ROLLOUT, "prefetch": "auto"}
-    return engines.launch_in_turn(2, {"plain": (the_seed, (directory,)), "ahead": (the_seed, (directory, ahead))})
-
-
-@pytest.fixture
-def seed_by_rank(seeds: Outcomes) -> list[dict[str, Any]]:
-    return seeds["plain"]
+def seed_by_rank(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+    return engines.launch(the_seed, 2, directory)
 
 
 @pytest.fixture(scope="module")
@@ -332,16 +324,6 @@ def test_copies_of_a_model_train_the_same_as_without_an_engine(engines: Ranks, d
             assert received == 0, "each rank has all weights"
             assert "StateError" in results[f"misuse {step}"]
             assert torch.equal(results[f"answer {step}"], outcomes["with"][1 - rank][f"answer {step}"])
-
-
-def test_prefetch_does_not_change_results(seeds: Outcomes) -> None:
-    for plain, ahead in zip(seeds["plain"], seeds["ahead"], strict=True):
-        assert ahead["losses"] == plain["losses"]
-        for name in ("responses", "weights"):
-            assert all(map(torch.equal, ahead[name], plain[name]))
-        assert plain["prefetched"] == [0, 0, 0]
-        parameters, *with_optimizer = ahead["prefetched"]
-        assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "two moments per parameter from the second on"
 
 
 def test_the_engine_stores_weights(seed_by_rank: list[dict[str, Any]]) -> None:

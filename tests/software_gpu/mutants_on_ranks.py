@@ -59,23 +59,6 @@ def with_a_late_rank(scenario: Callable[[], None]) -> Callable[[], None]:
     return mock.patch.object(LocalTransport, "run", late)(scenario)
 
 
-def leaving_in_the_background() -> None:
-    """A background offload is still in progress when the weights are ready to be read."""
-    with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), {}, {"prefetch": "auto"}) as (engine, trainer):
-        copier = engine.sharding.offloader._copier
-        make_room = ShardingManager._make_room
-        are_over: list[bool] = []
-
-        def query_and_make_room(self: ShardingManager, kinds: Any) -> None:
-            streams = [stream for (_, way, is_late), stream in copier._streams.items() if is_late and way == "to host"]
-            are_over.append(all(stream.query() for stream in streams))
-            make_room(self, kinds)
-
-        with mock.patch.object(ShardingManager, "_make_room", query_and_make_room):
-            small_switch.switch(engine, trainer)
-    assert are_over == [False, False], "the switch waited for the copies"
-
-
 def group_that_ends_early() -> None:
     """The first rank ends a group while the second has not begun their last collective."""
     group = dist.new_group([0, 1], backend="nccl")
@@ -100,7 +83,6 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
     "messages": switching(transport="collective"),
     "what changed": switching(incremental="auto"),
     "messages of what changed": switching(transport="collective", incremental="delta"),
-    "ahead of time": leaving_in_the_background,
     "parameters stay": switching(offload_train_param=False),
     "a group ends": group_that_ends_early,
 }

@@ -63,5 +63,4 @@ def switch(engine: HybridEngine[Trainer], trainer: TrainableScorer, num_rounds: 
         batch = {name: rows.chunk(limits.dp_size)[limits.dp_rank] for name, rows in workers.batch(seed).items()}
         trainer.train_step(batch, workers.cross_entropy)
         engine.sharding.enter(State.INFER)
-        engine.prefetch()
         engine.sharding.enter(State.TRAIN)

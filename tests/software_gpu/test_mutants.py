@@ -20,11 +20,11 @@ from hybrid_engine.backends.vllm import requests
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
 from hybrid_engine.errors import DeviceMemoryError, OffloadError
 from hybrid_engine.memory import arena
-from hybrid_engine.memory.arena import BackgroundCopy, Copier
+from hybrid_engine.memory.arena import Copier, QueuedCopy
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import DeviceMemory, DevicePeer, _Chunks
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
-from hybrid_engine.memory.offload_items import Storage
+from hybrid_engine.memory.offload_items import LATE_KINDS, Storage
 from hybrid_engine.memory.offloader import Offloader
 from tests.software_gpu import mutants_on_ranks as on_ranks
 from tests.software_gpu.device import Reports
@@ -106,6 +106,20 @@ def interrupted_on_the_way_back() -> None:
     state.offloader.offload()
     state.offloader.onload()
     state.require_intact()
+
+
+def ended_on_its_way() -> None:
+    """End the owner while its optimizer state is late, and reuse the memory."""
+    state = trained()
+    state.offloader.offload()
+    state.offloader.onload(late=LATE_KINDS)
+    numels = [tensor.numel() for tensor in state.kept[1:]]
+    with mock.patch.object(Copier, "finish_all"):  # Host memory may end first and would wait for the copies.
+        del state
+        gc.collect()
+    others = [torch.full((numel,), 7.0, device=DEVICE) for numel in numels]
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 7).all()) for tensor in others)
 
 
 def given_up_on_the_way_back() -> None:
@@ -228,11 +242,6 @@ def idle_llm() -> SimpleNamespace:
 # ---------------------------------------------------------------------------------------------------
 
 
-def _queue_copy_at_once(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
-        destination.copy_(source, non_blocking=True)
-
-
 def _no_seconds(*_: object) -> float:
     return 0.0
 
@@ -240,9 +249,9 @@ def _no_seconds(*_: object) -> float:
 SCENARIOS: Mapping[str, Callable[[], None]] = {
     "leaves whole": partial(moved, "whole"),
     "leaves in parts": partial(moved, "in parts"),
-    "leaves in the background": partial(moved, "begun in the background"),
     "is called off": partial(moved, "called off and again"),
-    "comes in the background": partial(moved, "whole", "in the background"),
+    "comes late": partial(moved, "whole", "late"),
+    "comes late and ends": ended_on_its_way,
     "others take its memory": memory_that_others_take,
     "is read while it is saved": read_while_it_is_saved,
     "is saved and stays": saved_and_kept,
@@ -258,31 +267,23 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
 }
 MUTANTS: Mapping[str, Mutant] = {
     "copies do not wait for what is computed": Mutant(
-        "leaves in parts", arena, "_queue_copy", replacement=_queue_copy_at_once
+        "leaves in parts", torch.cuda.Stream, "wait_stream", arena._queue_copy
     ),
     "an offload does not wait for other streams": Mutant("leaves whole", Offloader, "_synchronize", Offloader.offload),
-    "an offload in the background does not": Mutant(
-        "leaves in the background", Offloader, "_synchronize", Offloader.begin_offload
-    ),
     "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
     "pages go before they are saved": Mutant("leaves in parts", Storage, "wait_saved", Offloader._release_saved),
     "pages go before they are read": Mutant(
         "is read while it is saved", CudaDriver, "finish_stream", DeviceMemory.release
     ),
-    "copies in the background take no time": Mutant(
-        "comes in the background", arena, "_seconds_between", replacement=_no_seconds
+    "contents are used before they are back": Mutant(
+        "comes late", QueuedCopy, "wait", Storage._await_arrivals, _no_seconds
     ),
-    "copies in the background are not completed": Mutant(
-        "comes in the background", BackgroundCopy, "wait", Storage.complete, _no_seconds
-    ),
-    "copies in the background are called off at once": Mutant(
-        "is called off", BackgroundCopy, "cancel", Storage.call_off
-    ),
-    "contents are used before they are back": Mutant("leaves whole", Copier, "finish", Offloader._complete),
+    "what is called off goes before it is there": Mutant("is called off", Storage, "_await_arrivals", Storage.call_off),
+    "memory of what is late goes to others": Mutant("comes late and ends", torch.Tensor, "record_stream", Copier.copy),
     "what stays is trained before it is saved": Mutant("is saved and stays", Copier, "finish", Offloader.onload),
     "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
-    "what comes goes before it is there": Mutant("interrupted", Copier, "finish", Offloader._call_off),
-    "what came goes before it is there": Mutant("given up", Copier, "finish", Offloader._onload_kind),
+    "what comes goes before it is there": Mutant("interrupted", Storage, "_await_arrivals", Storage.call_off),
+    "what came goes before it is there": Mutant("given up", Storage, "complete", Offloader._onload_kind),
     "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", _Chunks.end),
     "a peer's memory goes before it is read": Mutant("read", CudaDriver, "finish_stream", DevicePeer.mapped),
     "so it does where it was kept": Mutant("read and kept", CudaDriver, "finish_stream", DevicePeer.mapped),

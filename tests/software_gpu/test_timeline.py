@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import Items, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Items, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from tests.software_gpu.device import timed
 
@@ -75,6 +75,18 @@ def test_an_offload_and_an_onload_take_little_more_than_their_copies() -> None:
         offloader.offload()
     with timed() as back:
         offloader.onload()
+    offloader.offload()
+    with timed() as late:
+        offloader.onload(late=LATE_KINDS)
+        params.sum()
+        grads.fill_(1)
+        offloader.require_present(["param", "grad"])
+        torch.cuda.current_stream().synchronize()
+    with timed() as rest:
+        offloader.require_present(KINDS)
+    assert late.seconds <= 1.2 * TO_HOST, "passes do not wait for the moments"
+    assert late.seconds + rest.seconds == pytest.approx(back.seconds, rel=0.1)
+    assert rest.seconds >= 0.8 * TO_HOST, "a step does"
     assert out.to_host == pytest.approx(2 * TO_HOST, rel=0.01)
     assert back.from_host == pytest.approx(2 * TO_HOST, rel=0.01)
     assert out.seconds <= 1.15 * out.to_host

@@ -11,12 +11,11 @@ import torch
 
 from hybrid_engine.memory import device_pages, offload_items
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import Guards, Kind, OffloadItem, Part
+from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
 
 _NUM_CHUNKS = 1.2  # Of bfloat16 parameters, so that there are two chunks.
 _PLAIN_NUMELS = (1_000, 400_000, 37_777)
-_COPIED: tuple[Kind, ...] = ("param", "optimizer")
 
 
 class TrainingState:
@@ -92,16 +91,12 @@ def _saved_parts(state: TrainingState, generator: random.Random) -> None:
 
 def _called_off(state: TrainingState, _generator: random.Random) -> None:
     state.offloader.offload()
-    state.offloader.onload(wait=False)
+    state.offloader.onload(late=KINDS)
 
 
-def _in_background(state: TrainingState, _generator: random.Random) -> None:
-    state.offloader.onload(wait=False)
-    state.offloader.wait()
-
-
-def _some_first(state: TrainingState, _generator: random.Random) -> None:
-    state.offloader.onload(limit=state.numel)
+def _late(state: TrainingState, _generator: random.Random) -> None:
+    state.offloader.onload(late=KINDS)
+    state.guard(KINDS)
 
 
 def _read_only_first(state: TrainingState, _generator: random.Random) -> None:
@@ -112,14 +107,12 @@ WAYS_TO_LEAVE: dict[str, Way] = {
     "whole": lambda _state, _generator: None,
     "in parts": _parts,
     "in parts that were saved": _saved_parts,
-    "begun in the background": lambda state, _generator: state.offloader.begin_offload(_COPIED),
     "called off and again": _called_off,
 }
 """Actions before `offload`."""
 WAYS_TO_COME: dict[str, Way] = {
     "whole": lambda _state, _generator: None,
-    "in the background": _in_background,
-    "some first": _some_first,
+    "late": _late,
     "read only first": _read_only_first,
 }
 """Actions before `onload`."""

@@ -34,7 +34,6 @@ class MemoryInference(FakeInference):
         self.job = job
         self.adaptor = self
         self.dtype = dtype
-        self.near_end: object = None
 
     def whole(self) -> dict[str, torch.Tensor]:
         return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,22 +93,6 @@ class Points:
         ours = [place for place in calls if place.startswith(_OURS)]
         at = chance.choice(sorted(ours if ours and chance.random() < 0.6 else calls))
         return Interruption(make, at, chance.randint(1, calls[at]))
-
-
-@contextmanager
-def no_new_threads() -> Iterator[None]:
-    """Refuse new threads, as at a limit on the number of processes."""
-    # Below `Thread.start`, which cleans up after a failure.
-    start: Any = threading._start_new_thread
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threading._start_new_thread = refuse
-    try:
-        yield
-    finally:
-        threading._start_new_thread = start
 
 
 def _place(frame: FrameType, event: str, argument: Any) -> str | None:

@@ -112,6 +112,7 @@ class Shadow:
         """Copy the current tensors. Collective. Raises AssertionError if a tensor has no memory."""
         self.parameters = _copied(self._subject.parameters())
         if "optimizer" in kinds:
+            self._subject.engine.train.guard(["optimizer"])  # Direct reads have no hook.
             self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = _copied(self._subject.expected())
 
@@ -122,6 +123,8 @@ class Shadow:
 
     def different(self, kinds: Collection[str] = ("param", "optimizer")) -> list[str]:
         """Return the differences between the trainer's tensors and the copies."""
+        if "optimizer" in kinds:
+            self._subject.engine.train.guard(["optimizer"])
         readers = {"param": self._subject.parameters, "optimizer": self._subject.optimizer_state}
         kept = {"param": self.parameters, "optimizer": self.optimizer}
         return [name for kind in kinds for name in differences(kept[kind], readers[kind]())]

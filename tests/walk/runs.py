@@ -53,7 +53,7 @@ def walks(
 def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) -> list[Findings]:
     """Make every call in every state from number `first` on, with a new engine after a wrong
     one."""
-    settings = {"incremental": "auto", "prefetch": "auto", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
+    settings = {"incremental": "auto", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
     started = time.monotonic()
     names = [""]
     findings = []
@@ -92,7 +92,6 @@ def _settings(chance: Random) -> dict[str, Any]:
     return {
         "incremental": chance.choice(("auto", "auto", "auto", "off")),
         "incremental_mb": chance.choice((1, 1024, 1024)),
-        "prefetch": chance.choice(("auto", "off")),
         "verify": chance.choice(("off", "off", "full", "sample")),
         "offload_train_param": chance.random() < 0.9,
         "offload_train_optimizer": chance.random() < 0.9,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import HybridEngineError, LostRankError
 from hybrid_engine.switch.states import State
 from tests.walk.inference import Served
-from tests.walk.interruptions import Cancelled, Interruption, Points, no_new_threads
+from tests.walk.interruptions import Cancelled, Interruption, Points
 from tests.walk.oracle import Kept, Shadow, Subject, differences
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
@@ -212,7 +212,7 @@ class Walk(Attempts):
         can_be_spoilt = isinstance(subject.inference, Served)
         is_verified = self.engine.config.generate_config.verify == "full" and can_be_spoilt
         self._in_rollouts = [
-            *("prefetch", "near end", "near end, no threads"),
+            "nothing",
             *(["refused"] if self.chance.random() < 0.3 else []),
             *(["call"] if self._calls else []),
             *(["spoil"] if is_verified else []),
@@ -225,7 +225,7 @@ class Walk(Attempts):
         """Return the plans for `follow`: every call in every state."""
         writes = sorted([*self.subject.writes, *self.subject.loads])
         return [
-            *(f"infer: {name}" for name in ("near end, no threads", "refused", "near end", "prefetch")),
+            "infer: refused",
             *(f"{state}: {name}" for state in KINDS for name in writes),
             *(f"train: {name}" for name in sorted(self.subject.steps)),
             *(f"{state}, outside: {name}" for state in OTHER_STATES for name in sorted(self._calls_outside())),
@@ -253,10 +253,8 @@ class Walk(Attempts):
         where, _, name = plan.partition(": ")
         state = State(where.removesuffix(", outside"))
         is_outside = where.endswith("outside")
-        # Without threads there may be no host copy yet, so the optimizer must have no state.
-        first = "moments" if "threads" in name else "step"
         self._visit(State.INFER)
-        self._visit(State.TRAIN, lambda: self._train(first))
+        self._visit(State.TRAIN, lambda: self._train("step"))
         self._visit(State.INFER)
         if is_outside:
             self._visit(state)
@@ -381,16 +379,6 @@ class Walk(Attempts):
                 self._must_refuse(name, call)
         elif action == "spoil":
             self._spoil()
-        elif self.engine.config.generate_config.prefetch == "auto":
-            self._note(action)
-            if action == "prefetch":
-                self._tried(action, self.engine.prefetch, self._fault(action, self.chance.random() < self._faults))
-            elif action == "near end":
-                fault = self._fault(action, self.chance.random() < self._faults)
-                self._tried(action, self.engine.sharding.near_end, fault)
-            else:
-                with no_new_threads():
-                    self.engine.sharding.near_end()
 
     def _spoil(self) -> None:
         """Corrupt a live weight, which `verify: full` must detect or overwrite at the next

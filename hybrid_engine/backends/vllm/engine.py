@@ -82,11 +82,10 @@ from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
-from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.models.quantization_configs import format_in
-from hybrid_engine.ports import Data, NearEnd
+from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
@@ -107,13 +106,9 @@ class InferenceEngine:
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
         tokenizer: the model's, if its directory has one.
-        taken_before: bytes of this rank's GPU in use when vLLM was built; 0 on a CPU.
-        near_end: called in every `generate` when few sequences are left; `HybridEngine` sets it for
-            prefetch.
         trained_lora: name of the LoRA that switches deliver with the weights; None without one.
     """
 
-    near_end: NearEnd | None = None
     trained_lora: str | None = None
 
     def __init__(
@@ -166,7 +161,6 @@ class InferenceEngine:
                 if sleeps:
                     prepare_allocator()
             undo.callback(isolation.destroy_groups)
-            self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():
                 self._llm, models = self._build(tensors, dtypes, undo)
                 # At collection or exit this finalizer would end the default process group, which
@@ -320,7 +314,7 @@ class InferenceEngine:
         return requests.probe_limits(self.llm.llm_engine.vllm_config, refusal)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """See the port. Uses the trained LoRA, draws nothing, and does not call `near_end`."""
+        """See the port. Uses the trained LoRA, and draws nothing."""
         return self._probe(tokens.tolist(), tokens.numel())
 
     def image_prompt(self) -> ProbeImage | None:
@@ -342,15 +336,12 @@ class InferenceEngine:
 
     def _probe(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> ProbeAnswer:
         state = self._generator_state
-        near_end = self.near_end
-        self.near_end = None
         model = internals.model_runner_of(self.llm).model
         try:
             with captured_routes(model, num_tokens) as routes:
                 rows = self.prompt_logprobs(prompts, self.trained_lora)
         finally:
             self._generator_state = state
-            self.near_end = near_end
         dtype = self.llm.llm_engine.model_config.dtype
         return ProbeAnswer(torch.stack(rows), dtype, routes)
 
@@ -632,11 +623,7 @@ class InferenceEngine:
             tokenizer,
         ):
             process_state.set_state(self._generator_state)
-            with (
-                requests.refusals_named(),
-                requests.none_left(llm),
-                requests.calling_near_end(llm, self.near_end),
-            ):
+            with requests.refusals_named(), requests.none_left(llm):
                 outputs = llm.generate(prompted, params, use_tqdm=False, lora_request=lora_request)
                 num_each = [prompt_params.n for prompt_params in params]
                 requests.require_answers(outputs, prompts, num_each)

@@ -552,11 +552,6 @@ ROUTES_GROUP = Replacement(
     "decides which rank returns the experts of each token: every rank here has a scheduler",
     remove_when="vLLM returns them on all ranks of an external launcher",
 )
-STEP = Replacement(
-    f"{_V1}.engine.llm_engine:LLMEngine.step",
-    "counts the sequences that are left before each step, in one engine and during one call",
-    remove_when="LLM.generate reports it",
-)
 LOAD_LORA = Replacement(
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
     "takes a LoRA from memory, in the one place where a worker reads its directory",

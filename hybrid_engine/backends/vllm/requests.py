@@ -38,7 +38,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.ports import Data, NearEnd
+from hybrid_engine.ports import Data
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -363,39 +363,6 @@ def none_left(llm: Any) -> Iterator[None]:
     except BaseException:
         abandon(llm)
         raise
-
-
-@contextlib.contextmanager
-def calling_near_end(llm: Any, near_end: NearEnd | None) -> Iterator[None]:
-    """Call `near_end` once while `llm` answers in this context.
-
-    The call precedes the first step with few enough requests left, or is made at the end of the
-    context. It is local to the rank, because replicas do not finish together.
-    """
-    if near_end is None:
-        yield
-        return
-    engine = llm.llm_engine
-    num_requests = 0
-    is_called = False
-
-    def watching(step: Callable[[], Any]) -> Callable[[], Any]:
-        def watched_step() -> Any:
-            nonlocal num_requests, is_called
-            num_left = engine.get_num_unfinished_requests()
-            # Requests are added before the first step, so the maximum is their total.
-            num_requests = max(num_requests, num_left)
-            if not is_called and num_left <= near_end.share * num_requests:
-                is_called = True
-                near_end.call()
-            return step()
-
-        return watched_step
-
-    with internals.STEP.replaced(watching, engine):
-        yield
-    if not is_called:
-        near_end.call()
 
 
 def abandon(llm: Any) -> None:

@@ -261,10 +261,7 @@ def job_phases(
 
 
 def stays_beside(phases: Mapping[str, Phase]) -> int:
-    """Return the bytes of training state on a device while vLLM generates, on the rank with most.
-
-    Prefetches are not included, because they use only free memory.
-    """
+    """Return the most bytes of training state that a rank keeps while vLLM generates."""
     by_model = phases["generate"].by_model
     training = [nbytes for model, nbytes in by_model.items() if model != "vLLM"]
     return int(np.max(sum(training), initial=0))

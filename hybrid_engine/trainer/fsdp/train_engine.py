@@ -97,7 +97,8 @@ class FsdpTrainEngine:
         optimizer = self.optimizer.inner
         # of this step, before a schedule changes it
         learning_rate = self.optimizer.learning_rate
-        self.model.guard(KINDS)
+        # not the optimizer's state, which may arrive during the passes
+        self.model.guard(["param", "grad"])
         self.model.before_step()
         parts = micro_batches(batch, self._micro_batch_size, self._device)
         optimizer.zero_grad()
@@ -113,7 +114,7 @@ class FsdpTrainEngine:
             (value / len(parts)).backward()
             reports.append({name: scalar.float() for name, scalar in report.items()})
         loss.finish(self._device)
-        self._conclude("loss function", loss.fault)
+        self._conclude("training step", loss.fault or self.model.fault_of(KINDS))
         grad_norm = self._clip_gradients()
         successful = not is_true_anywhere(~grad_norm.isfinite())
         if successful:

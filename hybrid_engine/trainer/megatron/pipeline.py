@@ -138,7 +138,8 @@ class Pipeline:
         optimizer = self._optimizer.inner
         # of this step, before a schedule changes it
         learning_rate = self._optimizer.learning_rate
-        self._model.guard(KINDS)
+        # not the optimizer's state, which may arrive during the passes
+        self._model.guard(["param", "grad"])
         # raises if servers would fall too far behind
         self._model.before_step()
         chunks = self._model.weights.model.ddp_chunks
@@ -155,7 +156,7 @@ class Pipeline:
                 # this is the last pipeline stage
                 loss.finish(self.data_parallel.device, self.data_parallel.group)
             # no rank takes a step if another one has a fault
-            self._conclude("loss function", loss.fault)
+            self._conclude("training step", loss.fault or self._model.fault_of(KINDS))
             version = self._model.version
             successful, grad_norm = False, None
             # of all gradients, also of those that Megatron's own norm leaves to other ranks

@@ -14,7 +14,7 @@ import torch
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
 from hybrid_engine.errors import ConfigError, StateError, Violation
-from hybrid_engine.memory.offload_items import KINDS, Kind, Offloadable, held_nbytes
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Offloadable, held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -138,7 +138,7 @@ class AuxiliaryModel:
     def _onloaded(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:
         try:
             with self._agreement.phase(f"onload of the {self.name}"):
-                self._offloader.onload(kinds, read_only=read_only)
+                self._offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
             self._kinds_on_device = kinds
             yield
         except BaseException:

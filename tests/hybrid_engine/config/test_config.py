@@ -135,6 +135,7 @@ PROPOSED = {  # unknown key -> beginning of the remedy
     "actor_config.offload": "Use generate_config.offload_train_param, ",
     "generate_config.offload": "Use offload_train_param, offload_train_grad, offload_train_optimizer",
     "actor_config.dp": "Leave it out: it is the number of ranks over TP x PP x CP",
+    "generate_config.prefetch": "Leave it out: optimizer state always comes back behind forward and backward passes",
     "generate_config.temperature": "Pass a Sampling to generate_sequences",
     "actor_config.revision": "Use revision at the top level",
     "actor_config.lora.rnak": "Did you mean rank?",

@@ -226,7 +226,6 @@ GENERATE_BREAKS = (
         actor={"params_dtype": "float32"},
         generate={"check_compute": "exact", "compress_reshard": True},
     ),
-    Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
     Break("router_replay needs", generate={"router_replay": True}),
     Break("router_replay needs", actor=FSDP, generate={"router_replay": True}, model=EXPERTS),
     Break("router_replay needs", generate={"router_replay": True, "servers": ["http://127.0.0.1:1"]}, model=EXPERTS),

@@ -96,7 +96,6 @@ def calls_of_worker(worker: ActorHybridWorker) -> dict[str, Callable[[], object]
         "rollout_context": worker.rollout_context,
         "train_context": worker.train_context,
         "forward_context": worker.forward_context,
-        "prefetch": worker.prefetch,
         "on_reshard_end": lambda: worker.on_reshard_end(print),
         "generate_sequences": lambda: worker.generate_sequences(PROMPTS, SAMPLED),
         "compute_log_probs": lambda: worker.compute_log_probs(batch),
@@ -294,9 +293,9 @@ def test_an_error_of_one_rank_reaches_all_and_changes_nothing(launched: Outcomes
         assert "labels: has other values on rank 1" in results["other labels"]
         assert torch.equal(results["again"], results["scores"])
     assert second["loss"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned None")
-    assert first["loss"].startswith("RemoteError: loss function failed on 1 rank(s)")
+    assert first["loss"].startswith("RemoteError: training step failed on 1 rank(s)")
     assert second["loss that is nan"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned nan")
-    assert first["loss that is nan"].startswith("RemoteError: loss function failed on 1 rank(s)")
+    assert first["loss that is nan"].startswith("RemoteError: training step failed on 1 rank(s)")
 
 
 def test_vllm_samples_from_the_trained_weights(launched: Outcomes) -> None:

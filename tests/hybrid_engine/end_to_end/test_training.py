@@ -38,24 +38,20 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16 distributed tp2 pp2": (4, {**TP2, "pipeline_model_parallel_size": 2, **BF16}),
 }
 """Name -> number of ranks, actor_config."""
-PREFETCHED = frozenset({"fp32 overlap dp2"})
-"""Actors whose training state returns during rollouts and leaves during fills."""
 GATHERS = "overlapped gathers"
 ATTACHED = "attached"
 
 
 @real_collector()
-def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> dict[str, Any]:
+def train_with_switches(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     """Train with a switch and a complete offload after each update.
 
-    "offloaded" has the share of the training bytes that each switch offloaded, "prefetched" the
-    bytes that each rollout brought back.
+    "offloaded" has the share of the training bytes that each switch offloaded.
     """
     num_threads = _num_gloo_threads()
-    worker = workers.build_worker(model, actor, {"prefetch": prefetch})
+    worker = workers.build_worker(model, actor)
     losses: list[float] = []
     offloaded: list[float] = []
-    prefetched: list[int] = []
     for number in range(NUM_UPDATES):
         with worker.train_context():
             losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
@@ -64,7 +60,6 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
             worker.inference.generate([[1, 2, 3]], workers.GREEDY)
             offloaded.append(worker.sharding.last_report.bytes_offloaded / training_nbytes)
         with worker.forward_context():
-            prefetched.append(worker.sharding.last_report.bytes_prefetched)
             worker.compute_log_probs(workers.batch(seed=number))
     with worker.train_context():
         state = training_state(worker.train)
@@ -78,7 +73,6 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
         "state": state,
         "version": version,
         "offloaded": offloaded,
-        "prefetched": prefetched,
         "vLLM's model outlives its worker": outlives,
         "model is left": chunk() is not None,
         "more gloo threads": _num_gloo_threads() - num_threads,
@@ -138,8 +132,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
             # Some groups of a worker stay until the next one is built, so run one uncounted worker.
             calls["first"] = (train_with_switches, (model, next(iter(actors.values()))))
         for name, actor in actors.items():
-            prefetch = "auto" if name in PREFETCHED else "off"
-            calls[f"{name}, switched"] = (train_with_switches, (model, actor, prefetch))
+            calls[f"{name}, switched"] = (train_with_switches, (model, actor))
             calls[f"{name}, without"] = (train_without, (model, actor))
         return engines.launch_in_turn(num_ranks, calls, timeout=800)
 
@@ -166,12 +159,6 @@ def test_every_switch_offloads_all_training_bytes(pair: Pair) -> None:
         first, *others = result["offloaded"]
         assert first >= 1  # includes position embeddings cached by the forward pass of `check_compute`
         assert others == [1.0] * (NUM_UPDATES - 1)
-
-
-def test_parameters_return_during_a_rollout_with_prefetch(request: pytest.FixtureRequest, pair: Pair) -> None:
-    prefetches = request.node.callspec.params["pair"] in PREFETCHED
-    for result in pair[0]:
-        assert [nbytes > 0 for nbytes in result["prefetched"]] == [prefetches] * NUM_UPDATES
 
 
 def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:

@@ -163,13 +163,13 @@ def test_off_and_no_are_words_where_a_key_has_them(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: examples/gpt_rl/model\nrandom_weights: yes\n"
-        "generate_config: {verify: off, prefetch: off, vllm: {enable_chunked_prefill: no}}\n"
+        "generate_config: {verify: off, incremental: off, vllm: {enable_chunked_prefill: no}}\n"
     )
     values = read_yaml(path, "configuration")
     values["model"] = str(REPO_ROOT / "examples" / "gpt_rl" / "model")
     assert list(apply_overrides(values, ["generate_config.check_compute=off"])) == []
     config = load_config(values, 1)
     generate = config.generate_config
-    assert (generate.verify, generate.prefetch, generate.check_compute) == ("off",) * 3
+    assert (generate.verify, generate.incremental, generate.check_compute) == ("off",) * 3
     assert config.random_weights is True
     assert generate.vllm == {"enable_chunked_prefill": False}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 import torch
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import Items, OffloadItem, Part
+from hybrid_engine.memory.offload_items import LATE_KINDS, Items, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
+from tests.harness.late_copies import LateCopies
 from tests.harness.signals_at_lines import Interrupter, Stop
 
 NUMEL = 4096
@@ -51,23 +50,21 @@ class Rig:
 CALLS: dict[str, Callable[[Rig], object]] = {
     "offload": lambda rig: rig.offloader.offload(),
     "offload param": lambda rig: rig.offloader.offload(["param"]),
-    "begin": lambda rig: rig.offloader.begin_offload(),
     "parts": lambda rig: rig.offloader.offload_parts("param", [Part(rig.param, 0, NUMEL // 2)]),
     "onload": lambda rig: rig.offloader.onload(),
     "read": lambda rig: rig.offloader.onload(read_only=True),
-    "background": lambda rig: rig.offloader.onload(wait=False),
+    "late": lambda rig: rig.offloader.onload(late=LATE_KINDS),
     "wait": lambda rig: rig.offloader.wait(),
 }
 SEQUENCES = {
     "offload": ["offload"],
-    "offload that began": ["begin", "offload"],
     "after parts": ["parts", "offload"],
     "onload": ["offload", "onload"],
     "onload of parts": ["parts", "onload"],
-    "cancelled offload": ["begin", "onload"],
     "read-only onload": ["offload", "read"],
-    "wait": ["offload", "background", "wait"],
-    "cancelled onload": ["offload", "background", "offload"],
+    "late onload": ["offload", "late"],
+    "wait": ["offload", "late", "wait"],
+    "cancelled onload": ["offload", "late", "offload"],
     "offload after a read-only onload": ["offload", "read", "offload"],
 }
 """Earlier calls, and the call that is interrupted."""
@@ -76,16 +73,14 @@ CONTINUATIONS: list[list[str]] = [[], ["offload"], ["offload param"], ["read", "
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
-@pytest.mark.parametrize("elastic", [False, True], ids=["resized, by a thread", "elastic, without"])
+@pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("how_many", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_an_interrupt_at_any_line_loses_nothing(
-    name: str, elastic: bool, how_many: int, monkeypatch: pytest.MonkeyPatch
+    name: str, elastic: bool, how_many: int, late_copies: LateCopies
 ) -> None:
     """Try `how_many` of the continuations at each line."""
     rng = random.Random(f"{name} {elastic}")
-    if elastic:  # without a thread, no copy is made before it is cancelled
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", mock.Mock(side_effect=RuntimeError("no thread")))
     *before, interrupted = SEQUENCES[name]
 
     def prepare_rig() -> Rig:

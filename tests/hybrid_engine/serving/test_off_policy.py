@@ -337,7 +337,6 @@ def fall_behind(trainers: Trainers, most: int) -> list[tuple[int, str]]:
         for _ in range(3):
             assert trainers.publish(publisher) == ""
             assert publisher.publish() is None
-            publisher.prefetch()
             for _ in range(2 * most):
                 if trainers.step(publisher):
                     break

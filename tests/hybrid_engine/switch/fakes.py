@@ -153,6 +153,7 @@ class FakeTraining:
 
     def step(self) -> None:
         """Change every tensor as an optimizer step does; gradients remain."""
+        self.guard(KINDS)
         self.version += 1
         offset = 0
         for name, (rows, columns) in self.shapes.items():
@@ -242,8 +243,6 @@ class FakeInference:
     def resident_nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.live.values())
 
-    taken_before = 0
-
     def wake_kv_cache(self) -> None:
         self.script.reach("wake")
 
@@ -268,7 +267,7 @@ class ScriptedOffloader(MegatronOffloader):
         return report
 
     def onload(
-        self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True, limit: int | None = None
+        self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, late: Collection[str] = ()
     ) -> OffloadReport:
         """Onload the kinds before a failing one first, like the real offloader."""
         coming = self._select(kinds, away=True)
@@ -278,7 +277,7 @@ class ScriptedOffloader(MegatronOffloader):
             except OffloadError:
                 super().onload(coming[:number], read_only=read_only)
                 raise
-        return super().onload(kinds, read_only=read_only, wait=wait, limit=limit)
+        return super().onload(kinds, read_only=read_only, late=late)
 
     def _select(self, kinds: Iterable[str], *, away: bool) -> list[str]:
         wanted = set(kinds)
@@ -363,6 +362,7 @@ class Rig:
         offloaded = {kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}")}
         assert self.manager.state is state
         assert self.resident() == NEEDED[state] | (set(KINDS) - offloaded)
+        self.offloader.wait()
         self.training.assert_unchanged(self.resident())
         if state is not INFER:
             assert set(self.inference.live) == self.inference.in_force == set(kept)

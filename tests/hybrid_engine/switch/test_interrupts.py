@@ -11,6 +11,7 @@ import pytest
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.states import State
+from tests.harness.late_copies import LateCopies
 from tests.harness.signals_at_lines import Interrupter, Stop
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 
@@ -33,7 +34,7 @@ def prepare_rig(before: State, *, elastic: bool, **settings: object) -> Rig:
 SETTINGS = {
     "plain": {"elastic": False},
     "elastic": {"elastic": True},
-    "all": {"elastic": True, "incremental": "auto", "incremental_mb": 2, "prefetch": "auto", "verify": "full"},
+    "all": {"elastic": True, "incremental": "auto", "incremental_mb": 2, "verify": "full"},
 }
 SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (IDLE, INFER), (FORWARD, TRAIN)]
 
@@ -41,7 +42,9 @@ SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (ID
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("before", "target"), SWITCHES, ids=str)
-def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target: State, settings: str) -> None:
+def test_an_interrupt_at_any_line_loses_nothing(
+    job: None, before: State, target: State, settings: str, late_copies: LateCopies
+) -> None:
     """Trained values stay bit-identical, the state is accurate, and later switches succeed."""
     rig = prepare_rig(before, **SETTINGS[settings])
     lines = count_lines(rig, target)
@@ -60,6 +63,7 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
                 with pytest.raises(StateError):
                     rig.training.guard(kinds)
         else:  # the kinds that this state needs are resident
+            rig.offloader.wait()
             rig.training.assert_unchanged(rig.resident())
         for state in (next(nexts), TRAIN):
             rig.manager.enter(state)

@@ -173,29 +173,6 @@ def restore_fails_on_rank_1(rank: int) -> dict[str, object]:
 
 
 @scenario
-def prefetch_on_rank_0(rank: int) -> dict[str, object]:
-    """Rank 0 prefetches while rank 1 still generates, or fails to."""
-    rig = Rig(elastic=True, prefetch="auto")
-    prefetched = []
-    for fails in (False, True):
-        rig.fill()
-        if rig.training.rank == 0:
-            rig.manager.near_end()
-
-        def generate(fails: bool = fails) -> None:
-            with rig.job.agreement.phase("generate"):
-                if fails and rig.training.rank == 1:
-                    raise OSError("out of tokens")
-
-        error = error_of(generate) if fails else generate()
-        prefetched.append(rig.manager.enter(TRAIN).bytes_prefetched)
-        rig.assert_is(TRAIN)
-    rig.training.step()
-    assert_switches_succeed(rig)
-    return {**error, "prefetched": prefetched, "comes_in_chunks": rig.comes_in_chunks}
-
-
-@scenario
 def interrupted_on_rank_0(rank: int) -> dict[str, object]:
     """Ctrl-C reaches rank 0 before the end of a switch, rank 1 after it; both recover together."""
     rig = Rig(elastic=True)
@@ -435,13 +412,3 @@ def test_a_skipped_bucket_is_later_sent_as_a_delta(two_ranks: ByRank):
     for results in two_ranks:
         counts = results["skipped_then_changed"]
         assert counts == [(0, 2, True), delta, delta, delta, delta, (0, 0, False), delta]
-
-
-def test_prefetch_of_one_rank_does_not_affect_the_other(two_ranks: ByRank):
-    prefetching, other = (rank_results["prefetch_on_rank_0"] for rank_results in two_ranks)
-    parameters = NBYTES // 2
-    # After a switch to training also half of the optimizer state, which fits below the peak of the
-    # switches; all of it with chunks, which raise that peak.
-    assert prefetching["prefetched"] == [parameters, (3 if prefetching["comes_in_chunks"] else 2) * parameters]
-    assert other["prefetched"] == [0, 0]
-    assert all("OSError: out of tokens" in results["text"] for results in (prefetching, other))

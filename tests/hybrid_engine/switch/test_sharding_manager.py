@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_engine.errors import ReshardError, StateError, WeightError
+from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State, call_hook
 from tests.harness.errors import has_code
-from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NEEDED, TRAIN, Rig
+from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig
 
 # States.
 
@@ -86,7 +87,7 @@ OFFLOADS = [dict(zip(KINDS, flags, strict=True)) for flags in itertools.product(
 def test_a_closed_manager_refuses_to_switch(rig: Rig):
     rig.manager.close()
     rig.manager.close()
-    for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN), rig.manager.prefetch):
+    for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN)):
         with pytest.raises(StateError, check=has_code("switch-is-closed")):
             call()
 
@@ -103,6 +104,40 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
             left = 0 if offloads["grad"] else rig.training.version
             assert torch.equal(rig.training.grad, torch.full_like(rig.training.grad, left))
             rig.training.step()
+
+
+@pytest.mark.parametrize("before", [INFER, FORWARD, IDLE])
+@pytest.mark.parametrize("ends", ["a step", "close", "the next switch"])
+def test_optimizer_state_comes_back_behind_training(rig: Rig, late_copies: LateCopies, before: State, ends: str):
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.enter(before)
+    assert late_copies.under_way == [], "parameters do not come late"
+    there = rig.manager.enter(TRAIN)
+    rig.training.guard(["param", "grad"])
+    rig.training.assert_unchanged(["param"])
+    assert len(late_copies.under_way) == 2
+    if ends == "a step":
+        late_copies.errors = [OSError("bus")]
+        with pytest.raises(OffloadError, check=has_code("onload-failed", "bus")):
+            rig.training.step()
+        assert rig.manager.state is TRAIN
+        rig.offloader.wait()
+        rig.training.assert_unchanged()
+        rig.training.step()
+    elif ends == "close":
+        rig.manager.close()
+        rig.training.assert_unchanged()
+        return
+    report = rig.manager.enter(INFER)
+    assert late_copies.under_way == []
+    seconds = (2 * SECONDS - SECONDS_EXPOSED, SECONDS_EXPOSED) if ends == "a step" else (0, 0)
+    assert (report.seconds_hidden, report.seconds_exposed) == seconds
+    assert ("hidden 1.750 s, exposed 0.250 s" in str(report)) == any(seconds)
+    assert there.bytes_onloaded == sum(TRAINING_NBYTES.values()) - (before is FORWARD) * NBYTES
+    rig.assert_is(INFER)
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
 
 
 class ScriptedCommunicators:
@@ -368,7 +403,7 @@ def test_untrained_weights_are_copied_once(rig: Rig):
     rig.fill()
     assert rig.offloader.copied_nbytes > copied
     rig.manager.enter(TRAIN)
-    rig.training.assert_unchanged()
+    rig.assert_is(TRAIN)
 
 
 @pytest.mark.parametrize(

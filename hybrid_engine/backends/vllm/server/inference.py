@@ -26,7 +26,7 @@ from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ArgumentError, ServerError, StateError, Violation
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.ports import Data, NearEnd, Trainer
+from hybrid_engine.ports import Data, Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.answers import Choice, Expected, checked_choices
 from hybrid_engine.serving.clients import named_server
@@ -47,8 +47,6 @@ class ServedInference:
         tokenizer: the model's.
     """
 
-    taken_before = 0
-    near_end: NearEnd | None = None
     trained_lora: str | None = None
 
     def __init__(self, config: HybridConfig, job: Job, tokenizer_dir: str | None = None) -> None:

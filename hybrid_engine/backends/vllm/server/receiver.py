@@ -140,8 +140,6 @@ class WorkerCaches:
         sleep_mode: the KV cache's sleep mode; None if the cache does not sleep.
     """
 
-    taken_before = 0
-
     def __init__(self) -> None:
         self.sleeper = SleepingWorker()
         self.sleep_mode: SleepMode | None = None

@@ -293,7 +293,7 @@ def test_invalid_losses_are_refused_on_all_ranks(outcomes: Outcomes) -> None:
     for error, problem in zip(last.errors, problems, strict=True):
         assert error.startswith("LossError: loss function refuse_losses.<locals>.<lambda>")
         assert problem in error
-    assert all(error.startswith("RemoteError: loss function") for error in first.errors)
+    assert all(error.startswith("RemoteError: training step") for error in first.errors)
     assert first.weights_stay
     assert last.weights_stay
     assert first.valid_report == last.valid_report

@@ -58,6 +58,7 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
             calls: dict[str, Callable[[], object]] = {
                 "train_step": lambda: run.engine.train_step(batch, negative_log_likelihood),
                 "log_probs": lambda: run.engine.log_probs(batch),
+                "reload_model_params": lambda: model.optimizer.reload_model_params(),
             }
             with closing(Job.join(60)) as job:
                 result["let through"] = calls_while_published(model, run.table.shapes, job, calls)
@@ -76,7 +77,7 @@ def offload_each_alone(engine: Any, offloader: MegatronOffloader) -> dict[str, l
         absent_kinds[kind] = [
             other for other, owners in offloader.resident_nbytes().items() if not sum(owners.values())
         ]
-        offloader.onload({kind}, wait=False)
+        offloader.onload({kind}, late={kind})
         offloader.wait()
     return absent_kinds
 

@@ -24,14 +24,12 @@ from hybrid_engine.backends.vllm.prompts import (
 from hybrid_engine.backends.vllm.requests import (
     asked_for,
     caller_fields,
-    calling_near_end,
     sampling_of,
     sampling_params,
     zero_caches,
 )
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.ports import NearEnd
 from tests.harness.errors import has_code, has_violations, violations_of
 from tests.zoo.tokenizers import save_numbers
 
@@ -404,62 +402,6 @@ def test_completions_have_the_form_of_their_prompts(tokenizer: ModelTokenizer) -
     assert in_form_of([CHAT], completions[:1], 0) == [["3"]]
     assert in_form_of([[1, 2], [6, 7]], completions, 0) is completions
     assert in_form_of(torch.ones(0, 2, dtype=torch.int64), [], 0).shape == (0, 2)
-
-
-# -- the end of a rollout --------------------------------------------------------------------------
-
-
-class Engine:
-    """An engine; the next number is the number of requests that end with the next step."""
-
-    def __init__(self, *ending: int) -> None:
-        self._ending = list(ending)
-        self.log: list[str] = []
-
-    def get_num_unfinished_requests(self) -> int:
-        return sum(self._ending)
-
-    def step(self) -> int:
-        self.log.append("step")
-        return self._ending.pop(0)
-
-    def generate(self, near_end: NearEnd | None) -> list[str]:
-        """Step like `InferenceEngine._run`."""
-        with calling_near_end(SimpleNamespace(llm_engine=self), near_end):
-            while self._ending:
-                self.step()
-        return self.log
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [
-        (0.0, ["step", "step", "step", "call"]),
-        (0.1, ["step", "step", "call", "step"]),
-        (0.5, ["step", "call", "step", "step"]),
-        (1.0, ["call", "step", "step", "step"]),
-    ],
-)
-def test_near_end_is_called_once_when_few_requests_are_left(share: float, expected: list[str]) -> None:
-    engine = Engine(5, 4, 1)  # ten requests over three steps
-    assert engine.generate(NearEnd(share, lambda: engine.log.append("call"))) == expected
-    assert "step" not in vars(engine)
-
-
-def test_near_end_is_called_at_once_without_prompts() -> None:
-    engine = Engine()
-    assert engine.generate(NearEnd(0.1, lambda: engine.log.append("call"))) == ["call"]
-
-
-def test_an_error_of_near_end_ends_the_rollout() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    engine = Engine(2, 1)
-    with pytest.raises(ZeroDivisionError):
-        engine.generate(NearEnd(0.5, fail))
-    assert engine.log == ["step"]
-    assert "step" not in vars(engine)
 
 
 # -- caches ----------------------------------------------------------------------------------------

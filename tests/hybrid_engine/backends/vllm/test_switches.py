@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from hybrid_engine.backends.vllm import InferenceEngine, internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
-from hybrid_engine.ports import NearEnd
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -153,17 +153,17 @@ def _check_shared_memory(engine: InferenceEngine, before: dict[str, int], num_tp
 def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
     """Draw, and check that a call of another thread is refused meanwhile."""
 
-    def call_in_thread() -> None:
+    step = engine.llm.llm_engine.step
+    refusals: list[Any] = []
+
+    def step_and_call_in_thread() -> Any:
         thread = threading.Thread(target=lambda: refusals.append(refusal_of(lambda: drawn(engine))))
         thread.start()
         thread.join()
+        return step()
 
-    refusals: list[Any] = []
-    engine.near_end = NearEnd(1.0, call_in_thread)
-    try:
+    with mock.patch.object(engine.llm.llm_engine, "step", step_and_call_in_thread):
         samples = drawn(engine, SEED)
-    finally:
-        engine.near_end = None
     assert refusals[0].code == "another-thread-generates"
     return samples
 

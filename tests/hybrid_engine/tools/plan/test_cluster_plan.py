@@ -290,9 +290,8 @@ ALONE = {
                 "critic forward": [60, 600],
             },
         ),
-        ({"prefetches": True}, {"switch": [600, 6000], "generate": [600, 6000]}),
     ],
-    ids=["nothing", "gradients", "all weights", "some weights", "the critic", "prefetched"],
+    ids=["nothing", "gradients", "all weights", "some weights", "the critic"],
 )
 def test_a_phase_includes_state_that_stays(stays: dict[str, object], differences: dict[str, list[int]]) -> None:
     assert totals(**stays) == {**ALONE, **differences}
