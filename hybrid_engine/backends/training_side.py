@@ -6,6 +6,7 @@ way back:
     hook                                                                             state
     forward pass of a model; `state_dict` and `load_state_dict` of its modules       parameters
     `step`, `state_dict` and `load_state_dict` of an optimizer                       all
+    methods of Megatron's optimizers that copy state (`internals.METHODS_WITH_STATE`)   all
 
 They also cover code that saves through these methods: save_pretrained,
 torch.distributed.checkpoint, Megatron's `sharded_state_dict`. They do not cover a direct access to
@@ -17,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -100,11 +102,19 @@ class GuardedState:
         """Copy the parameters to the optimizer, if it steps on copies. Does nothing by default."""
 
     def watch(
-        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        models: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        methods: Iterable[tuple[object, str]] = (),
     ) -> None:
         """Call `guard` before any use of the state of these, and `before_step` before their steps.
 
         Ends when this object is closed or garbage-collected.
+
+        Args:
+            models: need their parameters.
+            optimizers: need all state.
+            methods: objects and names of their methods that need all state and have no hooks.
         """
         # The hooks must not keep this object alive.
         self_ref = weakref.ref(self)
@@ -123,6 +133,8 @@ class GuardedState:
             self._num_steps_begun[optimizer] = steps_before(optimizer, self._num_steps_begun)
             self._remove_at_end(guard_optimizer(optimizer, guard))
             self._remove_at_end([optimizer.register_step_pre_hook(begin_step)])
+        for owner, name in methods:
+            self._cleanup.callback(guard_method(owner, name, guard))
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         # An optimizer that has begun fewer steps than another joins the step of that other.
@@ -191,6 +203,24 @@ def guard_optimizer(optimizer: torch.optim.Optimizer, guard: Guard) -> Iterator[
     yield optimizer.register_step_pre_hook(needs_all)
     yield optimizer.register_state_dict_pre_hook(needs_all)
     yield optimizer.register_load_state_dict_pre_hook(needs_all)
+
+
+def guard_method(owner: object, name: str, guard: Guard) -> Callable[[], None]:
+    """Call `guard` for all state before a method of this object; return a function that ends it."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def guarded(*arguments: Any, **named: Any) -> Any:
+        guard(KINDS)
+        return method(*arguments, **named)
+
+    def end() -> None:
+        # Another engine may guard it too by now.
+        if vars(owner).get(name) is guarded:
+            delattr(owner, name)
+
+    setattr(owner, name, guarded)
+    return end
 
 
 class WholeTensors:

@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from hybrid_engine.ranks.torch_internals import PrivateName
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 PRIVATE_NAMES = (
     PrivateName(
@@ -55,6 +56,14 @@ PRIVATE_NAMES = (
         "is the square root of the factor by which latent attention with YaRN scales its scores",
     ),
     PrivateName(
+        f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
+        "reads the state for each format of checkpoints, also for one that asks no torch optimizer",
+    ),
+    PrivateName(
+        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
+        "writes the state that was read from any format of checkpoints",
+    ),
+    PrivateName(
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher._comm_manager",
         "keeps routing maps and probabilities of the last forward pass",
     ),
@@ -76,6 +85,16 @@ PRIVATE_NAMES = (
         "is the only method of a RouterReplay that the router calls",
     ),
 )
+
+METHODS_WITH_STATE = (
+    "reload_model_params",
+    "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+)
+"""Methods of Megatron's optimizers that read or write main parameters and moments.
+
+All others that do so call the torch optimizer, which has hooks.
+"""
 
 CHANGED_BY_TRAINING = frozenset(
     {

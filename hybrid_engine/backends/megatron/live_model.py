@@ -145,7 +145,16 @@ class LiveModel(GuardedState):
         self._gradients = [] if optimizer is None else list(_gradients(self.chunks))
         members = [] if optimizer is None else optimizer_members(optimizer)
         # Megatron's optimizers take no hooks, but the torch optimizers that they call do.
-        self.watch(self.chunks, [member.optimizer for _, member in members])
+        self.watch(
+            self.chunks,
+            [member.optimizer for _, member in members],
+            [
+                (member, name)
+                for _, member in members
+                for name in internals.METHODS_WITH_STATE
+                if hasattr(member, name)
+            ],
+        )
 
     @property
     def unserved(self) -> list[str]:
