@@ -1,30 +1,34 @@
 """Estimate the seconds of a large job's switch from bandwidths, and the bound of the hardware.
 
     python -m benchmarks.critical_path [--only TEXT] [--json FILE] [--nvlink 450] [--pcie 50] ...
+    python -m benchmarks.critical_path --measured     # beside what one H100 took
 
 Nothing is measured and no device is needed. The planner plans each job for rank 0, with parameters
-at the offsets that they have in the memory of both engines, and the copies of the plan are counted:
+at the offsets that they have in the memory of both engines, and the work of this plan is counted:
 
     launches     kernels that `transports/copies.py` queues
     alone        kernels without the merging of copies in reverse order
+    mapped       chunks of peers' memory that are mapped, and unmapped, in every switch
+    exports      chunks whose descriptors are exported whenever parameters come back
+    messages     to and from other hosts; in brackets, if peers of the host sent messages, too
 
 Then the fill is simulated bucket by bucket, in the order of `switch/weight_container.py`. Three
 resources work in parallel:
 
-    host      queues copies, waits for them, synchronizes with other ranks, releases memory
+    host      maps memory, queues copies, waits for them, synchronizes with other ranks, releases
     device    pulls the data of a bucket over the links and processes it, in order
     PCIe      copies parameters to the host; all copies are queued at the start
 
-`bound` is the largest of the times that links, HBM and PCIe take alone, at the same rates. The
-weights that vLLM offloaded and the optimizer state are not included; they move before and after the
-fill.
+`bound` is the largest of the times that links, HBM and PCIe take alone, at the same rates. For the
+large jobs optimizer state is not included: it moves before and after the fill. With `--measured`
+it is, where the measured switch had it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -32,7 +36,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import driver_costs
+from benchmarks.driver_costs import GIVE_BACK, TAKE
 from benchmarks.launching import parser_of, write_figures
+from benchmarks.resharding.cases import QWEN3_1_7B
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
@@ -45,11 +52,17 @@ from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import Run, origins_at, runs_of
-from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_30B_A3B, QWEN3_235B_A22B
+from hybrid_engine.transports.pull import source_extents
+from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 RANKS_PER_HOST = 8
 ITEMSIZE = 2
-GRANULE = 2 * 2**20
+OPTIMIZER_NBYTES = 12
+"""Bytes of Adam's state per parameter: main parameter and two moments in float32."""
+MIB = 2**20
+GRANULE = 2 * MIB
+PIECE_NBYTES = 256 * MIB
+"""Memory of one piece is mapped while another is copied (`memory/offload_items.py`)."""
 RANK = 0
 
 
@@ -58,26 +71,35 @@ class Rates:
     """Inputs: bandwidths in 10^9 bytes per second and direction, times in microseconds.
 
     Attributes:
-        hbm, nvlink, infiniband, pcie: nominal bandwidths of an H100 or H200 with one 400 Gbit/s
-            adapter per GPU.
+        hbm, nvlink, infiniband: nominal bandwidths of an H100 or H200 with one 400 Gbit/s adapter
+            per GPU.
+        pcie: measured on an H100 and an H200.
+        copy: copies of the plan within a GPU, each byte counted once: 400 copies of 512 KiB in one
+            `_foreach_copy_` on an H100.
         launch: host time to make two views and queue a kernel.
         view: host time to make one more pair of views for a batch.
         kernel: device time of the shortest kernel.
-        chunk: host time to unmap and free a chunk of 32 MiB, measured on an H100; larger chunks
-            take up to 318.
-        bucket: host time of a bucket for agreement, bookkeeping and vLLM's processing. Assumed; on
-            an H100 a bucket of Qwen3-1.7B took 2,700 including its kernels and chunks.
+        mapped: host time to map and unmap a chunk of a peer, between two processes on one H200.
+        export: host time to export a chunk's descriptor, on an H200.
+        extent: host time to find the chunks of one step of a peer's tensor, on a CPU at 2 GHz.
+        bucket: host time of a bucket for agreement and bookkeeping: fitted to fills of 30 and of
+            110 buckets on an H100, beside the driver's calls and the copies.
+        start: time of a fill of vLLM that no part explains, from the same fit. 0 leaves it out.
     """
 
     hbm: float = 3350.0
     nvlink: float = 450.0
     infiniband: float = 50.0
-    pcie: float = 50.0
+    pcie: float = 55.0
+    copy: float = 540.0
     launch: float = 10.0
     view: float = 2.0
     kernel: float = 3.0
-    bucket: float = 2400.0
-    chunk: float = 69.0
+    mapped: float = 250.0
+    export: float = 850.0
+    extent: float = 10.0
+    bucket: float = 280.0
+    start: float = 27_000.0
 
     def seconds(self, nbytes: Mapping[Link, float]) -> float:
         """Return the seconds to move `nbytes` over the links, one link after the other."""
@@ -87,13 +109,19 @@ class Rates:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its number of ranks, and its parallel sizes on both sides."""
+    """A model, its number of ranks, and its parallel sizes on both sides.
+
+    Attributes:
+        exports_all: True for a version that exports all chunks, whether a peer reads them or not.
+    """
 
     name: str
     config: dict[str, Any]
     num_ranks: int
-    train: Mapping[str, int]
-    infer: Mapping[str, int]
+    train: Mapping[str, int] = field(default_factory=dict)
+    infer: Mapping[str, int] = field(default_factory=dict)
+    bucket_mb: int = GenerateConfig().bucket_mb
+    exports_all: bool = False
 
 
 JOBS = (
@@ -126,17 +154,51 @@ class Share:
     """Work of rank 0 in a bucket.
 
     Attributes:
-        alone, launches: see the docstring of the module.
+        alone, launches, mapped: see the docstring of the module; `mapped` counts those that no
+            earlier bucket has mapped.
         views: pairs of views in batched copies.
+        extents: steps of peers' tensors whose chunks are looked up.
         nbytes: received bytes by link, including copies within the rank.
         leaving: bytes of parameters that are offloaded after the bucket is sent.
+        segments: bytes of each segment that vLLM's allocator takes for the bucket.
+        messages: messages by the link that they cross.
     """
 
     alone: int
     launches: int
+    mapped: int
     views: int
+    extents: int
     nbytes: Mapping[Link, int]
     leaving: float
+    segments: Sequence[int]
+    messages: Mapping[Link, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of rank 0 in a fill and on the way back.
+
+    Attributes:
+        shares: work of the buckets.
+        flats: bytes of rank 0's parameters, by flat buffer.
+        chunk: bytes of a chunk of a flat buffer, by rank and name.
+        exports: see the docstring of the module.
+    """
+
+    shares: Sequence[Share]
+    flats: Mapping[str, int]
+    chunk: Mapping[BufferId, int]
+    exports: int
+
+    @property
+    def parameter_nbytes(self) -> int:
+        """Bytes of rank 0's parameters."""
+        return sum(self.flats.values())
+
+    def sum_of(self, name: str) -> int:
+        """Return the sum of an attribute over the buckets."""
+        return sum(getattr(share, name) for share in self.shares)
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -144,20 +206,26 @@ _ALIGNMENT = 64
 _PAIRS_OF_A_KERNEL = 64  # limit of torch's kernel for _foreach_copy_
 
 
-def offsets_in_training(side: SideLayout, ranks: Iterable[int]) -> dict[BufferId, int]:
-    """Return the offset of each parameter, in elements, in the flat buffers of Megatron's DDP.
+def flat_of(buffer: BufferId) -> BufferId:
+    """Return the flat buffer of Megatron's DDP that holds a parameter: experts have their own."""
+    return BufferId(buffer.rank, "experts" if ".experts." in buffer.name else "dense")
 
-    Megatron has a buffer for experts and a buffer for all other parameters, and fills them from the
-    last parameter.
+
+def offsets_in_training(
+    side: SideLayout, ranks: Iterable[int]
+) -> tuple[dict[BufferId, int], dict[BufferId, int]]:
+    """Return the offset of each parameter in its flat buffer, and the flat buffers' sizes.
+
+    Both in elements. Megatron fills the buffers from the last parameter.
     """
     offsets: dict[BufferId, int] = {}
+    ends: dict[BufferId, int] = {}
     for rank in ranks:
-        ends = {True: 0, False: 0}
         for buffer_id, buffer in reversed(side.layout_of(rank).buffers.items()):
-            is_expert = ".experts." in buffer_id.name
-            offsets[buffer_id] = ends[is_expert]
-            ends[is_expert] += -(-buffer.numel // _ALIGNMENT) * _ALIGNMENT
-    return offsets
+            flat = flat_of(buffer_id)
+            offsets[buffer_id] = ends.get(flat, 0)
+            ends[flat] = offsets[buffer_id] + -(-buffer.numel // _ALIGNMENT) * _ALIGNMENT
+    return offsets, ends
 
 
 def places_in_vllm(side: SideLayout, rank: int) -> dict[str, tuple[str, int]]:
@@ -179,86 +247,167 @@ def places_in_vllm(side: SideLayout, rank: int) -> dict[str, tuple[str, int]]:
     return places
 
 
-def shares_of(job: Job) -> list[Share]:
+def segments_of(sizes: Iterable[int]) -> list[int]:
+    """Return the segments that torch's allocator takes for blocks of these sizes, all in bytes.
+
+    Blocks of up to 1 MiB share segments of 2, those below 10 MiB segments of 20; a larger block has
+    one of its own.
+    """
+    segments = []
+    free = {2 * MIB: 0, 20 * MIB: 0}
+    for size in sizes:
+        if size >= 10 * MIB:
+            segments.append(-(-size // GRANULE) * GRANULE)
+            continue
+        shared = 2 * MIB if size <= MIB else 20 * MIB
+        if free[shared] < size:
+            segments.append(shared)
+            free[shared] = shared
+        free[shared] -= size
+    return segments
+
+
+def work_of(job: Job) -> Work:
     """Plan a job and count the work of rank 0 in each bucket."""
     table = table_for(job.config)
     source = training_side(table, TrainParallelism(job.num_ranks, **job.train))
     destination = inference_side(table, InferenceParallelism(job.num_ranks, **job.infer))
     hosts = [rank // RANKS_PER_HOST for rank in range(job.num_ranks)]
     unserved = [name for name in table.shapes if not table.is_served(name)]
-    nbytes = GenerateConfig().bucket_mb * 2**20
+    nbytes = job.bucket_mb * MIB
     plan = plan_sides(source, destination, hosts, nbytes, unserved, RANK, set(hosts))
     peers = {transfer.src_rank for bucket in plan.buckets for transfer in bucket.transfers}
-    trained = offsets_in_training(source, peers)
-    served = places_in_vllm(destination, RANK)
-    training_nbytes = ITEMSIZE * sum(
-        buffer.numel for buffer in source.layout_of(RANK).buffers.values()
-    )
+    trained, numels = offsets_in_training(source, {*peers, RANK})
+    flats = {flat: numel * ITEMSIZE for flat, numel in numels.items()}
+    chunk = {flat: chunk_nbytes_for(nbytes, GRANULE) for flat, nbytes in flats.items()}
+    parameters = {flat.name: nbytes for flat, nbytes in flats.items() if flat.rank == RANK}
+    counting = _Counting(destination, trained, places_in_vllm(destination, RANK), chunk)
     weights = [bucket.nbytes for bucket in plan.buckets]
-    return [
-        _share(bucket, trained, served, training_nbytes * weight / sum(weights))
+    shares = [
+        counting.share(bucket, sum(parameters.values()) * weight / sum(weights))
         for bucket, weight in zip(plan.buckets, weights, strict=True)
     ]
+    read = {
+        flat_of(transfer.src.buffer)
+        for bucket in plan.buckets
+        for transfer in bucket.transfers
+        if transfer.src_rank == RANK and transfer.link in (Link.HOST, Link.DEVICE)
+    }
+    exports = sum(
+        -(-nbytes // chunk[BufferId(RANK, name)])
+        for name, nbytes in parameters.items()
+        if job.exports_all or BufferId(RANK, name) in read
+    )
+    return Work(shares, parameters, chunk, exports)
 
 
-def _share(
-    bucket: Bucket,
-    trained: Mapping[BufferId, int],
-    served: Mapping[str, tuple[str, int]],
-    leaving: float,
-) -> Share:
-    pulled = [
-        transfer for transfer in (*bucket.transfers, *bucket.fan_out) if transfer.dst_rank == RANK
-    ]
-    # as in a job, transfers are merged by their place in vLLM's fused parameters first
-    merged = coalesce(_to_live(transfer, served) for transfer in pulled)
-    live = [_from_live(transfer, trained) for transfer in merged]
-    runs: list[Run] = []
-    num_indices = 0  # index tensors for copies in reverse order; a kernel makes each
-    for _, transfers in groupby(sorted(live, key=_is_local), _is_local):
-        group = [*_runs(list(transfers))]
-        num_indices += len({run.lengths[0] for run in group if run.is_cut and not run.is_dense})
-        runs += group
-    boxes = [run.lengths[0] if run.is_cut else 1 for run in runs]
-    dense = sum(count for run, count in zip(runs, boxes, strict=True) if run.is_dense)
-    num_with_gaps = sum(not run.is_dense for run in runs)
-    # a kernel per group of dense pairs, per copy with gaps, and per index tensor
-    launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
-    with_gaps = sum(count for run, count in zip(runs, boxes, strict=True) if not run.is_dense)
-    alone = launches - num_with_gaps - num_indices + with_gaps
-    nbytes = dict.fromkeys(Link, 0)
-    for transfer in pulled:
-        nbytes[transfer.link] += transfer.nbytes
-    return Share(alone, launches, dense, nbytes, leaving)
+@dataclass
+class _Counting:
+    """Counts the work of bucket after bucket.
+
+    Attributes:
+        destination: layout of vLLM's side.
+        trained: offsets in Megatron's flat buffers (`offsets_in_training`).
+        served: places in vLLM's fused parameters (`places_in_vllm`).
+        chunk: bytes of a chunk of a flat buffer.
+        seen: chunks of peers that earlier buckets have mapped.
+    """
+
+    destination: SideLayout
+    trained: Mapping[BufferId, int]
+    served: Mapping[str, tuple[str, int]]
+    chunk: Mapping[BufferId, int]
+    seen: set[tuple[BufferId, int]] = field(default_factory=set)
+
+    def share(self, bucket: Bucket, leaving: float) -> Share:
+        """Count the work of the next bucket."""
+        transfers = [*bucket.transfers, *bucket.fan_out]
+        pulled = [transfer for transfer in transfers if transfer.dst_rank == RANK]
+        # as in a job, transfers are merged by their place in vLLM's fused parameters first
+        merged = coalesce(self._to_live(transfer) for transfer in pulled)
+        live = [self._from_live(transfer) for transfer in merged]
+        runs: list[Run] = []
+        num_indices = 0  # index tensors for copies in reverse order; a kernel makes each
+        for _, group in groupby(sorted(live, key=_is_local), _is_local):
+            of_group = [*_runs(list(group))]
+            indices = {run.lengths[0] for run in of_group if run.is_cut and not run.is_dense}
+            num_indices += len(indices)
+            runs += of_group
+        boxes = [run.lengths[0] if run.is_cut else 1 for run in runs]
+        dense = sum(count for run, count in zip(runs, boxes, strict=True) if run.is_dense)
+        num_with_gaps = sum(not run.is_dense for run in runs)
+        # a kernel per group of dense pairs, per copy with gaps, and per index tensor
+        launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
+        with_gaps = sum(count for run, count in zip(runs, boxes, strict=True) if not run.is_dense)
+        alone = launches - num_with_gaps - num_indices + with_gaps
+        nbytes = dict.fromkeys(Link, 0)
+        for transfer in pulled:
+            nbytes[transfer.link] += transfer.nbytes
+        mapped, extents = self._map(live)
+        messages = dict.fromkeys(Link, 0)
+        for link, _, _ in {(moved.link, moved.src_rank, moved.dst_rank) for moved in transfers}:
+            messages[link] += 1
+        return Share(
+            alone,
+            launches,
+            mapped,
+            dense,
+            extents,
+            nbytes,
+            leaving,
+            self._segments(bucket),
+            messages,
+        )
+
+    def _map(self, live: Iterable[Transfer]) -> tuple[int, int]:
+        """Map the chunks that these reads need; return the number of new ones and of extents."""
+        touched: set[tuple[BufferId, int]] = set()
+        num_extents = 0
+        for transfer in live:
+            flat = transfer.src.buffer
+            if transfer.link not in (Link.HOST, Link.DEVICE) or flat not in self.chunk:
+                continue
+            chunk = self.chunk[flat]
+            for extent in source_extents(transfer, chunk // ITEMSIZE):
+                first = extent.start * ITEMSIZE // chunk
+                stop = -(-extent.stop * ITEMSIZE // chunk)
+                touched.update((flat, index) for index in range(first, stop))
+                num_extents += 1
+        num_new = len(touched - self.seen)
+        self.seen |= touched
+        return num_new, num_extents
+
+    def _segments(self, bucket: Bucket) -> list[int]:
+        """Return the segments of vLLM's parameters that the bucket completes."""
+        sizes = dict.fromkeys(bucket.groups, 0)
+        for buffer in self.destination.layout_of(RANK).buffers.values():
+            if buffer.group in sizes:
+                sizes[buffer.group] += buffer.numel * ITEMSIZE
+        return segments_of(size for size in sizes.values() if size)
+
+    def _from_live(self, transfer: Transfer) -> Transfer:
+        """Return the transfer with its source in Megatron's buffers, unless it is a relay."""
+        src = transfer.src
+        if src.buffer not in self.trained:
+            return transfer
+        offset = self.trained[src.buffer] + src.offset
+        return replace(transfer, src=replace(src, buffer=flat_of(src.buffer), offset=offset))
+
+    def _to_live(self, transfer: Transfer) -> Transfer:
+        """Return the transfer with the destination in vLLM's fused parameters."""
+        dst = transfer.dst
+        if dst.buffer.name not in self.served:
+            return transfer
+        name, start = self.served[dst.buffer.name]
+        return replace(
+            transfer,
+            dst=replace(dst, buffer=BufferId(dst.buffer.rank, name), offset=start + dst.offset),
+        )
 
 
 def _is_local(transfer: Transfer) -> bool:
     """Key of the transport: copies within the rank and reads from peers are queued separately."""
     return transfer.link is Link.SELF
-
-
-def _from_live(transfer: Transfer, trained: Mapping[BufferId, int]) -> Transfer:
-    """Return the transfer with its source in Megatron's flat buffers, unless it is a relay."""
-    src = transfer.src
-    if src.buffer not in trained:
-        return transfer
-    kind = "experts" if ".experts." in src.buffer.name else "dense"
-    offset = trained[src.buffer] + src.offset
-    return replace(
-        transfer, src=replace(src, buffer=BufferId(src.buffer.rank, kind), offset=offset)
-    )
-
-
-def _to_live(transfer: Transfer, served: Mapping[str, tuple[str, int]]) -> Transfer:
-    """Return the transfer with the destination in vLLM's fused parameters."""
-    dst = transfer.dst
-    if dst.buffer.name not in served:
-        return transfer
-    name, start = served[dst.buffer.name]
-    return replace(
-        transfer,
-        dst=replace(dst, buffer=BufferId(dst.buffer.rank, name), offset=start + dst.offset),
-    )
 
 
 def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
@@ -267,34 +416,86 @@ def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
     )
 
 
-def seconds_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
-    """Simulate a fill; with `offloads`, parameters are offloaded bucket by bucket."""
-    host = device = 0.0
+def copying_seconds(shares: Sequence[Share], rates: Rates) -> float:
+    """Simulate the copies alone, into memory that is there."""
+    bare = [replace(share, mapped=0, extents=0, segments=()) for share in shares]
+    return fill_seconds(bare, replace(rates, start=0, bucket=0), commits=False)
+
+
+def fill_seconds(
+    shares: Sequence[Share],
+    rates: Rates,
+    *,
+    chunk: int = 0,
+    commits: bool = True,
+) -> float:
+    """Simulate a fill.
+
+    Args:
+        shares: work of the buckets.
+        rates: inputs.
+        chunk: with a size of chunks in bytes, parameters are offloaded bucket by bucket.
+        commits: vLLM processes the weights of a bucket after its copies.
+    """
+    host = rates.start / 1e6
+    device = 0.0
     # when the parameters of each bucket have arrived on the host
     saved = [*accumulate(share.leaving / rates.pcie / 1e9 for share in shares)]
-    chunk = chunk_nbytes_for(int(sum(share.leaving for share in shares)), GRANULE)
+    freeing = driver_costs.seconds_of(GIVE_BACK, chunk)
     for index, share in enumerate(shares):
-        host += (rates.bucket + share.launches * rates.launch + share.views * rates.view) / 1e6
+        host += sum(driver_costs.seconds_of(TAKE, segment) for segment in share.segments)
+        host += (rates.bucket + share.mapped * rates.mapped + share.extents * rates.extent) / 1e6
+        host += (share.launches * rates.launch + share.views * rates.view) / 1e6
         moved = sum(share.nbytes.values())
-        # a copy reads and writes HBM, so its bytes count twice
         pulling = max(
             rates.seconds(share.nbytes),
-            2 * moved / rates.hbm / 1e9,
+            moved / rates.copy / 1e9,
             share.launches * rates.kernel / 1e6,
         )
         # the first kernel of a bucket runs while the host queues the others
         device = max(device, host - share.launches * rates.launch / 1e6) + pulling
         host = max(host, device)  # the host waits for the copies, but not for their processing
-        device += 2 * moved / rates.hbm / 1e9
-        if offloads and index:
-            host = (
-                max(host, saved[index - 1]) + shares[index - 1].leaving / chunk * rates.chunk / 1e6
-            )
-    return max(
-        host,
-        device,
-        saved[-1] + shares[-1].leaving / chunk * rates.chunk / 1e6 if offloads else 0.0,
+        if commits:
+            # a copy reads and writes HBM, so its bytes count twice
+            device += 2 * moved / rates.hbm / 1e9
+        if chunk and index:
+            host = max(host, saved[index - 1]) + shares[index - 1].leaving / chunk * freeing
+    last = saved[-1] + shares[-1].leaving / chunk * freeing if chunk else 0.0
+    return max(host, device, last)
+
+
+def to_vllm_seconds(work: Work, rates: Rates) -> float:
+    """Return the seconds of a whole switch of one rank: state leaves, then parameters by buckets.
+
+    Releasing the state's memory is hidden by its copies.
+    """
+    state = work.parameter_nbytes / ITEMSIZE * OPTIMIZER_NBYTES
+    chunk = max(work.chunk[BufferId(RANK, name)] for name in work.flats)
+    return state / rates.pcie / 1e9 + fill_seconds(work.shares, rates, chunk=chunk)
+
+
+def to_training_seconds(work: Work, rates: Rates) -> float:
+    """Return the seconds of a whole switch of one rank back: parameters, then optimizer state.
+
+    The host takes, maps and exports the memory of a piece while the previous piece is copied.
+    """
+    host = sum(
+        driver_costs.seconds_of(GIVE_BACK, segment)
+        for share in work.shares
+        for segment in share.segments
     )
+    copied = 0.0
+    parameters = work.parameter_nbytes
+    state = parameters // ITEMSIZE * OPTIMIZER_NBYTES
+    for nbytes, exported in ((parameters, work.exports), (state, 0)):
+        chunk = chunk_nbytes_for(nbytes, GRANULE)
+        num_chunks = -(-nbytes // chunk)
+        a_chunk = driver_costs.seconds_of(TAKE, chunk) + exported / num_chunks * rates.export / 1e6
+        for first in range(0, nbytes, PIECE_NBYTES):
+            piece = min(PIECE_NBYTES, nbytes - first)
+            host += piece / chunk * a_chunk
+            copied = max(copied, host) + piece / rates.pcie / 1e9
+    return copied
 
 
 def bound_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
@@ -308,32 +509,89 @@ def bound_of(shares: Sequence[Share], rates: Rates, *, offloads: bool) -> float:
 
 def figures_of(job: Job, rates: Rates) -> dict[str, Any]:
     """Return the counts of a job, and seconds and bound if parameters stay and if they leave."""
-    shares = shares_of(job)
+    work = work_of(job)
+    shares = work.shares
     figures: dict[str, Any] = {
         "job": job.name,
-        "alone": sum(share.alone for share in shares),
-        "launches": sum(share.launches for share in shares),
+        "buckets": len(shares),
+        **{name: work.sum_of(name) for name in ("alone", "launches", "mapped", "extents")},
+        "exports": work.exports,
+        "messages": sum(share.messages[Link.NETWORK] for share in shares),
+        "messages_alone": sum(
+            share.messages[link] for share in shares for link in (Link.NETWORK, Link.HOST)
+        ),
         "received": sum(share.nbytes[Link.HOST] + share.nbytes[Link.NETWORK] for share in shares),
+        "exporting": work.exports * rates.export / 1e6,
     }
+    chunk = max(work.chunk[BufferId(RANK, name)] for name in work.flats)
     for name, offloads in {"stay": False, "leave": True}.items():
-        seconds = seconds_of(shares, rates, offloads=offloads)
+        seconds = fill_seconds(shares, rates, chunk=chunk if offloads else 0)
         bound = bound_of(shares, rates, offloads=offloads)
         figures[name] = {"seconds": seconds, "bound": bound, "percent": 100 * bound / seconds}
     return figures
 
 
+_SMALL = Job("1.7B", QWEN3_1_7B, 1, bucket_mb=64, exports_all=True)
+_LARGE = Job("8B", QWEN3_8B, 1, bucket_mb=64, exports_all=True)
+MEASURED: Mapping[str, tuple[Job, float]] = {
+    "1.7B: fill": (_SMALL, 0.0571),
+    "8B: fill": (_LARGE, 0.1005),
+    "1.7B: to vLLM": (_SMALL, 0.565),
+    "1.7B: to training": (_SMALL, 0.542),
+    "1.7B: copies alone": (_SMALL, 0.0123),
+    "8B: copies alone": (_LARGE, 0.0263),
+}
+"""Seconds on one H100 (docs/benchmarks.md), of a version with buckets of 64 MB that exported every
+chunk."""
+
+
+def predicted(kind: str, work: Work, rates: Rates) -> float:
+    """Return the predicted seconds of a measured kind of work."""
+    if kind == "fill":
+        return fill_seconds(work.shares, rates, commits=False)
+    if kind == "copies alone":
+        return copying_seconds(work.shares, rates)
+    return (to_vllm_seconds if kind == "to vLLM" else to_training_seconds)(work, rates)
+
+
+def compared(rates: Rates) -> list[dict[str, Any]]:
+    """Return measured and predicted seconds, with and without the part that nothing explains."""
+    works = {job.name: work_of(job) for job in (_SMALL, _LARGE)}
+    rows = []
+    for name, (job, measured) in MEASURED.items():
+        kind = name.split(": ")[1]
+        row: dict[str, Any] = {"name": name, "measured": measured}
+        for key, chosen in (("known", replace(rates, start=0)), ("fitted", rates)):
+            seconds = predicted(kind, works[job.name], chosen)
+            row[key] = {"seconds": seconds, "error": 100 * (seconds / measured - 1)}
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
-    """Print a row per job, write the figures."""
+    """Print a row per job, or per measured figure; write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="jobs whose name contains this")
-    for field in fields(Rates):
-        parser.add_argument(f"--{field.name}", type=float, default=field.default)
+    parser.add_argument("--measured", action="store_true", help="compare with what one H100 took")
+    for rate in fields(Rates):
+        parser.add_argument(f"--{rate.name}", type=float, default=rate.default)
     arguments = parser.parse_args()
-    rates = Rates(**{field.name: getattr(arguments, field.name) for field in fields(Rates)})
-    rows = [figures_of(job, rates) for job in JOBS if arguments.only in job.name]
+    rates = Rates(**{rate.name: getattr(arguments, rate.name) for rate in fields(Rates)})
+    if arguments.measured:
+        rows = compared(rates)
+        table = _table_of_measured(rows)
+    else:
+        rows = [figures_of(job, rates) for job in JOBS if arguments.only in job.name]
+        table = _table_of_jobs(rows)
+    Console(width=180).print(table)
+    write_figures(arguments.json, {"rates": asdict(rates), "figures": rows})
+
+
+def _table_of_jobs(rows: Iterable[Mapping[str, Any]]) -> Table:
     table = Table("job", title="rank 0; seconds are computed, not measured", title_justify="left")
-    counts = ("received, GB", "alone", "launches")
-    for column in (*counts, "stay, s", "bound", "%", "leave, s", "bound", "%"):
+    counts = ("buckets", "launches", "alone", "mapped", "exports")
+    columns = ("received, GB", *counts, "messages", "stay, s", "bound", "%", "leave, s", "bound")
+    for column in (*columns, "%", "and exports, s"):
         table.add_column(column, justify="right")
     for row in rows:
         computed = (
@@ -341,10 +599,29 @@ def main() -> None:
             for name in ("stay", "leave")
             for key in ("seconds", "bound", "percent")
         )
-        received = f"{row['received'] / 1e9:.2f}"
-        table.add_row(row["job"], received, str(row["alone"]), str(row["launches"]), *computed)
-    Console(width=160).print(table)
-    write_figures(arguments.json, {"rates": asdict(rates), "figures": rows})
+        table.add_row(
+            row["job"],
+            f"{row['received'] / 1e9:.2f}",
+            *(str(row[count]) for count in counts),
+            f"{row['messages']} ({row['messages_alone']})",
+            *computed,
+            f"{row['exporting']:.3f}",
+        )
+    return table
+
+
+def _table_of_measured(rows: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table("one H100", title="seconds: measured, and computed from", title_justify="left")
+    for column in ("measured", "known costs", "error, %", "and the fitted start", "error, %"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        computed = (
+            f"{row[name][key]:{'+.0f' if key == 'error' else '.4f'}}"
+            for name in ("known", "fitted")
+            for key in ("seconds", "error")
+        )
+        table.add_row(row["name"], f"{row['measured']:.4f}", *computed)
+    return table
 
 
 if __name__ == "__main__":

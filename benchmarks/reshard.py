@@ -1,6 +1,8 @@
 """Resharding compared with other systems: seconds, bytes and peak memory of each case.
 
-    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT]
+    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT] [--profile DIRECTORY]
+    # a row for each size of bucket
+    python -m benchmarks.reshard --only qwen3-1.7b --bucket-mb 64 256 1024
     # growth
     python -m benchmarks.reshard --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50
     # plot only
@@ -8,7 +10,7 @@
 
 Every rank runs both engines, on CPU and gloo; 4 ranks need about 16 GiB. The package
 `benchmarks.resharding` has the contenders and their checks, `benchmarks/resharding/figures.py` the
-keys of the JSON.
+keys of the JSON. Exits with 1 and names what failed if a case or a contender did.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ QUICK_BUDGET = 30.0
 
 
 def main() -> int:
-    """Run the cases, print and write their figures; return 1 if a case could not run."""
+    """Run the cases, print and write their figures; return 1 if a case or a contender failed."""
     arguments = _arguments()
     if arguments.source is not None:
         _plot(json.loads(arguments.source.read_text()), arguments)
         return 0
-    cases = chosen(arguments.only, arguments.quick, trains=arguments.train)
+    cases = chosen(
+        arguments.only, arguments.quick, trains=arguments.train, buckets=arguments.bucket_mb
+    )
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
     default_runs = 3 if arguments.quick else 7
@@ -53,7 +57,10 @@ def main() -> int:
         "timeline": arguments.plot_memory is not None,
         "bridge": arguments.bridge,
         "vllm": arguments.vllm,
+        "profile": "" if arguments.profile is None else str(arguments.profile.absolute()),
     }
+    if arguments.profile is not None:
+        arguments.profile.mkdir(parents=True, exist_ok=True)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -64,7 +71,10 @@ def main() -> int:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(rows, indent=2))
     _plot(rows, arguments)
-    return int(any("case" in row["reasons"] for row in rows))
+    failures = [f"{_name(row)}: {key}" for row in rows for key in row["reasons"]]
+    if failures:
+        print(f"failed, for the reasons above: {'; '.join(failures)}", file=sys.stderr)
+    return int(bool(failures))
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,6 +94,20 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--bridge", action="store_true", help="with Megatron-Bridge, which must be installed"
+    )
+    parser.add_argument(
+        "--bucket-mb",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="MB",
+        help="generate_config.bucket_mb, a row for each; its default is that of the product",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="DIRECTORY",
+        type=Path,
+        help="write torch.profiler's trace of a further run of each contender on rank 0",
     )
     add_engine_arguments(parser)
     parser.add_argument("--plot", type=Path, help="plot the phases to this file (SVG)")
@@ -132,14 +156,24 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
     return None if ended.status == 0 else f"status {ended.status}: {ended.output[-2000:]}"
 
 
+def _name(row: dict[str, Any]) -> str:
+    layouts = f"{row['train']} -> {row['infer']} on {row['ranks']}"
+    return f"{row['model']}: {layouts}, buckets of {row['bucket_mb']} MB"
+
+
 def _line(row: dict[str, Any]) -> str:
-    parts = [f"{row['model']}: {row['train']} -> {row['infer']} on {row['ranks']}"]
+    parts = [_name(row)]
     for key, value in row.items():
         if key.endswith("_seconds"):
-            seconds = "-" if value is None else f"{value:.3f}"
+            seconds = "-" if value is None else f"{value:.4f}"
             parts.append(f"{key.removesuffix('_seconds')} {seconds}")
     parts.append(f"peak over {row['peak_over_max_layout_bytes']} B")
-    notes = [f"{key}: {reason}" for key, reason in row["reasons"].items()]
+    parts += [
+        f"{contender} on the device {seconds:.4f}"
+        for contender, seconds in row["on_device"].items()
+    ]
+    notes = [f"{contender}: {counts}" for contender, counts in row["profiles"].items()]
+    notes += [f"{key}: {reason}" for key, reason in row["reasons"].items()]
     if growth := row["growth"]:
         changes = (
             f"{key} {first} -> {growth['last'][key]}" for key, first in growth["first"].items()

@@ -1,13 +1,18 @@
 """Whole switches of both engines with training state, compared with plain copies of the same bytes.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--profile DIRECTORY]
-                                [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--bucket-mb MB]
+                                [--profile DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
 
-Runs one rank. A cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds
-are medians over all cycles except the first, which also plans and allocates page-locked host
-memory. The floor, measured in the same process, is a plain copy of the same bytes to or from
-page-locked memory, and of the weights within the device. The peak of device memory is sampled in
-the first cycle only, because sampling takes time.
+Runs one rank. A cycle is two training steps, a switch to vLLM, completions twice, and a switch
+back. Seconds are medians over all cycles except the first, which also plans and allocates
+page-locked host memory. `exposed` is a switch and what the step or the completions after it take
+longer than the second ones, which nothing precedes: work that a switch leaves behind. The floor,
+measured in the same process, is a plain copy of the same bytes to or from page-locked memory, and
+of the weights within the device. The peak of device memory is sampled in the first cycle only,
+because sampling takes time.
+
+`--profile` adds two cycles: one under Python's profiler (infer.txt, train.txt), one under torch's
+(infer.json, train.json), which counts kernels, waits and calls of the driver (`counting.py`).
 
 Needs a GPU. `--model tiny` tries the script on the CPU; its times mean nothing.
 """
@@ -18,8 +23,10 @@ import cProfile
 import pstats
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.counting import Profile, profiled
 from benchmarks.launching import (
     add_engine_arguments,
     figures_of_ranks,
@@ -37,7 +45,13 @@ from benchmarks.launching import (
 )
 from benchmarks.offload_figures import copied_nbytes
 from benchmarks.resharding.cases import MODELS, Case
-from benchmarks.timings import PeakOfDevice, plain_device_copy, plain_host_copies, synchronize
+from benchmarks.timings import (
+    PeakOfDevice,
+    plain_device_copy,
+    plain_host_copies,
+    seconds_of,
+    synchronize,
+)
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.switch.report import ReshardReport
@@ -53,7 +67,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
 
 def run_rank(job: dict[str, Any]) -> None:
     """Build both engines, switch, and write the figures to `job["out"]`."""
-    case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
+    case = Case(job["model"], 1, "tp=1", "tp=1", trains=True, bucket_mb=job["bucket_mb"])
     with (
         tempfile.TemporaryDirectory(prefix="switch-") as directory,
         ActorHybridWorker(case.config(Path(directory), job["vllm"])) as worker,
@@ -64,27 +78,45 @@ def run_rank(job: dict[str, Any]) -> None:
 def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     device = worker.job.device
     reports: dict[State, list[ReshardReport]] = {State.INFER: [], State.TRAIN: []}
+    # by the state before it, how much longer the first step or the first completions took
+    late: dict[State, list[float]] = {State.INFER: [], State.TRAIN: []}
+    profiles: dict[str, Any] = {}
     taken: dict[str, int] = {}
     peak = PeakOfDevice(device)
-    for number in range(job["cycles"] + bool(job["profile"])):
-        is_profiled = number == job["cycles"]
-        worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
+
+    def note_late(state: State, action: Callable[[], object]) -> None:
+        first, second = (seconds_of(device, action) for _ in range(2))
+        late[state].append(first - second)
+
+    for number in range(job["cycles"] + 2 * bool(job["profile"])):
+        batch = tokens_and_labels(number, worker.table.dims.vocab_size, 4)
+        note_late(State.TRAIN, partial(worker.update, batch, cross_entropy))
         torch.cuda.empty_cache()  # memory cached by torch must not count
         taken |= _memory(device, "training")
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
-            with (
-                nullcontext() if number else peak.watched(),
-                _profiled(Path(job["profile"]), state) if is_profiled else nullcontext(),
-            ):
+            profiling: AbstractContextManager[Profile | None] = nullcontext()
+            if number == job["cycles"]:
+                profiling = _profiled(Path(job["profile"]), state)
+            elif number > job["cycles"]:
+                profiling = profiled(Path(job["profile"], f"{state.name.lower()}.json"))
+            with nullcontext() if number else peak.watched(), profiling as profile:
                 report = worker.sharding.enter(state)
             assert report is not None, "the worker was in the other state"
             print(report, flush=True)
-            if not is_profiled:
+            if number < job["cycles"]:
                 reports[state].append(report)
+            if profile is not None:
+                profiles[state.name.lower()] = asdict(profile)
             if state is State.INFER:
                 taken |= _memory(device, "generation")
-                worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
+                prompts = [[1, 2, 3], [4, 5, 6, 7]]
+                note_late(state, partial(worker.generate_sequences, prompts, SAMPLING))
+    # the first step follows no switch
+    exposed = {
+        "to_vllm": _exposed(reports[State.INFER], late[State.INFER]),
+        "to_training": _exposed(reports[State.TRAIN], late[State.TRAIN][1:]),
+    }
     weights = worker.inference.adaptor.nbytes
     copied = copied_nbytes(worker.train.offload_items())
     return {
@@ -97,6 +129,9 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "copied_nbytes": copied,
         "to_vllm": _summary(reports[State.INFER]),
         "to_training": _summary(reports[State.TRAIN]),
+        "exposed": exposed,
+        "profiles": profiles,
+        "bucket_mb": job["bucket_mb"],
         "taken_nbytes": {**taken, "most": peak.nbytes},
         "floor": _floor(device, copied, weights),
     }
@@ -139,6 +174,12 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
     }
 
 
+def _exposed(reports: Sequence[ReshardReport], late: Sequence[float]) -> float:
+    """Return the median seconds of a switch and of what it left to do later."""
+    later = [report.seconds + more for report, more in zip(reports, late, strict=False)][1:]
+    return statistics.median(later or [reports[-1].seconds])
+
+
 def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
     """Return seconds of plain copies; those with the host are scaled up from MOST_COPIED bytes."""
     part = min(MOST_COPIED, copied)  # page-locked memory for all bytes may not fit the host
@@ -157,7 +198,10 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
     parser.add_argument(
-        "--profile", metavar="DIRECTORY", type=Path, help="write profiles of an additional cycle"
+        "--bucket-mb", type=int, default=Case.bucket_mb, help="generate_config.bucket_mb"
+    )
+    parser.add_argument(
+        "--profile", metavar="DIRECTORY", type=Path, help="write profiles of additional cycles"
     )
     add_engine_arguments(parser)
     arguments = parse_with_engine_arguments(parser)
@@ -168,6 +212,7 @@ def main() -> None:
     job = {
         "model": arguments.model,
         "cycles": arguments.cycles,
+        "bucket_mb": arguments.bucket_mb,
         "profile": "" if arguments.profile is None else str(arguments.profile.absolute()),
         "vllm": arguments.vllm,
     }
@@ -178,23 +223,25 @@ def main() -> None:
 
 def _print(figures: dict[str, Any]) -> None:
     console = Console()
-    columns = ("", "seconds", "first", "GB copied", "floor, seconds", "floor / seconds")
+    columns = ("", "seconds", "exposed", "first", "GB copied", "floor, seconds", "floor / seconds")
     table = Table(*columns, title=figures["device"])
     floor = figures["floor"]
-    for name, row, least in (
-        ("to vLLM", figures["to_vllm"], floor["offload"] + floor["weights"]),
-        ("to training", figures["to_training"], floor["onload"]),
+    for name, key, least in (
+        ("to vLLM", "to_vllm", floor["offload"] + floor["weights"]),
+        ("to training", "to_training", floor["onload"]),
     ):
+        row = figures[key]
         table.add_row(
             name,
             f"{row['seconds']:.3f}",
+            f"{figures['exposed'][key]:.3f}",
             f"{row['first_seconds']:.3f}",
             f"{figures['copied_nbytes'] / 1e9:.2f}",
             f"{least:.3f}",
             f"{least / row['seconds']:.0%}",
         )
     console.print(table)
-    for key in ("to_vllm", "to_training", "floor", "taken_nbytes"):
+    for key in ("to_vllm", "to_training", "floor", "taken_nbytes", "profiles"):
         console.print(key, figures[key])
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from tests.zoo.published_configs import QWEN3_8B
 
 QWEN2_5: dict[str, Any] = {
@@ -121,6 +121,7 @@ class Case:
         in_quick: part of `--quick`.
         trains: with gradients and optimizer; otherwise training holds frozen weights only, which
             takes less memory.
+        bucket_mb: generate_config.bucket_mb.
     """
 
     model: str
@@ -129,6 +130,7 @@ class Case:
     infer: str
     in_quick: bool = False
     trains: bool = False
+    bucket_mb: int = GenerateConfig().bucket_mb
 
     @property
     def name(self) -> str:
@@ -168,7 +170,7 @@ class Case:
                 "max_model_len": 64,
                 "max_num_seqs": 4,
                 "kv_cache_mb": 64,
-                "bucket_mb": BUCKET_MB,
+                "bucket_mb": self.bucket_mb,
                 "vllm": dict(vllm or {}),
                 **(ON_A_GPU if torch.cuda.is_available() else {}),
                 **generate,
@@ -177,7 +179,6 @@ class Case:
         return load_config(values, self.ranks, weights_only=True)
 
 
-BUCKET_MB = 64
 ON_A_GPU = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
 """Leaves room for Megatron's weights; capturing graphs would only lengthen the start."""
 
@@ -201,11 +202,17 @@ TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
 """Runs with `--only tiny` alone."""
 
 
-def chosen(only: str, quick: bool, *, trains: bool = False) -> list[Case]:
-    """Return the cases of a run, sorted by the number of ranks."""
+def chosen(
+    only: str, quick: bool, *, trains: bool = False, buckets: Sequence[int] = ()
+) -> list[Case]:
+    """Return the cases of a run, sorted by the number of ranks, for each size of bucket in MB."""
     if only == TINY_CASE.model:
         cases = [TINY_CASE]
     else:
         candidates = GPU_CASES if torch.cuda.is_available() else CASES
         cases = [case for case in candidates if only in case.name and (case.in_quick or not quick)]
-    return [replace(case, trains=trains) for case in sorted(cases, key=lambda case: case.ranks)]
+    return [
+        replace(case, trains=trains, bucket_mb=bucket_mb)
+        for case in sorted(cases, key=lambda case: case.ranks)
+        for bucket_mb in buckets or (case.bucket_mb,)
+    ]

@@ -29,12 +29,17 @@ class Figures:
         ours_to_megatron_seconds: ours into the same model.
         gather_broadcast_seconds: gather and broadcast after MindSpeed-RL's description, into vLLM.
         floor_seconds: plain copy of the same bytes.
+        bucket_mb: configured size of a bucket. Contenders without buckets, and the floor, run only
+            with the first of several sizes.
         bytes_received: bytes from other ranks, sum over all ranks.
         bytes_least: least possible value of `bytes_received`.
         peak_bytes: peak of a switch on the rank with the largest excess over its larger layout.
         max_layout_bytes: larger layout of that rank.
         bucket_bytes: size of the largest bucket of the plan.
         phases: contender -> phase -> seconds.
+        on_device: contender -> seconds between two events round the run on the GPU's stream,
+            on the rank and in the run of its seconds, with repacking and the gaps between kernels.
+        profiles: contender -> counts of a further run on rank 0 (`--profile`); see `Profile`.
         spread: contender -> seconds of the fastest and of the slowest run.
         num_runs: contender -> timed runs; a slow contender has fewer.
         growth: resources of the ranks after the first and the last of many cycles (`--cycles`).
@@ -46,6 +51,7 @@ class Figures:
     ranks: int
     train: str
     infer: str
+    bucket_mb: int
     ours_seconds: float | None = None
     ours_allocate_seconds: float | None = None
     ours_copies_seconds: float | None = None
@@ -68,6 +74,8 @@ class Figures:
     max_layout_bytes: int | None = None
     bucket_bytes: int | None = None
     phases: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    on_device: dict[str, float] = field(default_factory=dict)
+    profiles: dict[str, Any] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_runs: dict[str, int] = field(default_factory=dict)
     growth: dict[str, Any] | None = None
@@ -77,7 +85,12 @@ class Figures:
     @staticmethod
     def of(case: Case, **more: Any) -> Figures:
         """Return the empty figures of a case."""
-        return Figures(case.model, case.ranks, case.train, case.infer, **more)
+        return Figures(case.model, case.ranks, case.train, case.infer, case.bucket_mb, **more)
+
+    @property
+    def trace_name(self) -> str:
+        """Start of the names of the case's traces."""
+        return f"{self.model}-{self.train}-{self.infer}-{self.ranks}-{self.bucket_mb}"
 
     def times_ours(self, key: str) -> float | None:
         """Return a contender's seconds divided by ours, for the same destination."""

@@ -1,6 +1,7 @@
 """Timing of a contender: the seconds of the slowest rank in the median of several runs.
 
-A slow contender gets fewer runs.
+A slow contender gets fewer runs. `profiled` counts what a run does on the device, apart from the
+timed runs, which it would slow down.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.counting import profiled
 from hybrid_engine.ranks.digests import box_digest
 
 COMMIT = "commit"
@@ -21,6 +25,8 @@ COMMIT = "commit"
 
 ALLOCATE = "allocate"
 """Phase that allocates memory for vLLM's weights."""
+
+_net = attrgetter("net")
 
 Digests = Mapping[str, str]
 """Parameter name -> digest of its bytes in loader layout."""
@@ -71,6 +77,7 @@ class Timing:
         commit_seconds: seconds of the commit.
         allocate_seconds: seconds of the allocation, part of `seconds`.
         by_phase: seconds by phase.
+        device_seconds: seconds between two events on the stream, with the commit; None on a CPU.
         fastest, slowest: seconds of the fastest and of the slowest run, without the commit.
         num_runs: number of timed runs.
     """
@@ -79,9 +86,24 @@ class Timing:
     commit_seconds: float
     allocate_seconds: float
     by_phase: Mapping[str, float]
+    device_seconds: float | None
     fastest: float
     slowest: float
     num_runs: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run on one rank; its attributes are those of `Timing`, but `seconds` has the commit."""
+
+    seconds: float
+    by_phase: Mapping[str, float]
+    device_seconds: float | None
+
+    @property
+    def net(self) -> float:
+        """Seconds without the commit."""
+        return self.seconds - self.by_phase.get(COMMIT, 0.0)
 
 
 def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing, Digests]:
@@ -92,37 +114,61 @@ def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing,
             is no time for any, the warm-up counts.
     """
     with contender.digesting() as digests:
-        warm_up = last = _slowest(*_one_run(contender))
-    spent = last[0]
+        warm_up = last = _slowest(_one_run(contender))
+    spent = last.seconds
     runs = []
-    while len(runs) < num_runs and spent + last[0] <= budget:
-        last = _slowest(*_one_run(contender))
-        spent += last[0]
+    while len(runs) < num_runs and spent + last.seconds <= budget:
+        last = _slowest(_one_run(contender))
+        spent += last.seconds
         runs.append(last)
     runs = sorted(runs or [warm_up], key=_net)
     middle = runs[(len(runs) - 1) // 2]  # a real run, not an average, so that its phases add up
-    phases = middle[1]
     timing = Timing(
-        seconds=_net(middle),
-        commit_seconds=phases.get(COMMIT, 0.0),
-        allocate_seconds=phases.get(ALLOCATE, 0.0),
-        by_phase=phases,
-        fastest=_net(runs[0]),
-        slowest=_net(runs[-1]),
+        seconds=middle.net,
+        commit_seconds=middle.by_phase.get(COMMIT, 0.0),
+        allocate_seconds=middle.by_phase.get(ALLOCATE, 0.0),
+        by_phase=middle.by_phase,
+        device_seconds=middle.device_seconds,
+        fastest=runs[0].net,
+        slowest=runs[-1].net,
         num_runs=len(runs),
     )
     return timing, digests
 
 
-def _one_run(contender: Contender) -> tuple[float, Clock]:
+def _one_run(contender: Contender) -> _Run:
     contender.prepare()
     clock = Clock()
+    events = (
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        if torch.cuda.is_available()
+        else None
+    )
     _synchronize()
     dist.barrier()
     started = time.perf_counter()
+    if events is not None:
+        events[0].record()
     contender.run(clock)
+    if events is not None:
+        events[1].record()
     _synchronize()
-    return time.perf_counter() - started, clock
+    seconds = time.perf_counter() - started
+    on_device = None if events is None else events[0].elapsed_time(events[1]) / 1e3
+    return _Run(seconds, clock.seconds, on_device)
+
+
+def profile_run(contender: Contender, trace: Path) -> dict[str, Any] | None:
+    """Run once more; on rank 0 write the trace and return its `Profile`. Collective."""
+    contender.prepare()
+    _synchronize()
+    dist.barrier()
+    if dist.get_rank():
+        contender.run(Clock())
+        return None
+    with profiled(trace) as profile:
+        contender.run(Clock())
+    return asdict(profile)
 
 
 def _synchronize() -> None:
@@ -131,14 +177,9 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def _slowest(seconds: float, clock: Clock) -> tuple[float, dict[str, float]]:
-    """Return seconds and phases of the slowest rank, without the commit. Equal on every rank."""
-    return max(gather((seconds, clock.seconds)), key=_net)
-
-
-def _net(run: tuple[float, Mapping[str, float]]) -> float:
-    seconds, phases = run
-    return seconds - phases.get(COMMIT, 0.0)
+def _slowest(run: _Run) -> _Run:
+    """Return the run of the slowest rank, without the commit. Equal on every rank."""
+    return max(gather(run), key=_net)
 
 
 def gather(value: Any) -> list[Any]:

@@ -41,7 +41,7 @@ class MegatronDestination:
         adaptor: adaptor of the filled model, built while the model's parallel state is active.
 
     Every flat buffer is a separate group. Weights are written in place: nothing is allocated,
-    committed or freed, so `release` keeps memory and contents. Padding is zeroed once, here.
+    committed or freed, so `release` keeps memory and contents. `SecondModel.clear` zeroes padding.
 
     Raises StateError for a model with LoRA, whose base weights and adapters are separate.
     """
@@ -51,7 +51,6 @@ class MegatronDestination:
             raise StateError("cannot fill a model with LoRA: build it without lora")
         self._adaptor = adaptor
         self._buffers = adaptor.buffers()
-        adaptor.zero_padding()
         layout = adaptor.layout()
         grouped = {
             buffer_id: replace(buffer, group=buffer_id.name)
@@ -106,7 +105,7 @@ class SecondModel:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Zero all weights, so that an earlier run cannot hide missing writes."""
+        """Zero all weights and padding, so that an earlier run cannot hide missing writes."""
         for flat in self.adaptor.buffers().values():
             flat.zero_()
 

@@ -9,7 +9,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,14 @@ from benchmarks.resharding.cases import Case
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
 from benchmarks.resharding.growth import grow, trace_cycle
-from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
+from benchmarks.resharding.measuring import (
+    Contender,
+    Digests,
+    agreed,
+    gather,
+    measure,
+    profile_run,
+)
 from benchmarks.resharding.ours import Ours, OursCopies
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import default_backend, own_device
@@ -44,11 +51,13 @@ class Entry:
         key: prefix of its keys in `Figures`.
         build: builds it from the worker, collectively.
         compared_with: contender whose result it must reproduce.
+        has_buckets: True if its speed depends on the size of a bucket.
     """
 
     key: str
     build: Callable[[ActorHybridWorker], Contender]
     compared_with: str | None = None
+    has_buckets: bool = False
 
 
 def entries(*, bridge: bool = False) -> list[Entry]:
@@ -60,13 +69,13 @@ def entries(*, bridge: bool = False) -> list[Entry]:
 
     optional = [Entry("megatron_bridge", MegatronBridgeExport, "ours")] if bridge else []
     return [
-        Entry("ours", Ours),
-        Entry("ours_copies", OursCopies, "ours"),
+        Entry("ours", Ours, has_buckets=True),
+        Entry("ours_copies", OursCopies, "ours", has_buckets=True),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
         *optional,
         Entry("gather_broadcast", GatherBroadcast, "ours"),
-        Entry("ours_to_megatron", OursToMegatron),
+        Entry("ours_to_megatron", OursToMegatron, has_buckets=True),
         Entry("megatron_resharding", MegatronResharding, "ours_to_megatron"),
     ]
 
@@ -82,6 +91,7 @@ class Request:
         timeline: True to trace memory over a cycle.
         bridge: True to time Megatron-Bridge.
         vllm: additional engine arguments.
+        profile: directory for a trace of each contender; "" writes none.
     """
 
     runs: int
@@ -90,6 +100,7 @@ class Request:
     timeline: bool = False
     bridge: bool = False
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    profile: str = ""
 
 
 def main(job: str, out: str) -> None:
@@ -99,11 +110,16 @@ def main(job: str, out: str) -> None:
     own_device()
     dist.init_process_group(default_backend(), timeout=timedelta(seconds=SECONDS_TO_WAIT))
     directory = Path(job).parent / f"rank{dist.get_rank()}"
-    rows = []
+    rows: list[dict[str, Any]] = []
+    timed: set[Case] = set()  # cases without their size of bucket
     for case in (Case(**fields) for fields in values["cases"]):
         started = time.perf_counter()
         figures = Figures.of(case)
-        _, failure = agreed(partial(run_case, case, directory, request, figures))
+        alike = replace(case, bucket_mb=0)
+        _, failure = agreed(
+            partial(run_case, case, directory, request, figures, only_buckets=alike in timed)
+        )
+        timed.add(alike)
         if failure is not None:
             figures.reasons["case"] = failure
         rows.append(figures.as_json())
@@ -113,15 +129,21 @@ def main(job: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def run_case(case: Case, directory: Path, request: Request, figures: Figures) -> None:
-    """Build, time, shut down. Errors of a contender become its reason; others propagate."""
+def run_case(
+    case: Case, directory: Path, request: Request, figures: Figures, *, only_buckets: bool = False
+) -> None:
+    """Build, time, shut down. Errors of a contender become its reason; others propagate.
+
+    With `only_buckets`, contenders without buckets are left out.
+    """
     worker = ActorHybridWorker(case.config(directory, request.vllm), weights_only=True)
     try:
         _fill_with_values(worker)
         _switch_once(worker, figures)
         results: dict[str, Digests] = {}
         for entry in entries(bridge=request.bridge) if request.runs else ():
-            _time(entry, worker, request, figures, results)
+            if entry.has_buckets or not only_buckets:
+                _time(entry, worker, request, figures, results)
         if request.cycles:
             figures.growth = grow(worker, request.cycles)
         if request.timeline:
@@ -192,6 +214,10 @@ def _time(
     contender, failure = agreed(lambda: entry.build(worker))
     if failure is None:
         outcome, failure = agreed(lambda: measure(contender, request.runs, request.budget))
+        if failure is None and request.profile:
+            trace = Path(request.profile, f"{figures.trace_name}-{entry.key}.json")
+            profile, failure = agreed(lambda: profile_run(contender, trace))
+            figures.profiles[entry.key] = profile
         agreed(contender.close)
     if failure is not None:
         figures.reasons[key] = failure
@@ -207,6 +233,8 @@ def _time(
     figures.phases[entry.key] = dict(timing.by_phase)
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
     figures.num_runs[entry.key] = timing.num_runs
+    if timing.device_seconds is not None:
+        figures.on_device[entry.key] = timing.device_seconds
     if dist.get_rank() == 0:
         print(
             f"{entry.key}: {timing.seconds:.4f} s, and {timing.commit_seconds:.4f} s of repacking",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.programs import figures_of
 from tests.harness.hosts import two_hosts
-from tests.harness.launch import REPO_ROOT
 
 pytestmark = pytest.mark.slow  # Imports both engines.
 
@@ -20,11 +17,8 @@ pytestmark = pytest.mark.slow  # Imports both engines.
 def test_every_row_is_measured_and_sends_only_changes(tmp_path: Path) -> None:
     with two_hosts():  # Skips the test if simulated hosts are impossible.
         pass
-    out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "tiny", "--runs", "1", "--json", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=REPO_ROOT)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads(out.read_text())["rows"]
+    figures, _ = figures_of("benchmarks.two_hosts", tmp_path, "--model", "tiny")
+    rows = figures["rows"]
     planned = {name: row["planned"] for name, row in rows.items()}
     assert planned["publish"] == planned["kept: all"] == planned["kept: one in 1,000"] == planned["socket"] > 0
     assert planned["delta: all"] == pytest.approx(planned["publish"], rel=0.001)  # Small deltas may be longer.
