@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.launching import ROOT, parser_of, write_figures
 from hybrid_engine.tools.launching import run_ranks
+from tests.gpu.offline.run import environment
 
 LEAST_SHARE = 0.4
 """Share of a step's time below which it does not begin."""
@@ -92,10 +93,14 @@ def steps(place: Path, model: str, device: str, vllm: list[str], slow: float = 1
 
 
 def run(step: Step, seconds: float, place: Path) -> Result:
-    """Run a step for at most `seconds`; append its output to the log."""
+    """Run a step for at most `seconds`; append its output to the log.
+
+    In an unpacked offline bundle (tests/gpu/offline), with the bundle's variables.
+    """
     started = time.monotonic()
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
-    ended = run_ranks(step.arguments, 1, seconds, environment=environment, directory=ROOT)
+    bundle = environment(ROOT.parent) if (ROOT.parent / "packages").is_dir() else {}
+    variables = {**bundle, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    ended = run_ranks(step.arguments, 1, seconds, environment=variables, directory=ROOT)
     spent = time.monotonic() - started
     with (place / "log.txt").open("a") as log:
         log.write(f"== {step.name}: {' '.join(step.arguments)}\n{ended.output}\n")
