@@ -37,7 +37,7 @@ class Profile:
     """Counts of a block on one rank. On a CPU those of the device are 0.
 
     Attributes:
-        trace: file of the trace, for Perfetto or chrome://tracing.
+        trace: name of the trace's file, for Perfetto or chrome://tracing.
         kernels, copies, fills: operations on the device.
         busy_seconds: sum of their times; more than the wall's where streams overlap.
         waits: waits of the host for the device.
@@ -58,7 +58,7 @@ class Profile:
 @contextmanager
 def profiled(trace: Path) -> Iterator[Profile]:
     """Profile the block and write its trace; the counts are complete afterwards."""
-    counts = Profile(str(trace))
+    counts = Profile(trace.name)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -14,9 +14,10 @@ decide most come first. OUT gets figures.json and log.txt, and results.tar.gz wi
 profiles and traces; they are written after every step, so a killed command loses one step. Exits
 with 1 if a step failed, or did not begin.
 
-`--model tiny --device cpu` tries the sequence without a GPU. Over the GPU in software:
+`--model tiny --device cpu` tries the sequence, but for the last step, without a GPU. Steps of one
+rank also run over the GPU in software:
 
-    python -m tests.software_gpu --gpus 2 -- python -m benchmarks.hardware OUT --model tiny
+    python -m tests.software_gpu -- python -m benchmarks.hardware OUT --model tiny --only switch
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def steps(place: Path, model: str, device: str, vllm: list[str], slow: float = 1
     yield bench("switch", 90, "switch", *cycles, *profile, *engine)
     sizes = ("--bucket-mb", *BUCKETS_MB)
     yield bench("fills", 120, "reshard", "--only", model, "--runs", "3", *sizes, *profile, *engine)
-    if device == "cuda":
-        yield bench("driver", 30, "driver", "--gib", "0.0625" if is_tiny else "2")
+    if not is_tiny:
+        yield bench("driver", 30, "driver", "--gib", "2")
 
 
 def run(step: Step, seconds: float, place: Path) -> Result:
@@ -100,6 +101,7 @@ def run(step: Step, seconds: float, place: Path) -> Result:
     started = time.monotonic()
     bundle = environment(ROOT.parent) if (ROOT.parent / "packages").is_dir() else {}
     variables = {**bundle, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    variables["RESHARD_VERBOSE"] = "1"  # all output of its ranks
     ended = run_ranks(step.arguments, 1, seconds, environment=variables, directory=ROOT)
     spent = time.monotonic() - started
     with (place / "log.txt").open("a") as log:
