@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import ismethod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -130,14 +131,20 @@ class WithConfigReads(Protocol):
 
 @contextmanager
 def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
-    """Set attributes inside the context, on owners that have them, and restore them afterwards."""
+    """Set attributes inside the context, on owners that have them, and restore them afterwards.
+
+    Methods become those of the class again.
+    """
     with ExitStack() as undo:
         for owner in owners:
             for name, value in values.items():
                 if hasattr(owner, name):
                     before = getattr(owner, name)
                     setattr(owner, name, value)
-                    undo.callback(setattr, owner, name, before)
+                    if ismethod(before):
+                        undo.callback(delattr, owner, name)
+                    else:
+                        undo.callback(setattr, owner, name, before)
         yield
 
 

@@ -193,6 +193,9 @@ class ShardedParallelism:
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this and cuts the padded rows."""
 
+MAX_LOGIT_NBYTES = 2**28
+"""Bytes of logits, in float32, that a training rank computes at a time for log-probabilities."""
+
 
 @dataclass(frozen=True, slots=True)
 class InferencePlace:

@@ -24,7 +24,9 @@ recompute_granularity full a layer keeps only its input, h, and one group of lay
 
 Pipeline stage i of p keeps p - i micro batches (1F1B), and with v chunks 2 (p - i - 1) + (v - 1) p
 + 1 chunks (interleaved; section 4.2.3). For the loss, a logit takes 4 bytes in addition to its own
-size. These estimates were not compared with a GPU.
+size. Above MAX_LOGIT_NBYTES only those of a chunk exist, beside the float32 gradients of the output
+layer's weight by this chunk and by all, or with FSDP2 the model's logits with their gradients, by
+chunk and joined. These estimates were not compared with a GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import numpy as np
 
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.layouts.parallelism import (
+    MAX_LOGIT_NBYTES,
     VOCAB_MULTIPLE,
     InferenceParallelism,
     ShardedParallelism,
@@ -63,6 +66,7 @@ class Step:
         splits_sequence: norms are split along the sequence.
         granularity, method, num_layers, modules: the `recompute_...` keys.
         logit_nbytes: bytes of a logit during the computation of its loss.
+        whole_nbytes: bytes of a logit that exist for all tokens of several chunks.
     """
 
     sizes: TrainParallelism
@@ -74,6 +78,7 @@ class Step:
     num_layers: int
     modules: tuple[str, ...]
     logit_nbytes: int
+    whole_nbytes: int = 0
 
     @classmethod
     def of(cls, actor: ActorConfig, sizes: TrainParallelism | ShardedParallelism) -> Step:
@@ -105,6 +110,7 @@ class Step:
             modules=(),
             # float32: logits, their log-softmax and its gradient; and the model's, if narrower
             logit_nbytes=12 + itemsize % 4,
+            whole_nbytes=3 * itemsize,
         )
 
 
@@ -127,18 +133,18 @@ def activation_nbytes(table: ModelTable, step: Step) -> np.ndarray:
         kept = sum(chunk.kept for chunk in of_stage)
         recomputed = max(chunk.recomputed for chunk in of_stage)
         logits = sum(chunk.logits for chunk in of_stage)
-        nbytes[stage] = step.tokens * (step.itemsize * (in_flight * kept + recomputed) + logits)
+        nbytes[stage] = step.tokens * step.itemsize * (in_flight * kept + recomputed) + logits
     return nbytes.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Activations of a chunk per token.
+    """Activations of a chunk.
 
     Attributes:
-        kept: elements kept for the backward pass.
-        recomputed: elements that exist once, for the part in its backward pass.
-        logits: bytes of logits.
+        kept: elements per token kept for the backward pass.
+        recomputed: elements per token that exist once, for the part in its backward pass.
+        logits: bytes of logits, and of what their computation in chunks needs.
     """
 
     kept: float
@@ -172,8 +178,13 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
         dropped = [sum(layer[name] for name in layer if name in names) for layer in layers]
         kept = kept - sum(dropped)
         recomputed = max(dropped, default=0.0)
-    vocabulary = step.sizes.padded_vocabulary(table.dims.vocab_size)
-    logits = vocabulary / step.sizes.tensor * step.logit_nbytes * num_heads
+    vocabulary = step.sizes.padded_vocabulary(table.dims.vocab_size) / step.sizes.tensor
+    num_logits = step.tokens * vocabulary
+    logits = num_logits * step.logit_nbytes * num_heads
+    if num_logits * 4 > MAX_LOGIT_NBYTES and num_heads:
+        of_weight = 8 * vocabulary * table.dims.hidden_size
+        logits = step.whole_nbytes * num_logits or of_weight
+        logits += MAX_LOGIT_NBYTES / 4 * step.logit_nbytes
     return _Kept(kept, recomputed, logits)
 
 

@@ -8,7 +8,7 @@ Megatron's cross entropy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,9 +78,7 @@ def token_outputs(
     """
     results: dict[str, torch.Tensor] = {}
     if outputs.entropy:
-        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        entropy = _Entropy.apply if needs_gradient else _entropy_without_gradient
-        results[ENTROPY] = entropy(logits, group)
+        results[ENTROPY] = _entropy(logits, group)
     if outputs.top_k:
         log_probs, ids = _most_likely(logits.detach(), outputs.top_k, group)
         results[TOP_LOG_PROBS] = log_probs
@@ -88,50 +86,19 @@ def token_outputs(
     return results
 
 
-class _Entropy(torch.autograd.Function):
-    """Entropy -sum p log p over the vocabulary.
+def _entropy(logits: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the entropy -sum p log p [...] of the whole vocabulary.
 
-    Keeps the probabilities for the backward pass, because Megatron's cross entropy overwrites the
-    logits.
+    No tensor that autograd keeps is the logits, which Megatron's cross entropy overwrites.
     """
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, group: Group) -> torch.Tensor:
-        entropy, weights, normalizer = _entropy(logits, group)
-        # in place, because the weights are not needed any more
-        ctx.save_for_backward(weights.div_(normalizer.unsqueeze(-1)), entropy)
-        ctx.dtype = logits.dtype
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # dH/dz = -p (log p + H); xlogy, because 0 log 0 would be NaN
-        probabilities, entropy = ctx.saved_tensors
-        slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy.unsqueeze(-1)
-        return (slope * -gradient.unsqueeze(-1)).to(ctx.dtype), None
-
-
-_ELEMENTS_OF_A_PART = 1 << 24
-"""Number of logits whose entropy is computed at a time without gradient: 64 MiB in float32."""
-
-
-def _entropy_without_gradient(logits: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the entropy in parts, so that no second tensor has the size of the logits."""
-    rows = logits.detach().flatten(0, -2)
-    num_rows = max(_ELEMENTS_OF_A_PART // rows.shape[-1], 1)
-    parts = [_entropy(part, group)[0] for part in rows.split(num_rows)]
-    return torch.cat(parts).view(logits.shape[:-1])
-
-
-def _entropy(logits: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the entropy [...], exp of the shifted logits [..., vocabulary], and its sums [...]."""
     # with z the shifted logits and Z = sum exp z: H = log Z - sum(z exp z) / Z
     shifted = _shifted(logits, group)
     weights = shifted.exp()
     sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-    _reduce(sums, group)
+    # for autograd a constant is added to this rank's sums
+    _reduce(sums.detach(), group)
     normalizer, weighted_sum = sums
-    return normalizer.log() - weighted_sum / normalizer, weights, normalizer
+    return normalizer.log() - weighted_sum / normalizer
 
 
 def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +121,7 @@ def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tens
 def _shifted(logits: torch.Tensor, group: Group) -> torch.Tensor:
     """Return a copy of the logits, minus the largest of the whole vocabulary."""
     values = logits if logits.dtype is torch.float64 else logits.float()
-    largest = values.amax(-1, keepdim=True)
+    largest = values.detach().amax(-1, keepdim=True)
     _reduce(largest, group, dist.ReduceOp.MAX)
     # padding of a vocabulary has -inf, and 0 * -inf would be NaN; exp(-1000) is 0 as well
     return (values - largest).clamp_(min=-1000.0)
@@ -170,7 +137,6 @@ def _reduce(
 
 def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate the values of all ranks along the last dim."""
-    values = values.contiguous()
-    by_rank = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(by_rank, values, group=group)
+    by_rank = list(values.new_empty(group.size(), *values.shape))
+    dist.all_gather(by_rank, values.contiguous(), group=group)
     return torch.cat(by_rank, dim=-1)

@@ -6,6 +6,7 @@ The counterpart of trainer/megatron/train_engine.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
+from hybrid_engine.trainer.batches.chunked_scores import chunk_length, score_in_chunks
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
@@ -146,7 +148,7 @@ class FsdpTrainEngine:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
         parts = micro_batches({"tokens": tokens}, self._micro_batch_size, self._device)
-        return torch.cat([self._logits(part.rows) for part in parts])
+        return torch.cat([self._logits(part.rows).float() for part in parts])
 
     @property
     def _device(self) -> torch.device:
@@ -170,31 +172,39 @@ class FsdpTrainEngine:
             return "flash attention honours positions only in single rows"
         return ""
 
-    def _logits(self, rows: Rows) -> torch.Tensor:
+    def _logits(self, rows: Rows) -> Any:
         inputs: dict[str, torch.Tensor] = {}
         if rows.images is not None:
             inputs = self.model.image_inputs(rows.tokens, rows.images.joined(self._device))
         if rows.sequence_ids is not None:
             # transformers recognizes a new sequence in a row by a position that restarts at 0
             inputs["position_ids"] = rows.position_ids
-        logits: torch.Tensor = self.model.model(rows.tokens, use_cache=False, **inputs).logits
-        return logits.float()
+        return self.model.model(rows.tokens, use_cache=False, **inputs).logits
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
-        assert rows.labels is not None
-        logits = self._logits(rows)
         placeholders = list(self.model.table.placeholders.values())
-        if placeholders:
-            # as in vLLM, which never draws them
-            logits[..., placeholders] += PLACEHOLDER_BIAS
-        if rows.temperature is not None:
-            logits = logits / rows.temperature.unsqueeze(-1)
-        losses = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
-        further = {
-            name: rows.restore(value) for name, value in token_outputs(logits, outputs).items()
-        }
-        return rows.restore_log_probs(-losses.view(rows.labels.shape)), further
+
+        def score(logits: Any, labels: Any, *temperature: Any) -> Any:
+            logits = logits.float()
+            if placeholders:
+                # as in vLLM, which never draws them; of a copy, because this may run again
+                logits = logits.clone()
+                logits[..., placeholders] += PLACEHOLDER_BIAS
+            if temperature:
+                logits = logits / temperature[0].unsqueeze(-1)
+            losses = cross_entropy(logits, labels, reduction="none")
+            return -losses, *token_outputs(logits, outputs).values()
+
+        logits = self._logits(rows).flatten(0, 1)
+        inputs = [value.flatten() for value in (rows.labels, rows.temperature) if value is not None]
+        length = chunk_length(len(logits), logits.numel())
+        log_probs, *further = (
+            value.view(*rows.tokens.shape, *value.shape[1:])
+            for value in score_in_chunks(score, [logits, *inputs], length)
+        )
+        restored = map(rows.restore, further)
+        return rows.restore_log_probs(log_probs), dict(zip(outputs.names, restored, strict=True))
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale the gradients down if their norm is too large; return the norm before that."""

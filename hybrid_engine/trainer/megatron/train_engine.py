@@ -1,8 +1,9 @@
 """Training and scoring of a Megatron language model, and of a value model.
 
-Entropy and most likely tokens are read by forward hooks of the output layer, whose logits are split
-over the ranks that share a vocabulary. Later they are not available: Megatron's cross entropy, the
-next step, overwrites the memory of the logits.
+Megatron's models call their output layer, and then a function that computes losses from its logits,
+for the decoder and for each MTP layer. Here the layer passes on its input, and the function calls
+the layer for a chunk of tokens at a time, so that no rank has the logits of a whole row. Logits are
+split over the ranks that share a vocabulary.
 """
 
 from __future__ import annotations
@@ -13,75 +14,31 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage, hide_padding
 from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
+from hybrid_engine.trainer.batches.chunked_scores import (
+    ChunkProduct,
+    chunk_length,
+    score_in_chunks,
+)
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
-from hybrid_engine.trainer.megatron.model_variants import WithBias
 from hybrid_engine.trainer.megatron.pipeline import Conclude, Pipeline, conclude_without_job
-
-
-class OutputReader:
-    """Hook of the output layer that divides logits by the temperature and reads outputs from them.
-
-    It does nothing outside of its contexts.
-    """
-
-    def __init__(self) -> None:
-        self._outputs = NO_OUTPUTS
-        self._results: dict[str, torch.Tensor] = {}
-        self._temperature: torch.Tensor | None = None
-
-    def __call__(self, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
-        """Process the logits of a call of the output layer.
-
-        MTP layers call it before the decoder does, so the last results are the decoder's.
-        """
-        logits, bias = outputs
-        if self._temperature is not None:
-            # in place, because Megatron's cross entropy is in place as well
-            logits = logits.float().div_(self._temperature)
-        if self._outputs:
-            group = parallel_state.get_tensor_model_parallel_group()
-            self._results = token_outputs(logits, self._outputs, group)
-        return logits, bias
-
-    @contextmanager
-    def dividing_by(self, temperature: torch.Tensor | None) -> Iterator[None]:
-        """Divide logits [L, b, ...] of forward passes in the block by `temperature` [b, L]."""
-        if temperature is not None:
-            self._temperature = temperature.transpose(0, 1).unsqueeze(-1)
-        try:
-            yield
-        finally:
-            self._temperature = None
-
-    @contextmanager
-    def reading(self, outputs: Outputs) -> Iterator[None]:
-        """Read `outputs` in every forward pass of the block, for the visible micro batch."""
-        self._outputs = outputs
-        try:
-            yield
-        finally:
-            self._outputs = NO_OUTPUTS
-            self._results = {}
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Return and forget the results [b, L, ...] of the last forward pass, by name."""
-        # forgotten, because the next micro batch may read none
-        results = self._results
-        self._results = {}
-        return {name: value.transpose(0, 1) for name, value in results.items()}
 
 
 class LogProbs:
@@ -96,7 +53,7 @@ class LogProbs:
         vocab_size: without padding.
 
     Attributes:
-        reader: of entropy and most likely tokens.
+        outputs: what to compute beside log-probabilities, for the visible micro batch.
     """
 
     def __init__(
@@ -106,20 +63,71 @@ class LogProbs:
         vocab_size: int,
     ) -> None:
         self._config = config
-        self.reader = OutputReader()
+        self.outputs = NO_OUTPUTS
         hide_padding(chunks, vocab_size)
-        for model in unwrap_model(chunks):
-            if model.post_process:
-                model.output_layer.register_forward_hook(self.reader)
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
         """Return losses [b, S] of the last chunk, or logits if there are no labels."""
-        temperature = inputs.in_shape(rows, rows.temperature)
-        with self._mtp_loss_of(rows), self.reader.dividing_by(temperature):
-            output: torch.Tensor = model(
-                **inputs.arguments(rows), labels=inputs.in_shape(rows, rows.labels)
-            )
+        labels = inputs.in_shape(rows, rows.labels)
+        inner = unwrap_model(model)
+        replaced: Any = {}
+        self._further: Any = []
+        if inner.post_process and labels is not None:
+            replaced = self._replaced(inner, inputs.in_shape(rows, rows.temperature))
+        with self._mtp_loss_of(rows), attributes_set([inner], **replaced):
+            output: torch.Tensor = model(**inputs.arguments(rows), labels=labels)
         return output
+
+    def _replaced(self, model: Any, temperature: Any) -> Any:
+        """Return attributes with which the model computes losses in chunks, and `outputs`."""
+        layer = model.output_layer
+        outputs = self.outputs
+        whole_losses = model.compute_language_model_loss
+        deferred: Any = torch.nn.Module()
+        # models read it for a shared embedding
+        deferred.weight = layer.weight
+        deferred.forward = lambda hidden, weight=None, **_: (
+            (hidden, layer.weight if weight is None else weight),
+            None,
+        )
+
+        def losses(labels: Any, call: Any) -> Any:
+            hidden, weight = call
+            inputs = [values.t() for values in (labels, temperature) if values is not None]
+            num_rows = labels.shape[1]
+            length = chunk_length(num_rows, labels.numel() * len(weight))
+            compute = layer.forward
+            if length < num_rows:
+                # once for all chunks, in place of the layer
+                hidden = (
+                    gather_from_sequence_parallel_region(hidden)
+                    if layer.sequence_parallel
+                    else copy_to_tensor_model_parallel_region(hidden)
+                )
+                sums = [0, -(-num_rows // length)]
+                compute = lambda hidden, **_: (  # noqa: E731
+                    ChunkProduct.apply(hidden, weight, sums),
+                    None,
+                )
+
+            def score(hidden: Any, labels: Any, *temperature: Any) -> Any:
+                # the call runs the hooks of the layer
+                with attributes_set([layer], forward=compute):
+                    logits, _ = layer(hidden, weight=weight)
+                if temperature:
+                    # in place, because Megatron's cross entropy is in place as well
+                    logits = logits.float().div_(temperature[0].unsqueeze(-1))
+                # before the cross entropy, which overwrites the logits
+                group = parallel_state.get_tensor_model_parallel_group()
+                further = token_outputs(logits, outputs, group).values()
+                return whole_losses(labels.t(), logits).t(), *further
+
+            results = score_in_chunks(score, [hidden, *inputs], length)
+            # MTP layers come before the decoder, so the last results are the decoder's
+            loss, *self._further = (value.transpose(0, 1).flatten(0, 1) for value in results)
+            return loss.view_as(labels)
+
+        return {"output_layer": deferred, "compute_language_model_loss": losses}
 
     @contextmanager
     def _mtp_loss_of(self, rows: Rows) -> Iterator[None]:
@@ -150,9 +158,10 @@ class LogProbs:
         """Return the user's micro batch, with the outputs that were read from the logits."""
         rows = micro_batch.rows
         further = {}
-        for name, value in self.reader.take().items():
-            values_of_rows = value.reshape(*rows.tokens.shape, *value.shape[2:])
-            further[name] = rows.restore(values_of_rows)
+        for name in self.outputs.names:
+            # forgotten, because it refers to the graph of autograd
+            value = self._further.pop(0)
+            further[name] = rows.restore(value.view(*rows.tokens.shape, *value.shape[1:]))
         return {**micro_batch.batch, **further} if further else micro_batch.batch
 
 
@@ -238,7 +247,7 @@ class TrainEngine:
 
         Otherwise as `Pipeline.step`.
         """
-        with self._output.reader.reading(outputs):
+        with attributes_set([self._output], outputs=outputs):
             return self._pipeline.step(batch, loss_function)
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
@@ -254,7 +263,7 @@ class TrainEngine:
             further = {name: micro_batch[name] for name in outputs.names}
             return log_probs.sum(), {"log_probs": log_probs.float(), **further}
 
-        with self._output.reader.reading(outputs):
+        with attributes_set([self._output], outputs=outputs):
             reports = self._pipeline.run(batch, keep, forward_only=True)
         shape = tuple(batch["tokens"].shape)
         results = {}

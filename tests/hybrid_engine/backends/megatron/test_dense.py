@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError
+from hybrid_engine.trainer.batches import chunked_scores
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo import padded_batches
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
@@ -137,7 +139,8 @@ class RankResult:
 
 def run_layout(path: Path, settings: dict[str, Any]) -> RankResult:
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
-    with running(path, config) as run:
+    # several chunks of tokens a row, the last one shorter
+    with running(path, config) as run, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=1500):
         load_canonical(run, path)
         engine = run.engine
         batch = share_of(run.engine, make_batch())
