@@ -5,6 +5,7 @@
     image_rows.py      images of rows, as a vision tower takes them
     batch_checks.py    checks before any collective, and comparison of the ranks' arguments
     arrangement.py     sequences of a row; micro batches, and the rows that a model computes
+    chunked_scores.py  scores in chunks of tokens, because logits of whole rows are large
     token_outputs.py   entropy and most likely tokens, from logits split over ranks by vocabulary
     loss_results.py    checks of the return value of a loss function
 
