@@ -73,7 +73,7 @@ OUTSIDE = {
     "hybrid_engine": {"torch"},
     "attaching": {"megatron_patches", "pydantic", "torch"},
     "megatron_script": {"megatron_patches", "torch"},
-    "trainer": {"torch"},
+    "trainer": {"numpy", "torch"},
     "trainer.fsdp": {"torch"},
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch"},

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_engine.backends.fsdp.internals import model_of_modules
+from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.trainer.fsdp.actor import _fill, build_sharded_model
+from hybrid_engine.trainer.fsdp.actor import build_sharded_model
 from tests.harness.errors import has_violations
 from tests.zoo.vision_models import SMALL_VISION
 
@@ -31,7 +31,7 @@ def llava(tmp_path: Path) -> Path:
 
 def test_buffers_of_a_vision_tower_are_initialized(llava: Path) -> None:
     model = model_of_config(llava)
-    _fill(model, model_of_modules(model), CPU)
+    allocate_modules(model.modules(), model_of_modules(model), CPU)
     position_ids = model.get_submodule("model.vision_tower.embeddings").position_ids
     # 16 patches and a class embedding
     assert torch.equal(position_ids, torch.arange(17)[None])
