@@ -14,7 +14,7 @@ from benchmarks import critical_path, planning, reshard
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from benchmarks.resharding.figures import Figures
 from hybrid_engine.models import table_for
-from tests.benchmarks.programs import figures_of
+from tests.benchmarks.test_publish import figures_of
 from tests.harness.launch import REPO_ROOT
 
 

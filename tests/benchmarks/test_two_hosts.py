@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.programs import figures_of
+from tests.benchmarks.test_publish import figures_of
 from tests.harness.hosts import two_hosts
 
 pytestmark = pytest.mark.slow  # Imports both engines.

@@ -17,7 +17,7 @@ import pytest
 
 from examples.gpt_rl import settings
 from examples.gpt_rl.train import run_files
-from tests.harness.interrupts import INTERRUPTED_IN
+from tests.harness.imports import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.harness.processes import is_running, wait_until
 

@@ -1,14 +1,16 @@
-"""Kill a process at every step of its work on files, also when half of a file is written."""
+"""Disturb the work on files: kills at every step, also in half of a file, and flipped bits."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hybrid_engine.errors import HybridEngineError
 
 STEPS = frozenset({"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"})
 """Audit events of changes to a file system; dlsym stands for renameat2, called through ctypes."""
@@ -72,3 +74,20 @@ def _run_and_kill(act: Callable[[], object], step: int) -> int:
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1]
+
+
+def accepted_flips(paths: Iterable[Path], read: Callable[[], object], *, every: int) -> list[tuple[str, int]]:
+    """Flip every n-th bit, one at a time; return the names and bits that `read` accepts.
+
+    Only errors of this package refuse a file: others are raised here.
+    """
+    accepted = []
+    for path in paths:
+        written = path.read_bytes()
+        for bit in range(0, 8 * len(written), every):
+            path.write_bytes((int.from_bytes(written) ^ 1 << bit).to_bytes(len(written)))
+            with suppress(HybridEngineError):
+                read()
+                accepted.append((path.name, bit))
+        path.write_bytes(written)
+    return accepted

@@ -9,7 +9,8 @@ import torch
 
 from hybrid_engine.memory.arena import Copier, QueuedCopy
 
-SECONDS, SECONDS_EXPOSED = 1.0, 0.25
+SECONDS = 1.0
+SECONDS_EXPOSED = 0.25
 
 
 class LateCopies:

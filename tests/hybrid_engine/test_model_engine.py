@@ -24,7 +24,7 @@ from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
 from hybrid_engine.assembly import _model_directory, _tokenizer_directory
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.switch.states import State
-from tests.harness.absent import left_out
+from tests.harness.imports import left_out
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import refusal_of
 from tests.zoo import sharded_models

@@ -18,8 +18,8 @@ from examples import bring_your_own_megatron as example
 from hybrid_engine.errors import ComputationError, ConfigError, StateError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.switch.states import State
-from tests.harness.absent import left_out
 from tests.harness.errors import violations_of
+from tests.harness.imports import left_out
 from tests.zoo.abilities import stored_and_loaded
 
 NUM_ROUNDS = 2

@@ -20,8 +20,7 @@ from hybrid_engine.errors import ArgumentError, ConfigError, FileError, HybridEn
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.run_files import RunFiles
 from tests.harness.errors import has_violations
-from tests.harness.flips import accepted_flips
-from tests.harness.kills import kill_at_every_step
+from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.rl.light_runs import ALONE, LightWorker, contents, run
 

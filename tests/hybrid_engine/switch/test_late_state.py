@@ -23,8 +23,11 @@ from tests.walk.runs import configured, subject_of, written_model
 from tests.zoo import workers
 
 NUM_ITERATIONS = 20
-FAILS, IS_INTERRUPTED, SAVES, LOADS = 4, 8, 11, 15
-"""Iterations in which the step's wait fails on a rank, or ends by Ctrl-C; and those of the checkpoint."""
+# Iterations in which the step's wait fails on a rank, or ends by Ctrl-C; and those of the checkpoint.
+FAILS = 4
+IS_INTERRUPTED = 8
+SAVES = 11
+LOADS = 15
 
 
 def iterations(directory: str, trainer: str, is_late: bool) -> dict[str, Any]:
@@ -46,8 +49,8 @@ def iterations(directory: str, trainer: str, is_late: bool) -> dict[str, Any]:
         limits = scorer.limits
 
         def step(number: int) -> float:
-            rows = {name: each % 64 for name, each in workers.batch(seed=number).items()}
-            share = {name: each.chunk(limits.dp_size)[limits.dp_rank] for name, each in rows.items()}
+            rows = {name: values % 64 for name, values in workers.batch(seed=number).items()}
+            share = {name: values.chunk(limits.dp_size)[limits.dp_rank] for name, values in rows.items()}
             return float(scorer.train_step(share, workers.cross_entropy)["loss"])
 
         for number in range(NUM_ITERATIONS):

@@ -113,7 +113,7 @@ def test_optimizer_state_comes_back_behind_training(rig: Rig, late_copies: LateC
     rig.manager.enter(INFER)
     rig.manager.enter(before)
     assert late_copies.under_way == [], "parameters do not come late"
-    there = rig.manager.enter(TRAIN)
+    way_back = rig.manager.enter(TRAIN)
     rig.training.guard(["param", "grad"])
     rig.training.assert_unchanged(["param"])
     assert len(late_copies.under_way) == 2
@@ -134,7 +134,7 @@ def test_optimizer_state_comes_back_behind_training(rig: Rig, late_copies: LateC
     seconds = (2 * SECONDS - SECONDS_EXPOSED, SECONDS_EXPOSED) if ends == "a step" else (0, 0)
     assert (report.seconds_hidden, report.seconds_exposed) == seconds
     assert ("hidden 1.750 s, exposed 0.250 s" in str(report)) == any(seconds)
-    assert there.bytes_onloaded == sum(TRAINING_NBYTES.values()) - (before is FORWARD) * NBYTES
+    assert way_back.bytes_onloaded == sum(TRAINING_NBYTES.values()) - (before is FORWARD) * NBYTES
     rig.assert_is(INFER)
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)

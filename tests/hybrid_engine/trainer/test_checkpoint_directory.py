@@ -28,8 +28,7 @@ from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums
 from hybrid_engine.trainer import checkpoint_directory, checkpoint_metadata
 from hybrid_engine.trainer.checkpoint_directory import LATEST, METADATA, SavedCheckpoint
 from tests.harness.errors import has_code, has_violations
-from tests.harness.flips import accepted_flips
-from tests.harness.kills import kill_at_every_step
+from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.small_disks import file_size_limit
 
 AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, kind, phase, limit=0: [value])

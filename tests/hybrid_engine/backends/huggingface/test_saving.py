@@ -23,8 +23,7 @@ from hybrid_engine.files.model_files import INDEX, SINGLE
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from tests.harness.errors import has_code, has_violations
-from tests.harness.flips import accepted_flips
-from tests.harness.kills import kill_at_every_step
+from tests.harness.kills import accepted_flips, kill_at_every_step
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (30,), "b": (2, 3), "c": ()}
 ONE_FILE = 10**9

@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.tools.cli import app
-from tests.harness.interrupts import INTERRUPTED_IN
+from tests.harness.imports import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.block_formats import PUBLISHED_FP8

@@ -1,10 +1,24 @@
-"""Simulation of packages that are not installed."""
+"""Imports that fail, as without a package, or that Ctrl-C interrupts."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+INTERRUPTED_IN = """
+import sys
+
+interrupted_in = sys.argv[1]
+
+class Interruption:
+    def find_spec(self, name, *_):
+        if name == interrupted_in:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interruption())
+"""
+"""Program that is interrupted at the import of the module named by argument 1."""
 
 
 @contextmanager
