@@ -262,8 +262,9 @@ def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel
     def build() -> Probed:
         from hybrid_engine.backends.fsdp.reference import TransformersReference
 
-        dtype = config.actor_config.params_dtype
-        return TransformersReference(config.model, train.weights.merged, table, job, dtype)
+        return TransformersReference(
+            config.model, train.weights.merged, table, job, config.actor_config.params_dtype
+        )
 
     return ConfigModel(build, is_needed=table.is_derived)
 

@@ -133,15 +133,16 @@ class WithConfigReads(Protocol):
 def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
     """Set attributes inside the context, on owners that have them, and restore them afterwards.
 
-    Methods become those of the class again.
+    Methods of the class become so again.
     """
     with ExitStack() as undo:
         for owner in owners:
             for name, value in values.items():
                 if hasattr(owner, name):
                     before = getattr(owner, name)
+                    is_of_class = ismethod(before) and name not in vars(owner)
                     setattr(owner, name, value)
-                    if ismethod(before):
+                    if is_of_class:
                         undo.callback(delattr, owner, name)
                     else:
                         undo.callback(setattr, owner, name, before)

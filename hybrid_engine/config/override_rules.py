@@ -48,6 +48,7 @@ _SET_HERE: Final = {
     "tp_comm_overlap": (
         "Megatron-LM's initialize_megatron makes its buffers and does not run here"
     ),
+    "defer_embedding_wgrad_compute": "TrainEngine computes logits in chunks of tokens",
     "qk_clip": "TrainEngine takes no steps after those of the optimizer",
 }
 """Megatron field that TrainEngine relies on -> reason why it cannot be overridden."""

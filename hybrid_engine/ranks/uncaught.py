@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import (
     ConfigError,
@@ -100,7 +100,7 @@ def _for_user(error: ConfigError) -> str:
     A ConfigError has the innermost of its own frames only.
     """
     printed = traceback.TracebackException.from_exception(error)
-    link: traceback.TracebackException | None = printed
+    link: Any = printed
     while link is not None:
         link.stack[:] = filter(is_of_user, link.stack)
         link = link.__cause__ or link.__context__

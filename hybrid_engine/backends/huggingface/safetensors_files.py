@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         # transformers expects this metadata.
         save_file(dict(tensors), path, metadata={"format": "pt"})
         # safetensors leaves it to its owner alone; servers of other users read it, too.
-        path.chmod(path.parent.stat().st_mode & 0o666)
+        with suppress(PermissionError):  # of a mount that has one mode for all files
+            path.chmod(path.parent.stat().st_mode & 0o666)
         sync(path)
 
 

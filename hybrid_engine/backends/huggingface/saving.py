@@ -535,11 +535,9 @@ def put_in_place(
             "weight_map": {name: tensor.file for name, tensor in stored.items()},
         }
         write_text(new / INDEX, json.dumps(index, indent=2) + "\n")
-    # Those of the code tell later that it is not a user's.
-    write_checksums(
-        new,
-        {path.name: checksums.get(path.name) or checksum_of(path) for path in new.iterdir()},
-    )
+    # Those of other files also tell later that code is not a user's.
+    others = {path.name: checksum_of(path) for path in new.iterdir() if path.name not in checksums}
+    write_checksums(new, {**others, **checksums})
     with naming("replacing", directory):
         # The entries must be on the disk before the old directory goes.
         sync(new)

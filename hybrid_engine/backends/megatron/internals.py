@@ -77,6 +77,11 @@ PRIVATE_NAMES = (
         since="0.19.0",
     ),
     PrivateName(
+        "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+        "reads the logits of MTP layers, which the trainer computes in chunks, for a log alone",
+        since="0.19.0",
+    ),
+    PrivateName(
         "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
         "applies its window instead of its mask; a fused kernel has no window: see softmax_of",
     ),

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_token_prediction
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage, hide_padding
@@ -74,7 +74,16 @@ class LogProbs:
         self._further: Any = []
         if inner.post_process and labels is not None:
             replaced = self._replaced(inner, inputs.in_shape(rows, rows.temperature))
-        with self._mtp_loss_of(rows), attributes_set([inner], **replaced):
+        zero = rows.tokens.new_zeros(())
+        with (
+            self._mtp_loss_of(rows),
+            attributes_set([inner], **replaced),
+            # from megatron-core 0.19 on it reads logits, for a log
+            attributes_set(
+                [multi_token_prediction],
+                _compute_mtp_acceptance_counts=lambda *_, **__: (zero, zero),
+            ),
+        ):
             output: torch.Tensor = model(**inputs.arguments(rows), labels=labels)
         return output
 
@@ -98,6 +107,9 @@ class LogProbs:
             length = chunk_length(num_rows, labels.numel() * len(weight))
             compute = layer.forward
             if length < num_rows:
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    # A shorter row of this step may have set it: here autograd adds the gradient.
+                    weight.grad_added_to_main_grad = False
                 # once for all chunks, in place of the layer
                 hidden = (
                     gather_from_sequence_parallel_region(hidden)
