@@ -462,22 +462,22 @@ class Offloader:
         is_saved = all(storage.in_arena for storage in saved)
         arrivals = [copy for storage in storages for copy in storage.arrivals]
         reached = None
-        if is_late and self._device_type == "cuda":
-            # The device may still compute what was queued before: its work waits from here on.
-            reached = torch.cuda.Event(enable_timing=True)
-            reached.record()
         try:
+            if is_late and self._device_type == "cuda":
+                # The device may still compute what was queued before: its work waits from here on.
+                reached = torch.cuda.Event(enable_timing=True)
+                reached.record(torch.cuda.current_stream(storages[0].device))
             copied = sum(storage.complete() for storage in storages if storage.is_coming)
+            if is_late and arrivals:
+                exposed = min(copied, arrivals[-1].seconds_after(reached))
+                self._exposed_seconds += exposed
+                self._hidden_seconds += copied - exposed
         except Exception as error:
             raise OffloadError(
                 f"copies of {kind} to the device failed: {error}. Nothing is lost: they are in "
                 "host memory, and the next use or onload waits for them again",
                 code="onload-failed",
             ) from error
-        if is_late and arrivals:
-            exposed = min(copied, arrivals[-1].seconds_after(reached))
-            self._exposed_seconds += exposed
-            self._hidden_seconds += copied - exposed
         if not any(storage.released.nbytes for storage in storages):
             if read_only and is_saved:
                 contents = {storage.key: SavedContents.of(storage) for storage in saved}

@@ -61,8 +61,9 @@ _ROUNDING = 0.01
 # Seconds between two polls of NCCL's messages.
 _SHORTEST_POLL = 0.00001
 _LONGEST_POLL = 0.0005
-# Messages that a rank receives, and those that it sends, in one batch of NCCL's operations.
-_MOST_RECEIVED_AT_ONCE = 32
+# Peers that a rank receives from, and those that it sends to, in one batch of NCCL's operations: a
+# message's body each, and the tensors that relays pass on.
+_MOST_PEERS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -494,8 +495,8 @@ class CollectiveTransport:
             works = _begin(operations, self.rank, group)
         except Exception as error:
             self._break(bucket, phase, group, all_peers, error, timed_out=False)
-        if len(works) != len(peers):
-            # NCCL returns one work for the whole batch.
+        if self._is_nccl(group):
+            # It returns one work for each batch.
             peers = [all_peers] * len(works)
         return Posted(group, works, peers)
 
@@ -577,7 +578,7 @@ def _begin(
         # By the difference of destination and source, so both ends have a message in the same
         # batch. All post batches in ascending order, so none waits for a later one.
         is_sent, peer, _ = operation
-        return (peer - rank if is_sent else rank - peer) // _MOST_RECEIVED_AT_ONCE
+        return (peer - rank if is_sent else rank - peer) // _MOST_PEERS_AT_ONCE
 
     for _, operations_of_batch in groupby(sorted(operations, key=batch_of), batch_of):
         batch = [

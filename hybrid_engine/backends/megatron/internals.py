@@ -95,6 +95,7 @@ METHODS_WITH_STATE = (
     "reload_model_params",
     "_get_main_param_and_optimizer_states",
     "_set_main_param_and_optimizer_states",
+    "load_parameter_state_from_dp_zero_legacy",
 )
 """Methods of Megatron's optimizers that read or write main parameters and moments.
 
