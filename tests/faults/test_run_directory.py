@@ -84,7 +84,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
     outcome = running.outcome()
     record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().step == before + 2)
     assert run.progress().step == before + 2
-    assert f"Stopped after iteration {before + 2}; the same command goes on" in outcome.terminal
+    assert f"Stopped after iteration {before + 2}; the same command resumes" in outcome.terminal
     assert outcome.leftovers == []
 
 
