@@ -6,7 +6,7 @@ way back:
     hook                                                                             state
     forward pass of a model; `state_dict` and `load_state_dict` of its modules       parameters
     `step`, `state_dict` and `load_state_dict` of an optimizer                       all
-    methods of Megatron's optimizers that copy state (`internals.METHODS_WITH_STATE`)   all
+    `METHODS_WITH_STATE` of Megatron's optimizers                                    all
 
 They also cover code that saves through these methods: save_pretrained,
 torch.distributed.checkpoint, Megatron's `sharded_state_dict`. They do not cover a direct access to

@@ -258,7 +258,7 @@ class Copier:
             self._streams[device, direction] = torch.cuda.Stream(device)
         stream = self._streams[device, direction]
         if direction == "to device":
-            # Whoever ends the tensor does not know of a copy that is late.
+            # torch must not reuse the memory of a tensor that is freed before a late copy ends.
             destination.record_stream(stream)
         return _queue_copy(destination, source, stream)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NoReturn
@@ -47,6 +47,7 @@ from hybrid_engine.transports.copies import (
 from hybrid_engine.transports.messages import (
     ALIGNMENT,
     HEADER_NBYTES,
+    Header,
     Message,
     MessagePlanner,
     StagedMessage,
@@ -122,6 +123,7 @@ class InFlight:
         contents: parts to send after the headers of the incoming messages have arrived; None: the
             posted operations have them.
         deltas: deltas received in place of contents, by peer.
+        headers: headers of the incoming messages, once they have arrived.
     """
 
     incoming: Sequence[StagedMessage]
@@ -129,6 +131,7 @@ class InFlight:
     failure: TransportError | None
     contents: Sequence[Part] | None = None
     deltas: dict[int, torch.Tensor] = field(default_factory=dict)
+    headers: Sequence[Header] = ()
 
 
 class CollectiveTransport:
@@ -207,7 +210,9 @@ class CollectiveTransport:
         if exchange.failure is not None:
             raise exchange.failure
         with self._clock.phase("write"):
-            peer_failure = self._peer_failure(bucket, "transfer", exchange.incoming)
+            peer_failure = self._peer_failure(
+                bucket, "transfer", exchange.incoming, exchange.headers
+            )
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
@@ -251,7 +256,7 @@ class CollectiveTransport:
             bucket, phase, parts_of(incoming), parts_of(outgoing), self._notify_group
         )
         self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
-        return self._peer_failure(bucket, phase, incoming)
+        return self._peer_failure(bucket, phase, incoming, read_headers(incoming))
 
     def _bare_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
         return [
@@ -320,8 +325,9 @@ class CollectiveTransport:
         self._raise_if_broken(bucket, self._group)
         with self._clock.phase("read"):
             sent, received, failure = self._packed(bucket, transfers, source)
-            why = reason if failure is None else str(failure)
-            contents, delta_failure = self._write_headers(bucket, sent, why)
+            contents, delta_failure = self._write_headers(
+                bucket, sent, reason if failure is None else str(failure)
+            )
         headers_first = contents is not None
         posted = self._post(
             bucket,
@@ -445,14 +451,20 @@ class CollectiveTransport:
             planned = share.planned(failed.transfer)
             raise failure_at(self.name, bucket, "write", planned, failed.error) from failed.error
 
-    def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[StagedMessage]) -> str:
+    def _peer_failure(
+        self,
+        bucket: int,
+        phase: str,
+        incoming: Sequence[StagedMessage],
+        headers: Sequence[Header],
+    ) -> str:
         """Return the fault of the first message that has one, with its peer; "" if none has."""
-        for staged, header in zip(incoming, read_headers(incoming), strict=True):
+        for staged, header in zip(incoming, headers, strict=True):
             fault = staged.fault(bucket, header)
             if fault:
-                peer = staged.message.peer
                 return (
-                    f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {fault}"
+                    f"{self.name} transport, bucket {bucket}, phase {phase}, "
+                    f"peer {staged.message.peer}: {fault}"
                 )
         return ""
 
@@ -471,6 +483,7 @@ class CollectiveTransport:
             exchange = self._launch(bucket, transfers, source, reason)
         deadline = time.monotonic() + self._timeout
         self._wait(bucket, "transfer", exchange.posted, deadline)
+        exchange = replace(exchange, headers=read_headers(exchange.incoming))
         return self._finish(bucket, exchange, deadline)
 
     def _finish(self, bucket: int, exchange: InFlight, deadline: float) -> InFlight:

@@ -19,7 +19,7 @@ from hybrid_engine.transports.collective import CollectiveTransport, InFlight, P
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.messages import Message, StagedMessage, read_headers, write_headers
+from hybrid_engine.transports.messages import Message, StagedMessage, write_headers
 
 
 class DeltaTransport(CollectiveTransport):
@@ -108,8 +108,12 @@ class DeltaTransport(CollectiveTransport):
         if exchange.contents is None:
             return exchange
         announced, failure = self._announced(exchange)
-        rest = self._post(bucket, "transfer", announced, exchange.contents, self._group)
-        self._wait(bucket, "transfer", rest, deadline)
+        self._wait(
+            bucket,
+            "transfer",
+            self._post(bucket, "transfer", announced, exchange.contents, self._group),
+            deadline,
+        )
         return replace(exchange, failure=exchange.failure or failure)
 
     def _announced(self, exchange: InFlight) -> tuple[list[Part], TransportError | None]:
@@ -120,18 +124,16 @@ class DeltaTransport(CollectiveTransport):
         the message is not the copy, a delta is received into the memory of the message.
         """
         failure = None
-        incoming = exchange.incoming
-        headers = read_headers(incoming)
         # A delta is always shorter than its message.
-        rooms = [staged.contents for staged in incoming]
+        rooms = [staged.contents for staged in exchange.incoming]
         if self._receives_copies:
-            sizes = [max(header.delta_nbytes, 0) for header in headers]
+            sizes = [max(header.delta_nbytes, 0) for header in exchange.headers]
             try:
                 rooms = self._staged_parts("deltas", sizes)
             except TransportError as error:
                 failure = error
         parts: list[Part] = []
-        for staged, header, room in zip(incoming, headers, rooms, strict=True):
+        for staged, header, room in zip(exchange.incoming, exchange.headers, rooms, strict=True):
             peer = staged.message.peer
             memory = staged.contents
             if header.delta_nbytes >= 0:
@@ -144,8 +146,7 @@ class DeltaTransport(CollectiveTransport):
 
     def _complete(self, bucket: int, exchange: InFlight) -> None:
         """Turn received deltas into messages, and copy relay images into their relay buffers."""
-        incoming = exchange.incoming
-        for staged, header in zip(incoming, read_headers(incoming), strict=True):
+        for staged, header in zip(exchange.incoming, exchange.headers, strict=True):
             peer = staged.message.peer
             delta = exchange.deltas.get(peer)
             self.deltas.arrived(bucket, peer, staged.contents, delta, header.digest)

@@ -40,8 +40,8 @@ def score_in_chunks(
     if length >= len(inputs[0]):
         return score(*inputs)
     rerun = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(*(tensor.split(length) for tensor in inputs), strict=True)
-    return tuple(map(torch.cat, zip(*starmap(rerun, chunks), strict=True)))
+    results = starmap(rerun, zip(*(tensor.split(length) for tensor in inputs), strict=True))
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 class ChunkProduct(torch.autograd.Function):

@@ -105,38 +105,41 @@ class LogProbs:
             inputs = [values.t() for values in (labels, temperature) if values is not None]
             num_rows = labels.shape[1]
             length = chunk_length(num_rows, labels.numel() * len(weight))
-            compute = layer.forward
+            product: Any = {}  # in place of the layer's, if there are several chunks
             if length < num_rows:
                 if hasattr(weight, "grad_added_to_main_grad"):
                     # A shorter row of this step may have set it: here autograd adds the gradient.
                     weight.grad_added_to_main_grad = False
-                # once for all chunks, in place of the layer
+                # once for all chunks
                 hidden = (
                     gather_from_sequence_parallel_region(hidden)
                     if layer.sequence_parallel
                     else copy_to_tensor_model_parallel_region(hidden)
                 )
                 sums = [0, -(-num_rows // length)]
-                compute = lambda hidden, **_: (  # noqa: E731
+                product["forward"] = lambda hidden, **_: (
                     ChunkProduct.apply(hidden, weight, sums),
                     None,
                 )
 
             def score(hidden: Any, labels: Any, *temperature: Any) -> Any:
                 # the call runs the hooks of the layer
-                with attributes_set([layer], forward=compute):
+                with attributes_set([layer], **product):
                     logits, _ = layer(hidden, weight=weight)
                 if temperature:
                     # in place, because Megatron's cross entropy is in place as well
                     logits = logits.float().div_(temperature[0].unsqueeze(-1))
                 # before the cross entropy, which overwrites the logits
-                group = parallel_state.get_tensor_model_parallel_group()
-                further = token_outputs(logits, outputs, group).values()
-                return whole_losses(labels.t(), logits).t(), *further
+                further = token_outputs(
+                    logits, outputs, parallel_state.get_tensor_model_parallel_group()
+                )
+                return whole_losses(labels.t(), logits).t(), *further.values()
 
-            results = score_in_chunks(score, [hidden, *inputs], length)
             # MTP layers come before the decoder, so the last results are the decoder's
-            loss, *self._further = (value.transpose(0, 1).flatten(0, 1) for value in results)
+            loss, *self._further = (
+                value.transpose(0, 1).flatten(0, 1)
+                for value in score_in_chunks(score, [hidden, *inputs], length)
+            )
             return loss.view_as(labels)
 
         return {"output_layer": deferred, "compute_language_model_loss": losses}

@@ -194,9 +194,9 @@ def test_attributes_are_restored_if_one_cannot_be_set() -> None:
 def test_a_bias_that_was_zero_is_compared_again(
     job: None, refusal: str, expected: list[int], between: list[State]
 ) -> None:
-    """vLLM may ignore it. Where nothing can be compared, training it is no error.
+    """vLLM may ignore the bias. Training it is accepted where nothing can be compared.
 
-    It leaves the device with the parameters, and is not read there.
+    The bias leaves the device with the parameters, and is not read there.
     """
     rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal), is_elastic=True)
     bias = rig.training.param[:3]

@@ -295,21 +295,30 @@ static CUresult unmap(CUdeviceptr start, size_t nbytes) {
     return CUDA_SUCCESS;
 }
 
-bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses) {
+// Call `use` with each region that has bytes of a range, and the first and last of these bytes.
+static void each_region(
+    uint64_t start, size_t nbytes, const std::function<void(const Region&, uint64_t, uint64_t)>& use
+) {
     uint64_t end = start + nbytes;
     while (start < end) {
-        Region* region = region_at(start);
+        const Region* region = region_at(start);
         if (!region) {
             break;
         }
         uint64_t last = std::min(end, region->end());
-        const Allocation* allocation = region->allocation;
-        uint64_t file = !allocation ? region->shared_file : allocation->is_shared ? allocation->file : 0;
-        if (file) {
-            accesses.push_back({file, start - region->start, last - region->start});
-        }
+        use(*region, start, last);
         start = last;
     }
+}
+
+bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses) {
+    each_region(start, nbytes, [&](const Region& region, uint64_t first, uint64_t last) {
+        const Allocation* allocation = region.allocation;
+        uint64_t file = !allocation ? region.shared_file : allocation->is_shared ? allocation->file : 0;
+        if (file) {
+            accesses.push_back({file, first - region.start, last - region.start});
+        }
+    });
     return !accesses.empty();
 }
 
@@ -317,19 +326,12 @@ std::vector<Place> aliased_places(uint64_t start, size_t nbytes) {
     constexpr uint64_t kFirstPlace = uint64_t(1) << 62;
     constexpr int kOffsetBits = 40;  // of an allocation, which is smaller than 1 TiB
     std::vector<Place> places;
-    uint64_t end = start + nbytes;
-    while (start < end) {
-        Region* region = region_at(start);
-        if (!region) {
-            break;
+    each_region(start, nbytes, [&](const Region& region, uint64_t first, uint64_t last) {
+        if (region.allocation && region.allocation->num_mappings > 1) {
+            uint64_t place = kFirstPlace + (region.allocation->handle << kOffsetBits);
+            places.push_back({place + (first - region.start), last - first});
         }
-        uint64_t last = std::min(end, region->end());
-        if (region->allocation && region->allocation->num_mappings > 1) {
-            uint64_t first = kFirstPlace + (region->allocation->handle << kOffsetBits);
-            places.push_back({first + (start - region->start), last - start});
-        }
-        start = last;
-    }
+    });
     return places;
 }
 
