@@ -132,7 +132,7 @@ def _pull(
     # the half that is already on this rank
     copy_straight("local", 0, BatchedCopies(_read_from(job, rank)), lambda _: source, destinations)
     parts = [_read_from(job, 1 - rank, bucket) for bucket in range(len(job.buckets))]
-    transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle}, job.buckets)
+    transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle})
     copies = BatchedCopies(transfer for part in parts for transfer in part)
     seconds: dict[str, list[float]] = {WITH_MAPPING: [], COPIES: []}
     for _ in range(task.repeat + 1):

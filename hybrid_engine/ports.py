@@ -44,6 +44,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Extent, Layout
@@ -240,6 +241,19 @@ class InferenceWeights(WeightAdaptor, Protocol):
             tensors: canonical tensors to prove.
             unproven: called with a description of every mismatch.
         """
+
+    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        """Take memory from training's from now on, while training leaves it; see memory/pool.py.
+
+        Called before a fill, while all weights are released, until it returns True.
+
+        Args:
+            rooms: memories without contents.
+            lenders: memories that keep their contents until all weights are filled.
+        """
+
+    def give_back(self) -> None:
+        """End what `share_memory` began, while neither side has contents. Idempotent."""
 
     def resident_nbytes(self) -> int:
         """Return the bytes of device memory in use for weights.

@@ -90,6 +90,10 @@ class CudaDriver:
         """Release a handle of physical memory; see the module's docstring for when it is freed."""
         self._call("cuMemRelease", handle)
 
+    def retain(self, address: int) -> Any:
+        """Return a further handle of the memory that is mapped at an address."""
+        return self._call("cuMemRetainAllocationHandle", address)
+
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         """Map physical memory at an address and allow the device to read and write it.
 

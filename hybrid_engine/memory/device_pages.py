@@ -15,9 +15,12 @@ after the owner has released them.
 
     peer = DevicePeer(handle, driver)            once: an address range of this process, unmapped
     chunks = handle.chunks(extents)              once
-    with peer.mapped(chunks, keep) as flat:      descriptors fetched, absent chunks mapped
+    with peer.mapped(chunks) as flat:            descriptors fetched, absent chunks mapped
         copy from flat[start:stop]
-                                                 stream waited for, chunks not in `keep` unmapped
+                                                 stream waited for, chunks unmapped
+
+Memory that inference shares (pool.py) stays where it is: its release and restore are notes, its
+serial number stays, and peers keep it mapped.
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
 
@@ -29,10 +32,11 @@ because CUDA does not work in it.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import resource
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +54,7 @@ from hybrid_engine.memory.host_pages import (
     round_up,
     tensor_over,
 )
+from hybrid_engine.memory.pool import Piece
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
@@ -70,6 +75,12 @@ Every exported chunk costs its owner an open descriptor.
 
 AWAY = 0
 """Serial number of a chunk without memory."""
+
+_SHARED = 1 << 62
+"""Added to the serial number of a chunk of a pool, which peers keep mapped.
+
+The sum is negative while the chunk has no contents.
+"""
 
 
 class DeviceHandle(Record, frozen=True, tag=True):
@@ -141,6 +152,9 @@ class DeviceMemory:
     """An address range of a device, with chunks of physical memory.
 
     It is freed when neither this object nor a tensor over it is left.
+
+    Attributes:
+        chunks: the chunks, for a pool.
     """
 
     def __init__(
@@ -165,9 +179,9 @@ class DeviceMemory:
         self.reserved_nbytes = round_up(self.nbytes, granule)
         self.granularity = chunk_nbytes_for(self.nbytes, granule, in_parts=in_parts)
         self._is_open = True
-        self._chunks = _Chunks(driver, self.reserved_nbytes, self.granularity, label)
-        self.address = self._chunks.address
-        self._end = weakref.finalize(self, self._chunks.end)
+        self.chunks = Chunks(driver, self.reserved_nbytes, self.granularity, label)
+        self.address = self.chunks.address
+        self._end = weakref.finalize(self, self.chunks.end)
         # Tensors may be read until the very end of the process. The driver frees the memory.
         self._end.atexit = False
         try:
@@ -179,7 +193,7 @@ class DeviceMemory:
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
-        device = self._chunks.driver.device
+        device = self.chunks.driver.device
         return tensor_over(self.address, self.nbytes, device, self).view(self.dtype)
 
     def release(self, first: int, last: int) -> None:
@@ -189,7 +203,7 @@ class DeviceMemory:
         Work on other streams that uses the chunks must have ended.
         """
         self._raise_if_closed()
-        chunks = self._chunks
+        chunks = self.chunks
         resident = [index for index in chunks.within(first, last) if chunks.is_resident(index)]
         if resident:
             # Once for all chunks. Unmapping does not wait for kernels.
@@ -204,14 +218,14 @@ class DeviceMemory:
         and a later call continues from there.
         """
         self._raise_if_closed()
-        for index in self._chunks.within(first, last):
-            if not self._chunks.is_resident(index):
-                self._chunks.map(index)
+        for index in self.chunks.within(first, last):
+            if not self.chunks.is_resident(index):
+                self.chunks.map(index)
 
     def resident_nbytes(self) -> int:
         """Return the bytes of physical memory behind the range now."""
         self._raise_if_closed()
-        return self._chunks.resident_nbytes()
+        return self.chunks.resident_nbytes()
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
         """Return a handle for peers, of `numel` elements from byte `offset`.
@@ -220,7 +234,7 @@ class DeviceMemory:
         """
         self._raise_if_closed()
         return DeviceHandle(
-            table=self._chunks.export(),
+            table=self.chunks.export(),
             reserved_nbytes=self.reserved_nbytes,
             chunk_nbytes=self.granularity,
             offset=offset,
@@ -232,21 +246,25 @@ class DeviceMemory:
         """End the export, so that peers cannot map the memory again; idempotent."""
         if self._is_open:
             self._is_open = False
-            self._chunks.withdraw()
+            self.chunks.withdraw()
 
     def _raise_if_closed(self) -> None:
         if not self._is_open:
             raise StateError("the elastic buffer is closed", code="buffer-is-closed")
 
 
-class _Chunks:
-    """The chunks of an address range, and the table that peers read. Independent of tensors."""
+class Chunks:
+    """The chunks of an address range, and the table that peers read. Independent of tensors.
+
+    Attributes:
+        address, reserved_nbytes: the range.
+    """
 
     def __init__(
         self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str
     ) -> None:
         self.driver = driver
-        self._reserved_nbytes = reserved_nbytes
+        self.reserved_nbytes = reserved_nbytes
         self._chunk_nbytes = chunk_nbytes
         count = -(-reserved_nbytes // chunk_nbytes)
         # Handles of physical memory, None while a chunk has none.
@@ -258,6 +276,10 @@ class _Chunks:
         self.address = driver.reserve(reserved_nbytes)
         # Descriptors of exported chunks, by number.
         self._descriptors: dict[int, Descriptor] = {}
+        # Pieces of a pool behind the chunks, and those of these chunks that have contents.
+        self._pieces: dict[int, list[Piece]] = {}
+        self._present: set[int] = set()
+        self._is_settled = False
         self._is_inherited = False
         _all_chunks.add(self)
 
@@ -266,17 +288,65 @@ class _Chunks:
         return range(first // self._chunk_nbytes, -(-last // self._chunk_nbytes))
 
     def is_resident(self, index: int) -> bool:
+        if index in self._pieces:
+            return index in self._present
         return self._handles[index] is not None
 
+    def resident(self) -> list[tuple[int, int, Any]]:
+        """Return number, bytes and driver's handle of the resident chunks."""
+        return [
+            (index, self._nbytes(index), handle)
+            for index, handle in enumerate(self._handles)
+            if self.is_resident(index)
+        ]
+
     def resident_nbytes(self) -> int:
-        nbytes = 0
-        for index, handle in enumerate(self._handles):
-            if handle is not None:
-                nbytes += self._nbytes(index)
-        return nbytes
+        return sum(nbytes for _, nbytes, _ in self.resident())
+
+    def settle(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """Note that a pool has mapped the whole range, of which nothing was resident.
+
+        `pieces`: bytes and piece, in order of addresses.
+        """
+        self._is_settled = True
+        start = 0
+        for nbytes, piece in pieces:
+            for index in self.within(start, start + nbytes):
+                self._pieces.setdefault(index, []).append(piece)
+            start += nbytes
+
+    def lend(self, index: int, piece: Piece) -> None:
+        """Note that a resident chunk keeps its memory, as this piece of a pool."""
+        self._pieces[index] = [piece]
+        if self._table[index] != AWAY:
+            self._table[index] |= _SHARED
+        self._take(index)
+
+    def leave_pool(self) -> None:
+        """Free memory of a pool that has no contents here; chunks with contents keep theirs.
+
+        A settled range must have no contents at all. Does nothing outside of a pool.
+        """
+        if self._is_settled:
+            self.driver.unmap(self.address, self.reserved_nbytes)
+        for index in self._pieces:
+            if index in self._present:
+                self._table[index] &= ~_SHARED
+                self._leave(index)
+            elif not self._is_settled:
+                self._free(index)
+        self._is_settled = False
+        self._pieces.clear()
 
     def map(self, index: int) -> None:
         """Allocate and map a chunk; after a failure it is absent as before."""
+        if index in self._pieces:
+            self._take(index)
+            if self._table[index] != AWAY:
+                self._table[index] = abs(self._table[index])
+            elif self._is_exported:
+                self._publish(index)
+            return
         nbytes = self._nbytes(index)
         handle = self.driver.create(nbytes)
         try:
@@ -295,6 +365,24 @@ class _Chunks:
 
     def unmap(self, index: int) -> None:
         """Free a chunk."""
+        if index in self._pieces:
+            # A peer that reads it now gets an error, and keeps it mapped.
+            self._table[index] = -self._table[index]
+            self._leave(index)
+            return
+        self._free(index)
+
+    def _take(self, index: int) -> None:
+        for piece in self._pieces[index]:
+            piece.take("training", (self.address, index))
+        self._present.add(index)
+
+    def _leave(self, index: int) -> None:
+        self._present.discard(index)
+        for piece in self._pieces[index]:
+            piece.leave((self.address, index))
+
+    def _free(self, index: int) -> None:
         # First, so that a peer that fetches the descriptor later gets an error.
         self._withdraw(index)
         self.driver.unmap(self._address(index), self._nbytes(index))
@@ -333,10 +421,14 @@ class _Chunks:
         # Kernels on any stream may still use the memory.
         self.driver.synchronize()
         self.withdraw()
-        for index in range(len(self._handles)):
-            if self.is_resident(index):
-                self.unmap(index)
-        self.driver.unreserve(self.address, self._reserved_nbytes)
+        for index, handle in enumerate(self._handles):
+            if index in self._pieces:
+                self._leave(index)
+            if handle is not None:
+                self._free(index)
+        if self._is_settled:
+            self.driver.unmap(self.address, self.reserved_nbytes)
+        self.driver.unreserve(self.address, self.reserved_nbytes)
 
     def _publish(self, index: int) -> None:
         try:
@@ -355,8 +447,9 @@ class _Chunks:
         # No local variable refers to it: in a traceback it would keep the descriptor open.
         self._descriptors[index] = Descriptor(fd)
         self._descriptors[index].offer(_name(self._table_memory.token, self._next_serial))
+        shared = _SHARED if index in self._pieces else 0
         # Last: a peer may fetch the descriptor as soon as it reads the number.
-        self._table[index] = self._next_serial
+        self._table[index] = self._next_serial | shared
         self._next_serial += 1
 
     def _withdraw(self, index: int) -> None:
@@ -369,10 +462,10 @@ class _Chunks:
         return self.address + index * self._chunk_nbytes
 
     def _nbytes(self, index: int) -> int:
-        return min(self._chunk_nbytes, self._reserved_nbytes - index * self._chunk_nbytes)
+        return min(self._chunk_nbytes, self.reserved_nbytes - index * self._chunk_nbytes)
 
 
-_all_chunks: weakref.WeakSet[_Chunks] = weakref.WeakSet()
+_all_chunks: weakref.WeakSet[Chunks] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
@@ -420,15 +513,12 @@ class DevicePeer:
         self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(dtype)
 
     @contextmanager
-    def mapped(
-        self, chunks: list[int] | None = None, keep: Container[int] = ()
-    ) -> Iterator[torch.Tensor]:
+    def mapped(self, chunks: list[int] | None = None) -> Iterator[torch.Tensor]:
         """Yield the flat tensor, of which the elements in `chunks` (default: all) may be read.
 
         Work queued inside the `with` block may read them too. Reading other elements, or later, is
         an illegal access. Other chunks are not mapped, since their owner may have released them.
-        After a success the chunks in `keep` stay mapped. They are mapped again only if their owner
-        has released them since; until they are unmapped, that release frees no memory.
+        Chunks of a pool stay mapped.
 
         Raises TransportError when the owner has released one of the chunks, when the descriptors
         cannot be fetched, and, at the end, when the owner released a chunk meanwhile: the bytes
@@ -441,7 +531,7 @@ class DevicePeer:
                 "the peer's buffer is mapped already; end that block first", code="already-mapped"
             )
         serials = self._table[chunks]
-        away = [chunk for chunk, serial in zip(chunks, serials, strict=True) if serial == AWAY]
+        away = [chunk for chunk, serial in zip(chunks, serials, strict=True) if serial <= AWAY]
         if away:
             raise TransportError(
                 f"the owner has released chunks {away} of its buffer "
@@ -449,7 +539,6 @@ class DevicePeer:
                 "or the owner has offloaded its weights",
                 code="chunks-are-released",
             )
-        kept: Container[int] = ()
         self._is_read = True
         try:
             self._map(chunks, serials.tolist())
@@ -461,14 +550,15 @@ class DevicePeer:
                 # Unmapping does not wait for queued work.
                 self._driver.finish_stream()
             self._raise_if_changed(chunks, serials)
-            kept = keep
         finally:
             self._is_read = False
-            self._range.clear(kept)
+            self._range.clear(least=_SHARED)
 
-    def unmap(self) -> None:
-        """Unmap all chunks."""
-        self._range.clear()
+    def trim(self) -> None:
+        """Unmap the chunks that have left a pool."""
+        for index in list(self._range.mapped):
+            if self._table[index] == AWAY:
+                self._range.unmap(index)
 
     def close(self) -> None:
         """Close the peer; idempotent."""
@@ -485,7 +575,9 @@ class DevicePeer:
         if not missing:
             return
         table = self._handle.table
-        descriptors = fetch(table.address, [_name(table.token, serial) for _, serial in missing])
+        descriptors = fetch(
+            table.address, [_name(table.token, serial & ~_SHARED) for _, serial in missing]
+        )
         try:
             for (index, serial), descriptor in zip(missing, descriptors, strict=True):
                 self._range.map(index, serial, descriptor)
@@ -527,7 +619,7 @@ class _PeerRange:
     def map(self, index: int, serial: int, descriptor: int) -> None:
         """Map another process's chunk, replacing an older mapping."""
         if index in self.mapped:
-            self._unmap(index)
+            self.unmap(index)
         handle = self._driver.import_descriptor(descriptor)
         try:
             self._driver.map(*self._place(index), handle)
@@ -536,13 +628,13 @@ class _PeerRange:
             self._driver.release(handle)
         self.mapped[index] = serial
 
-    def clear(self, keep: Container[int] = ()) -> None:
-        """Unmap all chunks that are not in `keep`. Queued reads of them must have ended."""
-        for index in list(self.mapped):
-            if index not in keep:
-                self._unmap(index)
+    def clear(self, least: float = math.inf) -> None:
+        """Unmap all chunks whose serial number is below `least`; queued reads must have ended."""
+        for index, serial in list(self.mapped.items()):
+            if serial < least:
+                self.unmap(index)
 
-    def _unmap(self, index: int) -> None:
+    def unmap(self, index: int) -> None:
         self._driver.unmap(*self._place(index))
         del self.mapped[index]
 

@@ -37,6 +37,9 @@ class ElasticBuffer:
     The object is only a handle. Pages, descriptors and mapping belong to the memory object behind
     it, and last until neither this object nor a tensor over the memory is left; `close` ends the
     export.
+
+    Attributes:
+        memory: the memory object.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class ElasticBuffer:
         self._attach(memory)
 
     def _attach(self, memory: HostMemory | DeviceMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._tensor: torch.Tensor | None = memory.tensor()
         _open_memories[memory.address] = memory
         _buffers[memory] = weakref.ref(self)
@@ -91,17 +94,17 @@ class ElasticBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, resident or not."""
-        return self._memory.nbytes
+        return self.memory.nbytes
 
     @property
     def address(self) -> int:
         """Start address of the tensor; constant for the buffer's life."""
-        return self._memory.address
+        return self.memory.address
 
     @property
     def granularity(self) -> int:
         """Unit of release, in bytes from the start: a page on the CPU, a chunk on CUDA."""
-        return self._memory.granularity
+        return self.memory.granularity
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Release the byte range [start, stop); contents are lost. Default: the whole buffer.
@@ -112,7 +115,7 @@ class ElasticBuffer:
         range and StateError after `close`.
         """
         start, stop = self._checked(start, stop)
-        memory = self._memory
+        memory = self.memory
         granule = memory.granularity
         # Inwards: memory shared with a neighbouring range stays.
         first = round_up(start, granule)
@@ -129,7 +132,7 @@ class ElasticBuffer:
         restored granules stay, and a later call continues from there.
         """
         start, stop = self._checked(start, stop)
-        memory = self._memory
+        memory = self.memory
         granule = memory.granularity
         if start < stop:
             # Outwards: every byte of the range needs memory.
@@ -142,18 +145,18 @@ class ElasticBuffer:
 
         Raises StateError after `close`.
         """
-        return self._memory.resident_nbytes()
+        return self.memory.resident_nbytes()
 
     def export(self) -> Handle:
         """Return the handle of the whole buffer, for peers. Raises StateError after `close`."""
-        return self._memory.handle(0, self._memory.numel, self._memory.dtype)
+        return self.memory.handle(0, self.memory.numel, self.memory.dtype)
 
     def close(self) -> None:
         """End the export of the buffer; idempotent. The last tensor over it frees the memory."""
         self._tensor = None
-        self._memory.close()
+        self.memory.close()
         # After a second `close` another buffer may have the same address.
-        if _open_memories.get(self.address) is self._memory:
+        if _open_memories.get(self.address) is self.memory:
             del _open_memories[self.address]
 
     def _checked(self, start: int, stop: int | None) -> tuple[int, int]:
@@ -250,7 +253,7 @@ def export_tensor(tensor: torch.Tensor) -> Handle | None:
             f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         )
     offset = tensor.data_ptr() - buffer.address
-    return buffer._memory.handle(offset, tensor.numel(), tensor.dtype)
+    return buffer.memory.handle(offset, tensor.numel(), tensor.dtype)
 
 
 def open_peer(handle: DeviceHandle, device: torch.device | str = "cuda") -> DevicePeer:

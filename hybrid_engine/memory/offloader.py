@@ -33,6 +33,7 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError, StateError
 from hybrid_engine.memory.arena import Arena, Copier
+from hybrid_engine.memory.device_pages import Chunks, DeviceMemory
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -277,6 +278,17 @@ class Offloader:
         seconds = self._hidden_seconds, self._exposed_seconds
         self._hidden_seconds = self._exposed_seconds = 0.0
         return seconds
+
+    def chunks(self, kinds: Collection[Kind]) -> dict[Kind, list[Chunks]]:
+        """Return the chunks of elastic storages on a GPU, by kind; only kinds that have state."""
+        chunks: dict[Kind, list[Chunks]] = {}
+        for storage in (self._inventory or self._survey()).storages:
+            if storage.kind in kinds:
+                of_kind = chunks.setdefault(storage.kind, [])
+                memory = None if storage.buffer is None else storage.buffer.memory
+                if isinstance(memory, DeviceMemory):
+                    of_kind.append(memory.chunks)
+        return chunks
 
     def away_nbytes(self) -> dict[Kind, int]:
         """Return the bytes of device memory that an onload would allocate, by kind."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.records.layout import Extent, Layout
 
@@ -95,6 +96,12 @@ class NoInference:
     @contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
         yield
+
+    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        return False
+
+    def give_back(self) -> None:
+        """Do nothing: nothing is shared."""
 
     def resident_nbytes(self) -> int:
         return 0

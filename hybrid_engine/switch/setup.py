@@ -217,7 +217,6 @@ def connect(
                 destination_buffers=rank_part.destination.buffers,
                 relays=relays,
                 notify_group=notify_group,
-                buckets=rank_part.plan.buckets,
                 timeout=_SHARE_OF_TIMEOUT * job.timeout_seconds,
             )
             registry = DELTA_REGISTRY if config.incremental == "delta" else REGISTRY

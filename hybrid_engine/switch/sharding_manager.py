@@ -119,6 +119,7 @@ class ShardingManager(Switch):
         self.state = State.INTERRUPTED
         self._is_started = False
         self._is_within = within is not None
+        self._shares_memory = False
         self.has_written = False
         self._tally = SwitchTally()
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
@@ -269,6 +270,13 @@ class ShardingManager(Switch):
         if selection is not None and incremental is not None:
             incremental.note_departure(self.offloader.departure("param"), selection)
         self._onload(wanted, read_only=target is not State.TRAIN)
+        if target is State.IDLE and self.job.device.type == "cuda":
+            # Others may use the device: a critic trains.
+            with self._phase("give back"):
+                self._shares_memory = False
+                self.inference.give_back()
+            with self._phase("give back"):
+                self.router.trim()
         if selection is not None:
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
@@ -314,6 +322,7 @@ class ShardingManager(Switch):
                     verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     proof = self.inference.proving(verification.tensors, verification.unproven)
                     observing.enter_context(proof)
+                self._share_memory()
                 buffers = self.training.buffers()
                 fence = self._fence(buffers, selection)
                 container = self.container
@@ -332,6 +341,23 @@ class ShardingManager(Switch):
         if connection.incremental is not None:
             connection.incremental.note(selection)
         return selection
+
+    def _share_memory(self) -> None:
+        """Let inference use the memory that training leaves, once all of training's state exists.
+
+        Weights that stay (`incremental`) need memory of their own, and so do sides in separate
+        processes.
+        """
+        connection = self._require_open()
+        is_alone = connection.is_apart or connection.incremental is not None
+        if self._shares_memory or is_alone or self.job.device.type != "cuda":
+            return
+        leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config)
+        chunks = self.offloader.chunks(leaving)
+        if chunks.keys() == leaving:
+            lenders = chunks.pop("param", [])
+            rooms = [room for kind in KINDS for room in chunks.get(kind, ())]
+            self._shares_memory = self.inference.share_memory(rooms, lenders)
 
     def _resume_communicators(self) -> None:
         # On all ranks, including those that have suspended none: the phases are collective.

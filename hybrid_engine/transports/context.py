@@ -8,7 +8,7 @@ Relay buffers are elastic buffers that the other ranks of the host can read:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
-from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.records.layout import Buffer, BufferId
@@ -42,8 +41,6 @@ class TransportContext:
         relays: the relay buffers that this rank fills or reads; None: none.
         notify_group: group for `Transport.notify`, with the ranks of the host; default: `group`.
             Prefer gloo: NCCL would deliver after all messages in flight.
-        buckets: buckets of the plan, in order, so that a transport can keep mappings that a later
-            bucket needs. Default: mappings are not kept.
         timeout: seconds that a bucket may wait for peers in total.
     """
 
@@ -54,7 +51,6 @@ class TransportContext:
     destination_buffers: Mapping[BufferId, Buffer] = field(default_factory=dict)
     relays: RelayBuffers | None = None
     notify_group: Group | None = None
-    buckets: Sequence[Bucket] = ()
     timeout: float = 300.0
 
 

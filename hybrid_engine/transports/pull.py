@@ -23,7 +23,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
 from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
-from hybrid_engine.planning.plan import Bucket, Link, Transfer
+from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import (
@@ -152,8 +152,8 @@ class LocalTransport(PullTransport):
 class SharedMemoryTransport(PullTransport):
     """Reads peers' elastic buffers, which are opened on first use and kept until `close`.
 
-    Host pages stay mapped until then. A chunk of device memory stays mapped from the first bucket
-    that reads it to the last, so that its owner can release it afterwards.
+    Host pages stay mapped until then. A chunk of device memory is mapped while a bucket reads it,
+    so that its owner can release it afterwards; a chunk of a pool stays mapped while the pool does.
 
     There is no timeout, because no rank waits for another: a peer that has ended is an error at its
     first use, and harmless later.
@@ -161,9 +161,7 @@ class SharedMemoryTransport(PullTransport):
 
     name = "shared_memory"
 
-    def __init__(
-        self, rank: int, handles: Mapping[BufferId, Handle], buckets: Iterable[Bucket] = ()
-    ) -> None:
+    def __init__(self, rank: int, handles: Mapping[BufferId, Handle]) -> None:
         """Prepare to read the buffers behind `handles`.
 
         If a rank reallocates its buffers the handles are stale; create another transport then.
@@ -171,7 +169,6 @@ class SharedMemoryTransport(PullTransport):
         Args:
             rank: global rank of this process.
             handles: handles of the source buffers of all ranks (`export_handles`), exchanged once.
-            buckets: buckets of the plan; see `TransportContext`.
         """
         super().__init__(rank)
         self._handles = dict(handles)
@@ -179,21 +176,10 @@ class SharedMemoryTransport(PullTransport):
         # Whole memory files, each of which contains many buffers.
         self._files: dict[BufferHandle, torch.Tensor] = {}
         self._device_peers: dict[BufferId, DevicePeer] = {}
-        # Reads of device memory, with the number of the bucket.
-        self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}
-        # Number of the last bucket that reads a chunk, by chunk.
-        self._last_reads: dict[BufferId, dict[int, int]] = {}
-        # Chunks that copies read, and those that later buckets read again; derived at first use.
-        self._chunks: WeakKeyDictionary[
-            BatchedCopies, dict[BufferId, tuple[list[int], set[int]]]
-        ] = WeakKeyDictionary()
-        # Reads are converted to chunks at first use.
-        for bucket in buckets:
-            for transfer in (*bucket.transfers, *bucket.fan_out):
-                buffer_id = transfer.src.buffer
-                handle = handles.get(buffer_id)
-                if transfer.dst_rank == rank and isinstance(handle, DeviceHandle):
-                    self._reads.setdefault(buffer_id, []).append((bucket.index, transfer))
+        # Chunks that copies read, by source; derived at first use.
+        self._chunks: WeakKeyDictionary[BatchedCopies, dict[BufferId, list[int]]] = (
+            WeakKeyDictionary()
+        )
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
@@ -205,19 +191,12 @@ class SharedMemoryTransport(PullTransport):
     @classmethod
     def connect(cls, context: TransportContext) -> SharedMemoryTransport:
         """See `router.RegisteredTransport`."""
-        return cls(context.rank, context.handles, context.buckets)
-
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Unmap device memory: no later bucket will be read."""
-        self.trim()
+        return cls(context.rank, context.handles)
 
     def trim(self) -> int:
-        """Unmap device memory, including chunks kept for buckets that were skipped.
-
-        Returns 0, because mappings are not staging memory.
-        """
+        """Unmap memory of pools that have ended; returns 0, because it is not staging memory."""
         for peer in self._device_peers.values():
-            peer.unmap()
+            peer.trim()
         return 0
 
     def close(self) -> None:
@@ -239,11 +218,11 @@ class SharedMemoryTransport(PullTransport):
         flats: dict[BufferId, torch.Tensor] = {}
         for buffer_id, pulls in copies.by_source.items():
             with self._located(bucket, pulls[0]):
-                flats[buffer_id] = self._open(bucket, buffer_id, copies, readings)
+                flats[buffer_id] = self._open(buffer_id, copies, readings)
         return lambda transfer: flats[transfer.src.buffer]
 
     def _open(
-        self, bucket: int, buffer_id: BufferId, copies: BatchedCopies, readings: ExitStack
+        self, buffer_id: BufferId, copies: BatchedCopies, readings: ExitStack
     ) -> torch.Tensor:
         """Return a peer's flat tensor, of which `copies` may read until `readings` is closed."""
         handle = self._handles.get(buffer_id)
@@ -261,13 +240,8 @@ class SharedMemoryTransport(PullTransport):
             self._device_peers[buffer_id] = open_peer(handle)
         by_buffer = self._chunks.setdefault(copies, {})
         if buffer_id not in by_buffer:
-            chunks = handle.chunks(_extents(copies.by_source[buffer_id], handle))
-            last_reads = self._last_reads_of(buffer_id, handle).items()
-            # Mapping a chunk again for a later bucket would take longer than keeping it.
-            keep = {chunk for chunk, last in last_reads if last > bucket}
-            by_buffer[buffer_id] = chunks, keep
-        chunks, keep = by_buffer[buffer_id]
-        return readings.enter_context(self._device_peers[buffer_id].mapped(chunks, keep))
+            by_buffer[buffer_id] = handle.chunks(_extents(copies.by_source[buffer_id], handle))
+        return readings.enter_context(self._device_peers[buffer_id].mapped(by_buffer[buffer_id]))
 
     def _map(self, handle: BufferHandle) -> torch.Tensor:
         """Return a peer's flat tensor in host pages; each memory file is mapped once."""
@@ -278,17 +252,6 @@ class SharedMemoryTransport(PullTransport):
         dtype = getattr(torch, handle.dtype)
         stop = handle.offset + handle.numel * dtype.itemsize
         return self._files[whole][handle.offset : stop].view(dtype)
-
-    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle) -> Mapping[int, int]:
-        """Return the number of the last bucket that reads a chunk, by chunk."""
-        if buffer_id not in self._last_reads:
-            self._last_reads[buffer_id] = {
-                # Buckets are in order, so later ones replace earlier ones.
-                chunk: bucket
-                for bucket, transfer in self._reads.pop(buffer_id, [])
-                for chunk in handle.chunks(_extents([transfer], handle))
-            }
-        return self._last_reads[buffer_id]
 
     @contextmanager
     def _located(self, bucket: int, transfer: Transfer) -> Iterator[None]:

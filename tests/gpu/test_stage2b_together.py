@@ -303,14 +303,15 @@ class Together:
 
     @pytest.mark.parametrize("name", SHORTAGES)
     def test_failed_wake_up(self, name: str, engines: Engines, completions: list[list[int]]) -> None:
-        """A wake-up without memory changes nothing, and the next switch succeeds."""
+        """On a full device weights find training's memory; a failed wake-up changes nothing."""
         if engines.on_gpu and driver_of(engines.device.index) is None:
             pytest.skip(f"its memory cannot be taken without cuda-bindings: {INSTALL_HINT}")
         before = engines.digests()
         error = engines.error_of(engines.shortages()[name])
         if error is None:
             engines.enter(State.TRAIN)
-        assert error is not None, "it did not fail, though there was no memory for it"
+        # Only the cache may be larger than the memory that training leaves it.
+        assert name == "KV cache" or (error is None) == engines.on_gpu, error
         assert engines.worker.sharding.state is State.TRAIN, f"after: {error}"
         assert engines.digests() == before, f"training's contents changed, after: {error}"
         more = engines.observe() - engines.taken["train"]

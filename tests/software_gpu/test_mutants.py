@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,16 +16,19 @@ from unittest import mock
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm import requests
+from hybrid_engine.backends.vllm import internals, requests
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
+from hybrid_engine.backends.vllm.weights.weight_memory import SleepingSegments, SleepMode
 from hybrid_engine.errors import DeviceMemoryError, OffloadError
 from hybrid_engine.memory import arena
 from hybrid_engine.memory.arena import Copier, QueuedCopy
-from hybrid_engine.memory.cuda_driver import CudaDriver
-from hybrid_engine.memory.device_pages import DeviceMemory, DevicePeer, _Chunks
+from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
+from hybrid_engine.memory.device_pages import Chunks, DeviceMemory, DevicePeer
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
-from hybrid_engine.memory.offload_items import LATE_KINDS, Storage
+from hybrid_engine.memory.host_pages import tensor_over
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Storage
 from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.memory.pool import Pool, Segment
 from tests.software_gpu import mutants_on_ranks as on_ranks
 from tests.software_gpu.device import Reports
 from tests.software_gpu.mutants import Mutant
@@ -162,7 +165,7 @@ def ended_while_it_is_written() -> None:
 
 
 @contextmanager
-def read_as_a_peer(keep: tuple[int, ...] = ()) -> Iterator[None]:
+def read_as_a_peer() -> Iterator[None]:
     """Queue a read of memory through another mapping, which ends with the block."""
     on_host = torch.zeros(NUMEL, pin_memory=True)
     with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
@@ -171,7 +174,7 @@ def read_as_a_peer(keep: tuple[int, ...] = ()) -> Iterator[None]:
         with (
             closing(open_peer(buffer.export(), DEVICE)) as peer,
             suppress(ZeroDivisionError),
-            peer.mapped(keep=keep) as flat,
+            peer.mapped() as flat,
         ):
             on_host.copy_(flat, non_blocking=True)
             yield
@@ -184,14 +187,50 @@ def read() -> None:
         pass
 
 
-def read_and_kept() -> None:
-    with read_as_a_peer((0,)):
-        pass
-
-
 def read_until_a_failure() -> None:
     with read_as_a_peer():
         raise ZeroDivisionError
+
+
+def shared() -> None:
+    """Leave memory to a KV cache, and take it back while a step of vLLM still reads that."""
+    state = trained()
+    state.offloader.offload(["grad", "optimizer"])
+    chunks = state.offloader.chunks(KINDS)
+    driver = driver_of(0)
+    nbytes = 4 * CHUNK_NBYTES
+    address = driver.reserve(nbytes)
+    pool = Pool(driver, chunks["grad"], chunks["param"], [Segment(address, nbytes, is_late=True)])
+    cache = tensor_over(address, nbytes, DEVICE, None)
+    data = SimpleNamespace(handle=(0, nbytes, address, 0), tag="kv_cache", is_asleep=False)
+    sleep_mode = SleepMode(lambda: None)
+    stream = torch.cuda.Stream()
+    drawn = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    with (
+        loading("MEM_ALLOCATOR", lambda: SimpleNamespace(pointer_to_data={address: data})),
+        loading("CREATE_AND_MAP", lambda handle: pool.segments[handle[2]].wake()),
+        loading("UNMAP_AND_RELEASE", lambda handle: pool.segments[handle[2]].sleep()),
+    ):
+        sleep_mode.free_kv_cache()
+        state.offloader.offload()
+        sleep_mode.wake_kv_cache()
+        cache.fill_(3)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            drawn.copy_(cache, non_blocking=True)
+        sleep_mode.free_kv_cache()
+    state.offloader.onload()
+    state.require_intact()
+    num_drawn = int((drawn == 3).sum())
+    assert num_drawn == nbytes
+    state.offloader.offload()
+    pool.give_back()
+    driver.unreserve(address, nbytes)
+
+
+def loading(name: str, value: object) -> AbstractContextManager[object]:
+    """Let a private name of vLLM be this value."""
+    return mock.patch.object(internals, name, SimpleNamespace(load=lambda: value))
 
 
 # -- vLLM's steps
@@ -260,8 +299,8 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
     "given up": given_up_on_the_way_back,
     "memory ends": ended_while_it_is_written,
     "read": read,
-    "read and kept": read_and_kept,
     "read until a failure": read_until_a_failure,
+    "shares its memory": shared,
     "a failed step": written_after_a_failed_step,
     "a stream of vLLM": computed_on_a_stream_of_vllm,
 }
@@ -284,10 +323,13 @@ MUTANTS: Mapping[str, Mutant] = {
     "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
     "what comes goes before it is there": Mutant("interrupted", Storage, "_await_arrivals", Storage.call_off),
     "what came goes before it is there": Mutant("given up", Storage, "complete", Offloader._onload_kind),
-    "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", _Chunks.end),
+    "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", Chunks.end),
     "a peer's memory goes before it is read": Mutant("read", CudaDriver, "finish_stream", DevicePeer.mapped),
-    "so it does where it was kept": Mutant("read and kept", CudaDriver, "finish_stream", DevicePeer.mapped),
     "so it does after a failure": Mutant("read until a failure", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "inference writes what is not saved yet": Mutant("shares its memory", Storage, "wait_saved"),
+    "training writes what inference still reads": Mutant(
+        "shares its memory", torch.cuda, "synchronize", SleepingSegments.sleep
+    ),
     "weights are written before a failed step reads them": Mutant(
         "a failed step", torch.cuda, "synchronize", requests.abandon
     ),

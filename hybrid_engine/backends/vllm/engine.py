@@ -71,10 +71,10 @@ from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, 
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import (
-    SleepingLlm,
     SleepMode,
     WeightMemory,
     prepare_allocator,
+    shared_segments,
     without_what_stays,
 )
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
@@ -160,6 +160,7 @@ class InferenceEngine:
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
                     prepare_allocator()
+                    undo.enter_context(shared_segments())
             undo.callback(isolation.destroy_groups)
             with sharing, random_state_kept():
                 self._llm, models = self._build(tensors, dtypes, undo)
@@ -181,8 +182,14 @@ class InferenceEngine:
             self._loras: DeliveredLoras | None = None
             if settings.max_loras:
                 self._loras = DeliveredLoras(self._llm, undo)
-            # Through `self`, so that `shutdown` removes the last reference to the LLM.
-            self._sleep_mode = SleepMode(SleepingLlm(lambda: self.llm)) if sleeps else None
+            self._sleep_mode: SleepMode | None = None
+            if sleeps:
+                # Through `self`, so that `shutdown` removes the last reference to the LLM.
+                self._sleep_mode = SleepMode(
+                    lambda: internals.worker_of(self.llm),
+                    lambda: self.llm.sleep(level=0),
+                    lambda: self.llm.wake_up(tags=["scheduling"]),
+                )
             memory = self._sleep_mode or memory
             # Weights are processed with the settings of their first processing, except that the
             # caller's stream, on which they arrive, and its number of threads stay.

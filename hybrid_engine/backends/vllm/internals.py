@@ -108,12 +108,13 @@ CUMEM_ALLOCATOR = Internal(
     "vllm.device_allocator.cumem:CuMemAllocator",
     "counts the memory of an earlier engine in this process",
 )
-CREATE_AND_MAP = Internal(
-    "vllm.device_allocator.cumem:create_and_map", "allocates memory for a sleeping segment"
+SUSPEND_COMMUNICATORS = Internal(
+    "vllm.distributed.parallel_state:suspend_device_comms",
+    "is called by vLLM's own sleep if its user asked for that",
 )
-SLEEP_BACKEND = Internal(
-    "vllm.device_allocator.sleep_mode_backend:CuMemBackend",
-    "is the kind of sleep mode that has such segments",
+RESUME_COMMUNICATORS = Internal(
+    "vllm.distributed.parallel_state:resume_device_comms",
+    "is called by vLLM's own wake-up if its user asked for that",
 )
 CHAT_REQUEST = Internal(
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
@@ -332,12 +333,6 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
     },
     _IN_SLEEP: {
-        f"{_V1}.worker.gpu_worker:Worker": (
-            *("sleep", "wake_up", "discard", "sleep_mode_backend"),
-            *("_sleep_saved_parameters", "get_draft_model"),
-        ),
-        f"{_V1}.executor.abstract:Executor": ("discard",),
-        "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": (
             *(
@@ -510,10 +505,15 @@ LOAD_MODEL = Replacement(
     "allocates only from memory that sleeps, on the stream that vLLM has made current",
     remove_when="torch allocates its workspaces outside of memory pools",
 )
-SLEEPS_COLLECTOR = Replacement(
-    "vllm.device_allocator.cumem:gc",
-    "collects garbage of the whole process whenever vLLM goes to sleep or wakes up",
-    remove_when="vLLM collects garbage only if memory is short",
+CREATE_AND_MAP = Replacement(
+    "vllm.device_allocator.cumem:create_and_map",
+    "allocates memory for a sleeping segment, which may be training's",
+    remove_when="vLLM takes the memory of a segment from its caller",
+)
+UNMAP_AND_RELEASE = Replacement(
+    "vllm.device_allocator.cumem:unmap_and_release",
+    "frees the memory of a segment, which may be training's from now on",
+    remove_when="vLLM takes the memory of a segment from its caller",
 )
 NEW_GROUP = Replacement(
     "torch.distributed:new_group",

@@ -27,6 +27,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
@@ -281,6 +282,12 @@ class WeightsWithLora:
     ) -> contextlib.AbstractContextManager[None]:
         """See the port; covers the weights, but not vLLM's form of a LoRA."""
         return self._weights.proving(tensors, unproven)
+
+    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        return self._weights.share_memory(rooms, lenders)
+
+    def give_back(self) -> None:
+        self._weights.give_back()
 
     def resident_nbytes(self) -> int:
         """See the port; vLLM's copy of the LoRA on the host is not counted."""

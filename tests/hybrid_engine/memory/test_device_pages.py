@@ -32,7 +32,7 @@ from hybrid_engine.memory.elastic import (
     reserve_elastic,
     restore_elastic,
 )
-from hybrid_engine.planning.plan import Bucket, Link, Transfer
+from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports import pull
 from hybrid_engine.transports.pull import SharedMemoryTransport
@@ -259,19 +259,13 @@ def test_a_reader_waits_for_its_copies_before_it_unmaps(rig: Rig):
     peer = open_peer(buffer.export())
     maps_a_chunk = ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemRelease"]
     rig.driver.calls.clear()
-    with peer.mapped([0], keep={0}):
+    with peer.mapped([0]):
         assert rig.driver.calls == maps_a_chunk
-    assert rig.driver.calls == [*maps_a_chunk, "finish_stream"], "the owner may release the chunk after the copies"
-    rig.driver.calls.clear()
-    with pytest.raises(RuntimeError, match="mine"), peer.mapped([0, 1], keep={0}):
-        raise RuntimeError("mine")
-    assert rig.driver.calls == [*maps_a_chunk, "finish_stream", "cuMemUnmap", "cuMemUnmap"]
-    rig.driver.calls.clear()
-    with peer.mapped([0], keep={0}):
-        pass
-    for _ in range(2):
-        peer.unmap()
     assert rig.driver.calls == [*maps_a_chunk, "finish_stream", "cuMemUnmap"]
+    rig.driver.calls.clear()
+    with pytest.raises(RuntimeError, match="mine"), peer.mapped([0, 1]):
+        raise RuntimeError("mine")
+    assert rig.driver.calls == [*maps_a_chunk * 2, "finish_stream", "cuMemUnmap", "cuMemUnmap"]
 
 
 def test_restored_chunks_are_read_by_peers(rig: Rig):
@@ -339,7 +333,7 @@ def test_a_descriptor_being_sent_is_closed_by_a_release_and_in_a_forked_child(
     send = socket.send_fds
     begins = threading.Event()
     table = buffer.export().table
-    (descriptor,) = buffer._memory._chunks._descriptors.values()
+    (descriptor,) = buffer.memory.chunks._descriptors.values()
     descriptor = weakref.ref(descriptor)
 
     def slow(*arguments: Any) -> int:
@@ -365,45 +359,22 @@ def test_a_descriptor_being_sent_is_closed_by_a_release_and_in_a_forked_child(
     peer.join()
 
 
-def test_a_chunk_is_mapped_once_for_all_buckets_that_read_it(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_the_chunks_of_a_bucket_are_found_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     buffer = ElasticBuffer(2 * CHUNK // 4, torch.float32, device="cuda:0")
     source = BufferId(0, "src")
-    elements = CHUNK // 4
-
-    def read(start: int) -> Transfer:
-        places = Place(source, start, (1,)), Place(BufferId(1, "dst"), 0, (1,))
-        return Transfer("t", (4,), *places, 16, Link.HOST)
-
-    transfers = [read(0), read(elements - 2), read(elements)]  # first chunk, both, second
-    buckets = [Bucket(index, (), (transfer,), (), 16) for index, transfer in enumerate(transfers)]
-    transport = SharedMemoryTransport(1, {source: buffer.export()}, buckets)
-    num_own_mappings = len(mapped())
+    places = Place(source, CHUNK // 4 - 2, (1,)), Place(BufferId(1, "dst"), 0, (1,))
+    transfers = [Transfer("t", (4,), *places, 16, Link.HOST)]  # of both chunks
+    transport = SharedMemoryTransport(1, {source: buffer.export()})
+    own_mappings = mapped()
     destination = {"dst": torch.zeros(4)}
     for value in range(2):  # the second time with restored memory
         buffer.tensor.fill_(value)
-        rig.driver.calls.clear()
-        num_mapped = []
-        for bucket in buckets:
-            transport.run(bucket.index, bucket.transfers, {}, destination)
-            assert destination["dst"].tolist() == [value] * 4
-            num_mapped.append(len(mapped()) - num_own_mappings)
-        assert num_mapped == [1, 1, 0]
-        assert rig.driver.calls.count("cuMemMap") == 2
+        transport.run(0, transfers, {}, destination)
+        assert destination["dst"].tolist() == [value] * 4
+        assert mapped() == own_mappings
         buffer.release()
         buffer.restore()
-        monkeypatch.setattr(pull, "source_extents", None)  # the chunks of a bucket are found once
-    transport.run(0, buckets[0].transfers, {}, destination)
-    buffer.release()
-    buffer.restore()
-    buffer.tensor.fill_(7)
-    transport.run(1, buckets[1].transfers, {}, destination)  # replaces outdated mappings
-    assert destination["dst"].tolist() == [7] * 4
-    transport.abandon(2, buckets[2].transfers, "")
-    assert len(mapped()) == num_own_mappings
-    transport.run(0, buckets[0].transfers, {}, destination)
-    transport.trim()
-    assert len(mapped()) == num_own_mappings
-    transport.run(0, buckets[0].transfers, {}, destination)
+        monkeypatch.setattr(pull, "source_extents", None)
     transport.close()
 
 

@@ -232,6 +232,11 @@ class FakeInference:
         self.live = {name: flat for name, flat in self.live.items() if name in keep}
         self.in_force.intersection_update(keep)
 
+    def share_memory(self, rooms: object, lenders: object) -> bool:
+        return False
+
+    def give_back(self) -> None: ...
+
     def committed(self) -> Collection[str]:
         return self.in_force
 

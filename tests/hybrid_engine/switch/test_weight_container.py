@@ -216,7 +216,7 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         weights = Weights(0)
         layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
-        router = TransportSet.connect(TransportContext(0, layouts, handles, buckets=plan.buckets))
+        router = TransportSet.connect(TransportContext(0, layouts, handles))
         container = WeightContainer(weights, plan, router)
         num_mapped = mapped()
         fill(container, source_of(0))

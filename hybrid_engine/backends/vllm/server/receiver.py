@@ -22,7 +22,6 @@ from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.weight_memory import (
-    SleepingWorker,
     SleepMode,
     WeightMemory,
 )
@@ -86,7 +85,7 @@ class HybridEngineReceiver(_TransferEngine):
             memory = CpuWeightMemory()
         elif sleeps:
             internals.require_names(device.type, with_lora=False)
-            self._caches.sleep_mode = SleepMode(self._caches.sleeper)
+            self._caches.sleep_mode = SleepMode(lambda: self._caches.worker)
             memory = self._caches.sleep_mode
         self._weights = VllmAdaptor(captured, memory)
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -94,7 +93,7 @@ class HybridEngineReceiver(_TransferEngine):
 
     def take_worker(self, worker: Any) -> None:
         """Attach to vLLM's worker, which is ready, and free the memory of its missing weights."""
-        self._caches.sleeper.worker = worker
+        self._caches.worker = worker
         self._weights.release()
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Any:
@@ -106,7 +105,7 @@ class HybridEngineReceiver(_TransferEngine):
     def init_transfer_engine(self, init_info: Any) -> None:
         self.receiver.join(init_info)
         # Left over from trainers that have gone, or that did not wait for the update's end.
-        self._caches.sleeper.worker._weight_update_active = False
+        self._caches.worker._weight_update_active = False
 
     def start_weight_update(self) -> None:
         """Do nothing; `receive_weights` does the whole update."""
@@ -136,12 +135,12 @@ class WorkerCaches:
     Requests with cached values were restarted when the server was paused.
 
     Attributes:
-        sleeper: sleep-mode calls on the worker.
+        worker: vLLM's; its engine core would manage its memory as its own, and is not involved.
         sleep_mode: the KV cache's sleep mode; None if the cache does not sleep.
     """
 
     def __init__(self) -> None:
-        self.sleeper = SleepingWorker()
+        self.worker: Any = None
         self.sleep_mode: SleepMode | None = None
 
     def wake_kv_cache(self) -> None:
@@ -149,7 +148,7 @@ class WorkerCaches:
             self.sleep_mode.wake_kv_cache()
 
     def reset_caches(self) -> None:
-        zero_caches(self.sleeper.worker.model_runner)
+        zero_caches(self.worker.model_runner)
 
 
 class UnreadableCallError(MessageError, ValueError):

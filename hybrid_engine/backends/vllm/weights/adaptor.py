@@ -29,6 +29,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 from hybrid_engine.errors import ModelError, StateError, first_of
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.records.layout import Layout
 
@@ -148,17 +149,14 @@ class VllmAdaptor:
     def finish_fill(self) -> None:
         """Complete the model's memory after the last commit, and free staging memory.
 
-        Tensors outside of all groups get memory and values here. Staging memory stays if the
-        adaptor keeps memory. Collective if vLLM's processing is.
+        Tensors outside of all groups get memory here. Staging memory stays if the adaptor keeps
+        memory. Collective if vLLM's processing is.
         """
         self._processed.barrier.finish()
         if not self._may_have_computed:
             self._processed.forward_state.disregard_commits()
         self._may_have_computed = True
         self._memory.complete()
-        if self._memory.frees_all_at_once:
-            with torch.no_grad():
-                self._processed.restore_constants(self._processed.lasting_constants())
         if not self._keeps_memory:
             self._memory.trim()
 
@@ -191,6 +189,12 @@ class VllmAdaptor:
         storages = (name for group in released for name in self._traced.groups[group].storages)
         self._memory.free({name: live[name] for name in storages if name in live})
         self._memory.trim()
+
+    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        return self._memory.share(self._processed.live, rooms, lenders)
+
+    def give_back(self) -> None:
+        self._memory.give_back()
 
     def committed(self) -> Collection[str]:
         return self._states.among(GroupState.COMMITTED)

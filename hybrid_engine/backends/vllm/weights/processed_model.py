@@ -182,11 +182,6 @@ class ProcessedModel:
     def constants_of(self, names: Iterable[str]) -> list[Constant]:
         return [constant for name in names for constant in self.constants.get(name, {}).values()]
 
-    def lasting_constants(self) -> list[str]:
-        """Return the modules whose constants no commit restores."""
-        restored = {name for derivation in self.derivations.values() for name in derivation.reached}
-        return sorted(self.constants.keys() - restored)
-
     def bind(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make tensors in loader layout, by buffer, the modules' parameters and buffers."""
         for storage in self.traced.storages_of(group):

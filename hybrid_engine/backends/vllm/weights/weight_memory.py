@@ -1,18 +1,14 @@
 """The device memory of inference weights: live ones, and those that pass through loader layout.
 
 Live tensors keep their identity and every view of them; only the memory behind them comes and goes.
+On a GPU it does so in segments of vLLM's allocator, a large parameter each:
 
-On a GPU vLLM's allocator maps memory segment by segment, a large parameter each, but its wake-up
-maps all segments of a kind at once. `SleepingSegments` lets weights sleep until they are filled.
+    weights = SleepingSegments.of(tensors)        segments with nothing but weights to be written
+    weights.sleep()                               their memory is freed, or training's
+    weights.wake(tensors)                         before each group is filled
+    weights.wake()                                the segments that no group needed
 
-    segments = SleepingSegments.of(...)           segments with nothing but weights to be written
-    with segments.overlooked():                   vLLM's wake-up skips them and does the rest:
-        vllm.wake_up(["weights"])                 its bookkeeping, buffers and their contents
-    segments.wake(tensors)                        before each group is filled
-    segments.wake()                               the segments that no group needed
-
-Addresses stay the same, so captured graphs stay valid. The `is_asleep` flag is on each segment of
-vLLM's, so vLLM may be put to sleep again at any point.
+The `is_asleep` flag is on each segment of vLLM's, so vLLM may be put to sleep at any point.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +29,10 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.cuda_driver import driver_of
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.host_pages import libc
+from hybrid_engine.memory.pool import Pool, Segment, SharedSegment
 from hybrid_engine.ranks.torch_internals import make_workspaces
 
 logger = logging.getLogger(__name__)
@@ -90,6 +88,13 @@ class WeightMemory:
         `others`: names of further tensors in `live` that get memory as well.
         """
 
+    def share(self, live: Live, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        """See `ports.InferenceWeights.share_memory`."""
+        return False
+
+    def give_back(self) -> None:
+        """See `ports.InferenceWeights.give_back`."""
+
     def complete(self) -> None:
         """Allocate memory for the rest of the model, after the last call of `restore`."""
 
@@ -108,182 +113,144 @@ class WeightMemory:
         return sum(by_address.values())
 
 
-class SleepingLlm:
-    """Sleep-mode calls on an engine of this process."""
-
-    def __init__(self, llm: Callable[[], Any]) -> None:
-        """
-        Args:
-            llm: returns the `vllm.LLM`; this object keeps no reference to it.
-        """
-        self._llm = llm
-
-    @property
-    def worker(self) -> Any:
-        """vLLM's worker of this process."""
-        return internals.worker_of(self._llm())
-
-    def sleep(self, level: int) -> None:
-        """Call `vllm.LLM.sleep`; level 0 pauses vLLM and frees no memory."""
-        self._llm().sleep(level=level)
-
-    def wake_up(self, tags: list[str]) -> None:
-        """Call `vllm.LLM.wake_up`."""
-        self._llm().wake_up(tags=tags)
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Free the memory of these kinds and lose their contents."""
-        core = internals.core_of(self._llm())
-        core.model_executor.discard(tags)
-
-
-class SleepingWorker:
-    """Sleep-mode calls on a server's worker; its caller has paused the server.
-
-    The engine core is not involved: it would manage the worker's memory as its own.
-    """
-
-    worker: Any
-
-    def sleep(self, level: int) -> None:
-        if not level:
-            return
-        try:
-            self.worker.sleep(level=level)
-        except AssertionError as error:
-            # vLLM compares free memory of the whole device, which trainers and other servers share.
-            if "Memory usage increased" not in str(error):
-                raise
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.worker.wake_up(tags)
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        self.worker.discard(tags)
+def _do_nothing() -> None:
+    pass
 
 
 class SleepMode(WeightMemory):
-    """Weights in vLLM's sleep mode (level 2), which frees all weights and the KV cache at once.
+    """Weights and KV cache in segments of vLLM's allocator, which have no memory while they sleep.
 
-    Addresses stay the same. The first `restore` wakes vLLM up, except for segments of other
-    weights, which wake when these are restored. The KV cache wakes by a separate call.
+    Segments of the KV cache sleep, and those that hold nothing but weights, which a fill writes.
+    All else stays: vLLM's own sleep would copy buffers, constants and its runtime's memory to the
+    host and back in every switch. Addresses stay the same, so captured graphs stay valid; their
+    memory sleeps too if `sleep_mode_offload_cudagraph` asks for that.
+
+    Once memory is shared with training (memory/pool.py), sleeping and waking up only note whose
+    contents it has.
+
+    Args:
+        worker: returns vLLM's worker; this object keeps no reference to it.
+        pause, resume: make vLLM pause before its memory goes, and resume.
     """
 
     frees_all_at_once = True
 
-    def __init__(self, vllm: SleepingLlm | SleepingWorker) -> None:
-        self._vllm = vllm
+    def __init__(
+        self,
+        worker: Callable[[], Any],
+        pause: Callable[[], object] = _do_nothing,
+        resume: Callable[[], object] = _do_nothing,
+    ) -> None:
+        self._worker = worker
+        self._pause = pause
+        self._resume = resume
+        self._weights = SleepingSegments(())
+        self._caches = SleepingSegments(())
+        self._pool: Pool | None = None
         self._is_asleep = False
-        self._is_partly_awake = False  # a wake-up ran out of memory half-way
-        self._sleeping: SleepingSegments | None = None
         # Bytes of all weights, awake. Counted once, because `nbytes` is called for every bucket.
         self._nbytes_awake = 0
-        self._modules_without: set[str] = set()  # modules without tensors in vLLM's memory
         self.is_kv_cache_asleep = False
 
     def free(self, live: Live) -> None:
+        self.free_kv_cache()
         if not self._is_asleep:
-            modules = set(sys.modules)
-            move_module_tensors_out(modules - self._modules_without)
-            self._modules_without = modules
-            # Set before the call: if it fails, an unknown part of the memory is gone.
+            # Set before the calls: if one fails, an unknown part of the memory is gone.
             self._is_asleep = True
-            self.is_kv_cache_asleep = True
-            self._is_partly_awake = True
-            self._sleeping = None
-            with _without_collections():
-                self._vllm.sleep(level=2)
-            self._is_partly_awake = False
-        elif self._is_partly_awake:
-            # To vLLM the weights are still asleep, and its worker's `sleep` would first read
-            # buffers that have no memory. `suspend` only frees memory and skips sleeping segments.
-            self._vllm.worker.sleep_mode_backend.suspend(level=2)
-            self._is_partly_awake = False
+            self._nbytes_awake = super().nbytes(live)
+            self._weights = SleepingSegments.of(live.values())
+            if self._suspends_communicators:
+                internals.SUSPEND_COMMUNICATORS.load()()
+        self._weights.sleep()
 
     def restore(
         self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
     ) -> None:
         if self._is_asleep:
-            self._wake_up(live)
-        if self._sleeping is not None:
-            names = (*(storage.name for storage in storages), *others)
-            self._sleeping.wake(live[name] for name in names if name in live)
+            self._is_asleep = False
+            if self._suspends_communicators:
+                internals.RESUME_COMMUNICATORS.load()()
+        names = (*(storage.name for storage in storages), *others)
+        self._weights.wake(live[name] for name in names if name in live)
 
     def complete(self) -> None:
-        if self._sleeping is not None:
-            self._sleeping.wake()
-            self._sleeping = None
+        self._weights.wake()
 
     def free_kv_cache(self) -> None:
-        if not self.is_kv_cache_asleep:
-            self._vllm.sleep(level=0)
-            # vLLM's own release_kv_cache_memory does this, but refuses while the scheduler keeps
-            # ids of finished requests. Only another step forgets them, and none follows.
-            self._vllm.discard(("kv_cache",))
-            self.is_kv_cache_asleep = True
+        if self.is_kv_cache_asleep:
+            return
+        self._pause()
+        self.is_kv_cache_asleep = True
+        allocator = internals.MEM_ALLOCATOR.load()()
+        segments = allocator.pointer_to_data.values()
+        self._caches = SleepingSegments(data for data in segments if data.tag == "kv_cache")
+        self._caches.sleep()
+        rest = [data for data in segments if not data.is_asleep and data.tag != "cudagraph"]
+        if any(data.tag == "cudagraph" for data in segments):
+            # vLLM copies captured graphs' memory to the host, and takes the rest to be asleep.
+            with SleepingSegments(rest).taken_for_asleep():
+                allocator.sleep(offload_tags=("cudagraph",))
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again if it was freed. A failure frees all of it again."""
-        if self.is_kv_cache_asleep:
-            try:
-                self._allocate(["kv_cache"])
-            except BaseException:
-                # A part of the cache may have been allocated.
-                self._vllm.worker.sleep_mode_backend.discard(("kv_cache",))
-                raise
-            self.is_kv_cache_asleep = False
+        if not self.is_kv_cache_asleep:
+            return
+        try:
+            self._caches.wake()
+        except BaseException:
+            self._caches.sleep()
+            raise
+        allocator = internals.MEM_ALLOCATOR.load()()
+        if any(data.tag == "cudagraph" for data in allocator.pointer_to_data.values()):
+            allocator.wake_up([])
+        self._resume()
+        self.is_kv_cache_asleep = False
+
+    def share(self, live: Live, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+        driver = driver_of(torch.cuda.current_device())
+        if driver is None:
+            return False
+        asleep = [(data, False) for data in self._weights.segments]
+        asleep += [(data, True) for data in self._caches.segments]
+        segments = [Segment(_start(data), int(data.handle[1]), late) for data, late in asleep]
+        self._pool = Pool(driver, rooms, lenders, segments)
+        _shared.update(self._pool.segments)
+        for data, _ in asleep:
+            if _start(data) in _shared:
+                # vLLM's extension releases this handle when it frees the segment.
+                number = ctypes.c_uint64.from_address(data.handle[3])
+                number.value = int(_shared[_start(data)].handle)
+        return True
+
+    def give_back(self) -> None:
+        if self._pool is not None:
+            for address in self._pool.segments:
+                _shared.pop(address, None)
+            self._pool.give_back()
+            self._pool = None
 
     def is_given_back(self, live: Live) -> bool:
-        return self._is_asleep and not self._is_partly_awake
+        return self._is_asleep and all(segment.is_asleep for segment in self._weights.segments)
 
     def nbytes(self, live: Live) -> int:
         if self._is_asleep:
             return 0
-        if self._sleeping is None:
-            return super().nbytes(live)
-        return self._nbytes_awake - self._sleeping.nbytes
+        return (self._nbytes_awake or super().nbytes(live)) - self._weights.nbytes
 
-    def _wake_up(self, live: Live) -> None:
-        # Before vLLM wakes up, which clears the flags of its segments.
-        sleeping = SleepingSegments.of(self._vllm.worker, live.values())
-        self._is_partly_awake = True
-        with sleeping.overlooked():
-            self._allocate(["weights"])
-        self._is_asleep = False
-        self._is_partly_awake = False
-        self._nbytes_awake = super().nbytes(live)
-        self._sleeping = sleeping
-
-    def _allocate(self, tags: list[str]) -> None:
-        """Wake these kinds up; if memory is short, collect garbage and try once more."""
-        try:
-            with _without_collections():
-                self._vllm.wake_up(tags)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            self._vllm.wake_up(tags)
-
-
-def _without_collections() -> contextlib.AbstractContextManager[None]:
-    """Stop vLLM from collecting garbage in this context.
-
-    A collection took 0.03 of 0.6 s, three times per switch and back.
-    """
-    return internals.SLEEPS_COLLECTOR.replaced(lambda _: SimpleNamespace(collect=lambda: 0))
+    @property
+    def _suspends_communicators(self) -> bool:
+        config = self._worker().vllm_config.model_config
+        return bool(getattr(config, "enable_nccl_comm_suspend", False))
 
 
 def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Worker.load_model`: state that outlives the engine is outside the pool that sleeps.
+    """Wrap `Worker.load_model`: state that outlives the engine is outside vLLM's memory pool.
 
     Loading computes products, at least for digests of the model's constants, and takes all memory
-    from the pool that sleeps. torch allocates its matrix-product workspaces before it: a workspace
-    from that pool would have no memory when the next product on its stream, a trainer's, writes to
-    it. The workspaces are those of the current stream: with tensor parallelism vLLM has created
-    and selected a stream by now.
-
-    Tensors of modules that vLLM imports move out afterwards, also if loading fails: an engine that
-    ends before its first sleep would leave them to the process's next engine.
+    from that pool. torch allocates its matrix-product workspaces before it, or they would keep the
+    pool's memory from the process's next engine. The workspaces are those of the current stream:
+    with tensor parallelism vLLM has created and selected a stream by now. Tensors of modules that
+    vLLM imports move out afterwards, also if loading fails.
     """
 
     @functools.wraps(load_model)
@@ -301,9 +268,9 @@ def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
 def move_module_tensors_out(names: Iterable[str]) -> None:
     """Move tensors that are globals of these modules out of the memory of vLLM's allocator.
 
-    vLLM imports modules while it loads weights, when every new device tensor comes from the memory
-    that sleep mode frees. compressed_tensors makes its table of FP4 values then: the first sleep
-    would lose its contents, and the table would keep the memory from the process's next engine.
+    vLLM imports modules while it loads weights, when every new device tensor comes from that
+    memory. compressed_tensors makes its table of FP4 values then, which would keep the memory from
+    the process's next engine.
     """
     allocator = internals.CUMEM_ALLOCATOR.load().instance
     if allocator is None:
@@ -380,7 +347,10 @@ class FreeCallback:
             if data is None:
                 device = torch.cuda.current_device()
                 return _with_some_memory((device, _LEAST_NBYTES, address, _new_handle()))
-            if data.is_asleep:
+            shared = _shared.pop(address, None)
+            if shared is not None:
+                shared.forget()
+            elif data.is_asleep:
                 _with_some_memory(data.handle)
             return self._original(address)
         finally:
@@ -411,91 +381,112 @@ def _new_handle() -> int:
     return int(malloc(ctypes.sizeof(ctypes.c_uint64)))
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether vLLM's allocator or torch's ran out of memory; vLLM's has no error type."""
-    return "out of memory" in str(error).lower().replace("_", " ")
-
-
 def _clear_error() -> None:
     """Clear the error of a failed call, which blocks vLLM's allocator."""
     extension = ctypes.CDLL(internals.CUMEM_LIBRARY.load())
     ctypes.c_int.in_dll(extension, "error_code").value = 0
 
 
+# Segments that share memory with training, by address.
+_shared: dict[int, SharedSegment] = {}
+
+
+@contextlib.contextmanager
+def shared_segments() -> Iterator[None]:
+    """Make vLLM's allocator, in this context, note what it would do to memory that is shared."""
+    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
+
+    def waking(create_and_map: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wake(handle: tuple[int, int, int, int]) -> None:
+            shared = _shared.get(handle[2])
+            if shared is None:
+                create_and_map(handle)
+            else:
+                shared.wake()
+
+        return wake
+
+    def sleeping(unmap_and_release: Callable[[Any], None]) -> Callable[[Any], None]:
+        def sleep(handle: tuple[int, int, int, int]) -> None:
+            shared = _shared.get(handle[2])
+            if shared is not None and handle[2] in allocator.pointer_to_data:
+                shared.sleep()
+                return
+            # vLLM frees a segment that it has forgotten.
+            if shared is not None:
+                _shared.pop(handle[2]).forget()
+            unmap_and_release(handle)
+
+        return sleep
+
+    with (
+        internals.CREATE_AND_MAP.replaced(waking),
+        internals.UNMAP_AND_RELEASE.replaced(sleeping),
+    ):
+        yield
+
+
 class SleepingSegments:
-    """Segments of vLLM's allocator that stay asleep when vLLM wakes up.
+    """Segments of vLLM's allocator that may sleep.
 
     Attributes:
-        nbytes: bytes of weights in them that have no memory yet.
+        segments: vLLM's `AllocationData`, in order of addresses.
     """
 
     def __init__(self, segments: Iterable[Any], taken: Mapping[int, int] | None = None) -> None:
         """
         Args:
-            segments: vLLM's `AllocationData`, asleep.
+            segments: vLLM's `AllocationData`.
             taken: address of a segment -> bytes of weights in it.
         """
-        self._segments = sorted(segments, key=_start)
-        self._starts = [_start(segment) for segment in self._segments]
+        self.segments = sorted(segments, key=_start)
+        self._starts = [_start(segment) for segment in self.segments]
         self._taken = taken or {}
-        self.nbytes = sum(self._taken.get(start, 0) for start in self._starts)
 
     @staticmethod
-    def of(worker: Any, weights: Iterable[torch.Tensor]) -> SleepingSegments:
-        """Return the sleeping segments that hold nothing but these weights, which get new values.
+    def of(weights: Iterable[torch.Tensor]) -> SleepingSegments:
+        """Return the segments that hold nothing but these weights, which get new values.
 
-        If torch has allocated more of a segment than the weights occupy, it holds something else:
-        a buffer, whose contents vLLM restores when it wakes up, or an unknown tensor. Returns no
-        segments if vLLM's sleep mode works in another way than expected.
+        If torch has allocated more of a segment than the weights occupy, it holds something else,
+        whose contents would be lost: a buffer, a constant, an adapter.
         """
-        if not internals.SLEEP_BACKEND.is_type_of(worker.sleep_mode_backend):
-            return SleepingSegments(())
-        if worker._sleep_saved_parameters:
-            return SleepingSegments(())
         allocator = internals.MEM_ALLOCATOR.load()()
-        pools = allocator.allocator_and_pools.get("weights", [])
         requested = {
             segment["address"]: segment["requested_size"]
-            for pool, _ in pools
+            for pool, _ in allocator.allocator_and_pools.get("weights", [])
             for segment in pool.snapshot()
         }
-        allocations = allocator.pointer_to_data.values()
-        asleep = SleepingSegments(data for data in allocations if data.is_asleep)
-
-        models = (worker.model_runner.model, worker.get_draft_model())
-        buffers = {
-            buffer.untyped_storage().data_ptr()
-            for model in models
-            if model is not None
-            for buffer in model.buffers()
-        }
+        every = SleepingSegments(allocator.pointer_to_data.values())
         storages = {}
         for tensor in weights:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage.nbytes()
         taken: Counter[int] = Counter()
-        # vLLM writes buffers as it wakes up, including those that are weights.
-        for address in storages.keys() - buffers:
-            nbytes = storages[address].nbytes()
-            for segment in asleep._in(address, nbytes):
+        for address, nbytes in storages.items():
+            for segment in every._in(address, nbytes):
                 taken[_start(segment)] += nbytes
         filled = [
             segment
-            for segment in asleep._segments
+            for segment in every.segments
             if 0 < taken[_start(segment)] == requested.get(_start(segment))
         ]
         return SleepingSegments(filled, taken)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights in the segments that sleep."""
+        return sum(self._taken.get(_start(data), 0) for data in self.segments if data.is_asleep)
+
     @contextlib.contextmanager
-    def overlooked(self) -> Iterator[None]:
-        """Make vLLM treat these segments as awake in this context."""
-        for segment in self._segments:
-            segment.is_asleep = False
+    def taken_for_asleep(self) -> Iterator[None]:
+        """Make vLLM treat these segments, which are awake, as asleep in this context."""
+        for segment in self.segments:
+            segment.is_asleep = True
         try:
             yield
         finally:
-            for segment in self._segments:
-                segment.is_asleep = True
+            for segment in self.segments:
+                segment.is_asleep = False
 
     def wake(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Allocate memory, uninitialised, behind these tensors; by default, behind all segments.
@@ -504,7 +495,7 @@ class SleepingSegments:
         before stay awake.
         """
         if tensors is None:
-            segments = self._segments
+            segments = self.segments
         else:
             segments = []
             for tensor in tensors:
@@ -514,14 +505,25 @@ class SleepingSegments:
             if segment.is_asleep:
                 _map(segment)
                 segment.is_asleep = False
-                self.nbytes -= self._taken.get(_start(segment), 0)
+
+    def sleep(self) -> None:
+        """Free the memory of the segments that are awake."""
+        awake = [segment for segment in self.segments if not segment.is_asleep]
+        if awake:
+            # Kernels may still use the memory, and the next to use it has other addresses.
+            torch.cuda.synchronize()
+        unmap_and_release = internals.UNMAP_AND_RELEASE.load()
+        for segment in awake:
+            # First, as in vLLM: whatever fails, the contents are lost.
+            segment.is_asleep = True
+            unmap_and_release(segment.handle)
 
     def _in(self, address: int, nbytes: int) -> list[Any]:
         """Return the segments that overlap `nbytes` bytes at `address`; at least one byte."""
         first = bisect_right(self._starts, address) - 1
         end = bisect_right(self._starts, address + max(nbytes, 1) - 1)
         # `first` begins at or before `address`, and may end before it.
-        candidates = self._segments[max(first, 0) : end]
+        candidates = self.segments[max(first, 0) : end]
         return [data for data in candidates if address < _start(data) + int(data.handle[1])]
 
 

@@ -239,18 +239,13 @@ class Model(torch.nn.Module):
 
 
 class Forgetful(WeightMemory):
-    """Memory like vLLM's sleep mode of level 2: everything freed becomes garbage but buffers."""
+    """Memory like that of segments that sleep: what is freed becomes garbage."""
 
     frees_all_at_once = True
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
     def free(self, live: Any) -> None:
-        buffers = {buffer.data_ptr() for buffer in self._model.buffers()}
-        for tensor in self._model.held().values():
-            if tensor.data_ptr() not in buffers:
-                flat_view(tensor.detach()).fill_(3)
+        for tensor in live.values():
+            flat_view(tensor.detach()).fill_(3)
 
 
 def build_adaptor(
@@ -265,7 +260,7 @@ def build_adaptor(
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
     processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses, barrier)
-    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else CpuWeightMemory(), settings=settings)
+    return VllmAdaptor(processed, Forgetful() if keeps_addresses else CpuWeightMemory(), settings=settings)
 
 
 def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:

@@ -161,7 +161,7 @@ class SleepingVllm:
         patch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=ctypes.memmove))
         for name, result in {"empty_cache": None, "synchronize": None, "get_memory_info": (0, 0)}.items():
             patch.setattr(torch.accelerator, name, lambda *_, result=result: result)
-        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         # Segments have the size of a granule.
