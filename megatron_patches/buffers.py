@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
-from megatron_patches.patch import Patch, hooks_applied
+from megatron_patches.patch import Function, Patch, hooks_applied
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -205,7 +205,7 @@ class _Redirected(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Function,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -274,7 +274,7 @@ def check_flat(
         )
 
 
-def _build_init(original: Callable[..., None]) -> Callable[..., None]:
+def _build_init(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if _allocator is None:

@@ -57,6 +57,8 @@ Megatron-LM's tag core_v0.19.0 has the `megatron.training` of 0.19.2, and the ve
 MISSING: Final = object()
 """Value of an attribute that does not exist."""
 
+Function = Callable[..., Any]
+
 
 def release_of(version: str) -> str:
     """Return the release of a `megatron.core.__version__`, without a commit; see also `SAME_AS`."""

@@ -10,17 +10,16 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Function, Patch
 from megatron_patches.script import required_engine
 
 SINCE = "0.19.0"
 """First supported megatron-core; the RL loop of earlier versions has other interfaces."""
 
 
-def with_rollouts(launch: Callable[..., Any]) -> Callable[..., Any]:
+def with_rollouts(launch: Function) -> Function:
     """Replace the class method `launch(cls, model, **kwargs)` of a server.
 
     Megatron calls it on every rank.

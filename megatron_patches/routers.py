@@ -7,17 +7,16 @@ dim in `TopKRouter._apply_expert_bias`, and the number of tokens under a mask is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Function, Patch
 
 _MOE = "megatron.core.transformer.moe"
 
 
-def _build_expert_bias(original: Callable[..., None]) -> Callable[..., None]:
+def _build_expert_bias(original: Function) -> Function:
     @functools.wraps(original)
     def _apply_expert_bias(
         self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -31,7 +30,7 @@ def _build_expert_bias(original: Callable[..., None]) -> Callable[..., None]:
     return _apply_expert_bias
 
 
-def _build_token_count(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_token_count(original: Function) -> Function:
     @functools.wraps(original)
     def get_tokens_per_expert_and_token_count(*args: Any, **kwargs: Any) -> Any:
         *counts, total = original(*args, **kwargs)

@@ -42,11 +42,10 @@ from megatron_patches.engines import (
     performs_rl,
 )
 from megatron_patches.errors import MegatronPatchError, ScriptError
-from megatron_patches.patch import Patch, apply, check_version, stand_in_groups
+from megatron_patches.patch import Function, Patch, apply, check_version, stand_in_groups
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[..., Any]
 _MARK = "_enters_resharding"
 _SECONDS_FOR_RANK_0 = 10.0
 """Delay in seconds of the message of another rank, during which rank 0 may report the same problem.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_patches.patch import MISSING, Patch
+from megatron_patches.patch import MISSING, Function, Patch
 
 _TRANSFORMER = "megatron.core.transformer"
 
@@ -17,7 +16,7 @@ def _build_missing_kernel(original: Any) -> Any:
     return None if original is MISSING else original
 
 
-def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_without_te(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(*args: Any, **kwargs: Any) -> None:
         # megatron-core sets the flag without looking for the package, and only this constructor

@@ -6,7 +6,7 @@ The training side of the configuration is read from the live model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hybrid_engine.attaching.config_check import (
     model_mismatches,
     vocabulary_mismatches,
 )
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.documents import read_yaml
@@ -93,7 +94,7 @@ def read_source(source: ConfigSource) -> tuple[dict[str, Any], Path | None]:
 def live_config(
     values: Mapping[str, Any],
     directory: Path | None,
-    chunks: Sequence[torch.nn.Module],
+    chunks: Modules,
     optimizer: Any,
 ) -> tuple[HybridConfig, ModelTable]:
     """Return the configuration for these chunks, and the model's table.
@@ -151,9 +152,7 @@ def _contradictions(actor_keys: Mapping[str, Any], live: Mapping[str, Any]) -> I
             yield Violation(f"actor_config.{key}", problem, remedy, code="differs-from-model")
 
 
-def model_findings(
-    table: ModelTable, chunks: Sequence[torch.nn.Module], source: str
-) -> list[Violation]:
+def model_findings(table: ModelTable, chunks: Modules, source: str) -> list[Violation]:
     """Return the differences between Megatron's model and the table, which was read from `source`.
 
     A model class of the user is trusted to compute what Megatron's own models have no setting for;
@@ -179,7 +178,7 @@ def model_findings(
 
 
 def attach(
-    model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
+    model_chunks: torch.nn.Module | Modules,
     optimizer: Any,
     config: ConfigSource,
     *,

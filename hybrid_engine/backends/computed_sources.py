@@ -25,6 +25,8 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from hybrid_engine.backends.training_side import (
+    NamedTensor,
+    Origins,
     dtype_name,
     elastic_parts,
     flat_storage_of,
@@ -35,6 +37,7 @@ from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Extent, Layout
 from hybrid_engine.records.regions import Region
+from hybrid_engine.transports.copies import FlatBuffers
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -112,12 +115,10 @@ class View(Protocol):
 
     sources: ComputedSources[Any]
 
-    def layout(self, layout: Layout, buffers: Mapping[str, torch.Tensor], rank: int) -> Layout:
+    def layout(self, layout: Layout, buffers: FlatBuffers, rank: int) -> Layout:
         """Return a rank's `layout` with the computed tensors, in `buffers`."""
 
-    def origins(
-        self, origins: Mapping[str, Sequence[torch.Tensor]]
-    ) -> Mapping[str, Sequence[torch.Tensor]]:
+    def origins(self, origins: Origins) -> Origins:
         """Return the model's tensors behind each canonical tensor, given those of the layout."""
 
 
@@ -150,11 +151,11 @@ class AdaptorWithSources(ABC):
         """
 
     @abstractmethod
-    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def own_origins(self) -> Origins:
         """Return canonical tensor -> this rank's tensors of the model that it is computed from."""
 
     @abstractmethod
-    def stored_buffers(self) -> Mapping[str, torch.Tensor]:
+    def stored_buffers(self) -> FlatBuffers:
         """Return the flat buffers of the model's own tensors, by name."""
 
     @abstractmethod
@@ -162,7 +163,7 @@ class AdaptorWithSources(ABC):
         """Make the stored weights final. Raises ReshardError if they are not where they were."""
 
     @abstractmethod
-    def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def described_tensors(self) -> Iterator[NamedTensor]:
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
 
     def stored_scales(
@@ -207,17 +208,17 @@ class AdaptorWithSources(ABC):
             return layout
         return self.view.layout(layout, self.buffers(), self.rank)
 
-    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def origins(self) -> Origins:
         """Return canonical tensor -> this rank's tensors of the model that it is computed from."""
         origins = self.own_origins()
         return origins if self.view is None else self.view.origins(origins)
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> FlatBuffers:
         """Return the flat buffers by name: the model's, and those of computed sources."""
         self.complete()
         return self.allocated()
 
-    def allocated(self) -> Mapping[str, torch.Tensor]:
+    def allocated(self) -> FlatBuffers:
         """Return `buffers` without those of late sources that are not made yet."""
         buffers = dict(self.stored_buffers())
         for sources in self._all_computed():

@@ -34,14 +34,14 @@ from hybrid_engine.backends.computed_sources import (
     ComputedSources,
     StoredScales,
 )
-from hybrid_engine.backends.training_side import layout_in
+from hybrid_engine.backends.training_side import Origins, layout_in
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, contiguous_strides, subtract_all
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.records.regions import Region, Shapes, contiguous_strides, subtract_all
+from hybrid_engine.transports.copies import FlatBuffers, strided
 
 
 def quantise(adaptor: AdaptorWithSources, quantization: BlockQuantization) -> QuantisedSources:
@@ -79,7 +79,7 @@ class QuantisedSources:
     def __init__(
         self,
         stored: Layout,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: FlatBuffers,
         quantization: BlockQuantization,
         device: torch.device,
         scales: Mapping[str, Sequence[StoredScales]] = MappingProxyType({}),
@@ -88,7 +88,7 @@ class QuantisedSources:
         self._groups = quantization.weights
         self._buffers = buffers
         self._shapes = stored.tensors
-        self._shared: Mapping[str, tuple[int, ...]] = {}  # shapes of maxima
+        self._shared: Shapes = {}  # shapes of maxima
         self._shards: dict[str, list[Shard]] = {}  # by weight
         for shard in stored.shards:
             name = shard.region.tensor
@@ -117,9 +117,7 @@ class QuantisedSources:
             self.cut |= {name + GROUP for name in self._partial_groups()}
         self.sources = ComputedSources("quantised weights", shapes, device, self._compute)
 
-    def share(
-        self, cut: Collection[str], shapes: Mapping[str, tuple[int, ...]], agreement: Agreement
-    ) -> None:
+    def share(self, cut: Collection[str], shapes: Shapes, agreement: Agreement) -> None:
         """Compute these maxima over all ranks, in a collective of every `fill`.
 
         Args:
@@ -134,7 +132,7 @@ class QuantisedSources:
             for name in sorted(cut)
         }
 
-    def layout(self, layout: Layout, buffers: Mapping[str, torch.Tensor], rank: int) -> Layout:
+    def layout(self, layout: Layout, buffers: FlatBuffers, rank: int) -> Layout:
         """Return the layout with quantised weights and their scales in place of the weights."""
         shards = [shard for shard in layout.shards if shard.region.tensor not in self._shards]
         tensors = dict(layout.tensors)
@@ -148,9 +146,7 @@ class QuantisedSources:
                 tensors[stored] = of_stored
         return layout_in(buffers, rank, tensors, shards)
 
-    def origins(
-        self, origins: Mapping[str, Sequence[torch.Tensor]]
-    ) -> Mapping[str, Sequence[torch.Tensor]]:
+    def origins(self, origins: Origins) -> Origins:
         """Return the origins with those of stored tensors, which are the weights'."""
         shown = {name: of_name for name, of_name in origins.items() if name not in self._shards}
         for name in (*self._shards, *self._scales):

@@ -31,7 +31,8 @@ from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, Shapes
+from hybrid_engine.transports.copies import FlatBuffers
 
 _ALIGNMENT = 16
 """Alignment of parts of a buffer, in bytes.
@@ -44,6 +45,11 @@ Guard = Callable[[Iterable[str]], None]
 
 It waits for kinds that are on their way back.
 """
+Modules = Sequence[torch.nn.Module]
+"""Modules of a trainer on this rank: a whole model, or the chunks of its pipeline stages."""
+NamedTensor = tuple[str, torch.Tensor]
+Origins = Mapping[str, Sequence[torch.Tensor]]
+"""Name of a tensor that is sent -> parameters and buffers that it is read or computed from."""
 
 
 class GuardedState:
@@ -244,7 +250,7 @@ class WholeTensors:
         self,
         tensors: Mapping[str, torch.Tensor],
         rank: int,
-        models: Sequence[torch.nn.Module] = (),
+        models: Modules = (),
     ) -> None:
         self.rank = rank
         first_names: dict[int, str] = {}
@@ -273,7 +279,7 @@ class WholeTensors:
         ]
         return layout_in(self._flat, self.rank, shapes, shards)
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> FlatBuffers:
         """Return the flat buffers by name."""
         return self._flat
 
@@ -390,9 +396,9 @@ def gaps(numel: int, runs: Sequence[Extent]) -> tuple[Extent, ...]:
 
 
 def layout_in(
-    buffers: Mapping[str, torch.Tensor],
+    buffers: FlatBuffers,
     rank: int,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     shards: Sequence[Shard],
 ) -> Layout:
     """Return the layout of shards in flat buffers; elements that no shard covers are padding.
@@ -425,7 +431,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def read_parts(
-    buffers: Mapping[str, torch.Tensor], unread: Mapping[str, Sequence[Extent]]
+    buffers: FlatBuffers, unread: Mapping[str, Sequence[Extent]]
 ) -> Iterator[torch.Tensor]:
     """Yield the parts of buffers outside the intervals `unread`."""
     for name, flat in buffers.items():
@@ -434,7 +440,7 @@ def read_parts(
 
 
 def require_usable_values(
-    buffers: Iterable[torch.Tensor], parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    buffers: Iterable[torch.Tensor], parameters: Callable[[], Iterable[NamedTensor]]
 ) -> None:
     """Raise WeightError listing every parameter that holds a NaN or an infinity.
 
@@ -456,7 +462,7 @@ def require_usable_values(
         raise WeightError(findings)
 
 
-def require_finite_to_save(tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+def require_finite_to_save(tensors: Callable[[], Iterable[NamedTensor]]) -> None:
     """Raise WeightError listing every tensor that is not finite, before it is saved.
 
     `tensors`: function that yields (name in messages, elements on this rank).

@@ -115,6 +115,7 @@ MAY_CHANGE: Final = "may change in a run"
 Such keys are locations, times and amounts of memory use, speed, checks. A key without it changes
 the computation or the format of a checkpoint.
 """
+ChangeableFlag = Annotated[bool, MAY_CHANGE]
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal[
     "core_attn",
@@ -273,7 +274,7 @@ class FsdpConfig(Section):
     """Groups of ranks, each with a copy of the model, for HYBRID_SHARD or SHARD_GRAD_OP."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
     """Dtype of the computation; parameters and reduced gradients keep theirs. amp is bf16."""
-    activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
+    activation_checkpointing: ChangeableFlag = False
     """Keep only each layer's input and recompute the rest."""
 
     def sizes(self, world_size: int) -> ShardedParallelism:
@@ -390,18 +391,18 @@ class GenerateConfig(Section):
     infer_rank_order: Literal["auto", "sequential"] = "auto"
     """auto gives each rank the shard of which its training weights contain most; sequential goes by
     rank."""
-    offload_train_param: Annotated[bool, MAY_CHANGE] = True
+    offload_train_param: ChangeableFlag = True
     """Offload parameters while vLLM generates."""
-    offload_train_grad: Annotated[bool, MAY_CHANGE] = True
+    offload_train_grad: ChangeableFlag = True
     """Free the memory of gradients while vLLM generates; their values are dropped."""
-    offload_train_optimizer: Annotated[bool, MAY_CHANGE] = True
+    offload_train_optimizer: ChangeableFlag = True
     """Offload main parameters and moments while vLLM generates."""
-    suspend_communicators: Annotated[bool, MAY_CHANGE] = False
+    suspend_communicators: ChangeableFlag = False
     """Release the device memory of the trainer's NCCL communicators while vLLM generates, several
     GB in large jobs (`ReshardReport.bytes_suspended`); needs NCCL 2.29.7. Until the next train or
     forward context, collectives over Megatron's groups or FSDP2's mesh are NCCL errors, and so over
     the default process group if FSDP2's mesh spans all ranks."""
-    release_weights: Annotated[bool, MAY_CHANGE] = True
+    release_weights: ChangeableFlag = True
     """Free the inference weights during training; false keeps them beside all training state, and
     lets servers generate meanwhile (server_max_lag). With sleep mode the KV cache leaves a GPU in
     either case."""
@@ -456,7 +457,7 @@ class GenerateConfig(Section):
     those that change least first. No effect with release_weights: false, which keeps all."""
     bucket_mb: Annotated[Count, MAY_CHANGE] = 256
     """MiB per destination rank between two commits; more if a single module is larger."""
-    check_nan: Annotated[bool, MAY_CHANGE] = True
+    check_nan: ChangeableFlag = True
     """Read every weight before a switch and refuse NaN, infinities, and overflow of
     compression_dtype."""
     verify: Annotated[Literal["off", "sample", "full"], MAY_CHANGE] = "off"
@@ -484,9 +485,9 @@ class GenerateConfig(Section):
     server_ports: Annotated[Ports | None, MAY_CHANGE] = None
     """FIRST-LAST, the ports that a firewall between trainers and servers opens
     (servers.md#across-hosts). Default: any."""
-    server_take_over: Annotated[bool, MAY_CHANGE] = False
+    server_take_over: ChangeableFlag = False
     """Take servers from other trainers that are still running."""
-    server_allow_public: Annotated[bool, MAY_CHANGE] = False
+    server_allow_public: ChangeableFlag = False
     """Allow servers and a server_address at public addresses, without authentication or
     encryption."""
     trace: Annotated[File | None, MAY_CHANGE] = None
@@ -545,7 +546,7 @@ class CriticConfig(Section):
     """Seed of random weights; the output layer begins with zeros."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """As `actor_config.optimizer`."""
-    offload: Annotated[bool, MAY_CHANGE] = True
+    offload: ChangeableFlag = True
     """Offload the critic outside its contexts, and the actor and vLLM's weights inside them."""
 
 
@@ -557,7 +558,7 @@ class HybridConfig(Section):
     (`org/name`), which is downloaded. A path with `./` in front is never an id."""
     revision: Annotated[Name | None, MAY_CHANGE] = None
     """Branch, tag or commit of a model on the Hub; default: main."""
-    random_weights: Annotated[bool, MAY_CHANGE] = False
+    random_weights: ChangeableFlag = False
     """Begin with random weights; the model's directory needs none."""
     actor_config: ActorConfig = ActorConfig()
     """Training side."""

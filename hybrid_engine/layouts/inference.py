@@ -15,7 +15,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations
-from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
+from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import (
     BoxOwners,
@@ -24,7 +24,7 @@ from hybrid_engine.records.holdings import (
     SideBuilder,
     SideLayout,
 )
-from hybrid_engine.records.regions import contiguous_strides
+from hybrid_engine.records.regions import Shape, contiguous_strides
 
 Span = tuple[int, int]
 """Interval [start, stop) along the packed dim."""

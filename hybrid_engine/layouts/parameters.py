@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybrid_engine.models.packing import Packing, Shape, part_of_tensor, tensor_name
+from hybrid_engine.models.packing import Packing, part_of_tensor, tensor_name
 from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
+from hybrid_engine.records.regions import Shape, Shapes
 
 
 class Location(StrEnum):
@@ -105,7 +106,7 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
                         )
 
 
-def _shape_of(part: str, shapes: Mapping[str, Shape]) -> Shape:
+def _shape_of(part: str, shapes: Shapes) -> Shape:
     name = tensor_name(part)
     # Most parts are whole tensors.
     return shapes[name] if name == part else part_of_tensor(part, shapes[name]).kept

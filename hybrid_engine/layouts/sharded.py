@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.layouts.parallelism import ShardedParallelism
-from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import (
     BoxOwners,
@@ -24,7 +23,13 @@ from hybrid_engine.records.holdings import (
     SideBuilder,
     SideLayout,
 )
-from hybrid_engine.records.regions import StridedView, boxes_of_copy, contiguous_strides
+from hybrid_engine.records.regions import (
+    Shape,
+    Shapes,
+    StridedView,
+    boxes_of_copy,
+    contiguous_strides,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class PackedModel:
     """
 
     tensors: Mapping[str, Packed]
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
     whole: Collection[str] = ()
 
     def local_numel(self, name: str, num_shards: int) -> int:

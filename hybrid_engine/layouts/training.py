@@ -17,7 +17,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
-from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
+from hybrid_engine.models.packing import Over, Vocabulary, held_regions
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import (
     BoxOwners,
@@ -26,7 +26,7 @@ from hybrid_engine.records.holdings import (
     SideBuilder,
     SideLayout,
 )
-from hybrid_engine.records.regions import contiguous_strides
+from hybrid_engine.records.regions import Shape, contiguous_strides
 
 
 def training_side(

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, Shape, Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +208,7 @@ class BlockQuantization:
         return replace(table, shapes=shapes, dtypes=dtypes)
 
 
-def require_matrices(
-    names: Collection[str], shapes: Mapping[str, Shape], form: BlockFormat
-) -> None:
+def require_matrices(names: Collection[str], shapes: Shapes, form: BlockFormat) -> None:
     """Raise ConfigError naming every tensor that has no rows of whole blocks.
 
     Fused experts have no rows and columns. A last block of fewer rows is allowed, and with fp8 one

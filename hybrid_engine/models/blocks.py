@@ -7,7 +7,7 @@ into the linear layers after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid_engine.models.packing import (
     GateUp,
@@ -17,12 +17,12 @@ from hybrid_engine.models.packing import (
     PackedHeads,
     Packing,
     Replicated,
-    Shape,
     Span,
     Split,
     Vocabulary,
 )
-from hybrid_engine.models.table import ModelDims, Rule, in_layer
+from hybrid_engine.models.table import ModelDims, Rule, Rules, in_layer
+from hybrid_engine.records.regions import Shape, Shapes
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -31,12 +31,8 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-Shapes = dict[str, Shape]
 
-
-def outer_rules(
-    dims: ModelDims, embedding: str = EMBEDDING, final_norm: str = FINAL_NORM
-) -> tuple[Rule, ...]:
+def outer_rules(dims: ModelDims, embedding: str = EMBEDDING, final_norm: str = FINAL_NORM) -> Rules:
     """Return the rules of embedding, final norm and output head."""
     head = embedding if dims.tied_embeddings else HEAD
     final_norm_names = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
@@ -64,9 +60,7 @@ and the projects that add them use different names: slime, mbridge's GLM-4 and t
 Megatron-Bridge; mbridge's Gemma-3."""
 
 
-def norm_rules(
-    pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()
-) -> tuple[Rule, ...]:
+def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()) -> Rules:
     """Return the rules of the norms around attention and the MLP or experts.
 
     Args:
@@ -95,7 +89,7 @@ def norm_rules(
 
 def attention_rules(
     dims: ModelDims, attention: str = ATTENTION, *, gated: bool = False, whole_norms: bool = False
-) -> tuple[Rule, ...]:
+) -> Rules:
     """Return the rules of grouped-query attention, with all optional biases and norms.
 
     Args:
@@ -125,7 +119,7 @@ def attention_rules(
     )
 
 
-def fused_attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
+def fused_attention_rules(dims: ModelDims) -> Rules:
     """Return the rules of attention whose query, key and value are one tensor on disk, in order."""
     projection = ATTENTION + "qkv_proj"
     query_rows = dims.num_heads * dims.head_dim
@@ -134,7 +128,7 @@ def fused_attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
     return _qkv_rules(dims, [Span(projection, start) for start in starts])
 
 
-def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> tuple[Rule, ...]:
+def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> Rules:
     """Return the rules of Megatron's one projection to queries, keys and values.
 
     `projections`: names, without weight or bias, and first rows of query, key and value.
@@ -157,7 +151,7 @@ def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> tuple[Rule, ...]
     )
 
 
-def _gated_qkv_rules(dims: ModelDims, attention: str) -> tuple[Rule, ...]:
+def _gated_qkv_rules(dims: ModelDims, attention: str) -> Rules:
     """Return the rules of Megatron's projection with gates: query heads, gates, key, value."""
     size = dims.head_dim
 
@@ -179,7 +173,7 @@ def _gated_qkv_rules(dims: ModelDims, attention: str) -> tuple[Rule, ...]:
     )
 
 
-def output_rules(attention: str = ATTENTION) -> tuple[Rule, ...]:
+def output_rules(attention: str = ATTENTION) -> Rules:
     """Return the rules of the output projection of any attention."""
     projection = attention + "o_proj."
     return (
@@ -194,7 +188,7 @@ def mlp_rules(
     canonical: str = LAYER + "mlp.",
     projections: Sequence[str] = PROJECTIONS,
     over: Over = Over.TENSOR,
-) -> tuple[Rule, ...]:
+) -> Rules:
     """Return the rules of a gated MLP: of a dense layer, a shared expert, or a routed expert.
 
     Args:
@@ -219,7 +213,7 @@ def mlp_rules(
     return tuple(rules)
 
 
-def fused_mlp_rules(dims: ModelDims) -> tuple[Rule, ...]:
+def fused_mlp_rules(dims: ModelDims) -> Rules:
     """Return the rules of a gated MLP with one tensor for gate and up on disk, without biases."""
     fused = LAYER + "mlp.gate_up_proj.weight"
     gate_up = GateUp(Span(fused), Span(fused, dims.ffn_hidden_size))
@@ -236,7 +230,7 @@ def attention_shapes(
     hidden = dims.hidden_size
     query_rows = dims.num_heads * dims.head_dim
     kv_rows = dims.num_kv_heads * dims.head_dim
-    shapes: Shapes = {}
+    shapes: dict[str, Shape] = {}
     for part, size in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
         shapes[f"self_attn.{part}_proj.weight"] = (size, hidden)
         if qkv_bias:
@@ -259,7 +253,7 @@ def mlp_shapes(
 ) -> Shapes:
     """Return the shapes of a gated MLP with intermediate size `width`."""
     weights = ((width, hidden), (width, hidden), (hidden, width))
-    shapes: Shapes = {}
+    shapes: dict[str, Shape] = {}
     for projection, shape in zip(projections, weights, strict=True):
         shapes[f"{canonical}{projection}.weight"] = shape
         if bias:
@@ -286,14 +280,14 @@ def norm_shapes(
     return {f"{norm}.weight": (hidden,) for norm in ("input_layernorm", pre_mlp, *post)}
 
 
-def model_shapes(dims: ModelDims, layer_shapes: Callable[[int], Mapping[str, Shape]]) -> Shapes:
+def model_shapes(dims: ModelDims, layer_shapes: Callable[[int], Shapes]) -> Shapes:
     """Return the shapes of all canonical tensors in checkpoint order.
 
     Args:
         dims: sizes of the model.
         layer_shapes: returns the shapes of a layer, by name without its prefix.
     """
-    shapes: Shapes = {EMBEDDING: (dims.vocab_size, dims.hidden_size)}
+    shapes: dict[str, Shape] = {EMBEDDING: (dims.vocab_size, dims.hidden_size)}
     for layer in range(dims.num_layers):
         prefix = LAYER.format(layer=layer)
         shapes.update({prefix + name: shape for name, shape in layer_shapes(layer).items()})

@@ -12,7 +12,6 @@ another meaning than its name suggests.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 from hybrid_engine.models.blocks import (
@@ -26,9 +25,9 @@ from hybrid_engine.models.blocks import (
 )
 from hybrid_engine.models.deepseek import latent_attention_rules
 from hybrid_engine.models.moe import MIXTRAL, Experts, expert_rules, packed_expert_rules
-from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.recurrent import BACKBONE_LAYER, backbone_rules, delta_net_rules
-from hybrid_engine.models.table import ModelDims, Rule
+from hybrid_engine.models.table import ModelDims, Rules
+from hybrid_engine.records.regions import Shapes
 
 _POST_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 """Names of the norms after attention and after the MLP that cannot be taken for others."""
@@ -42,7 +41,7 @@ _PACKED_EXPERTS = LAYER + "mlp.experts.gate_up_proj_bias"
 _SHARED_GATE = "shared_expert_gate.weight"
 
 
-def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Rule, ...]:
+def conventional_rules(shapes: Shapes, dims: ModelDims) -> Rules:
     """Return the rules of all tensors of a checkpoint; none if any of them has another name.
 
     Args:
@@ -87,7 +86,7 @@ def _pattern_of(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name)
 
 
-def _experts(patterns: Mapping[str, Shape], dims: ModelDims) -> Experts:
+def _experts(patterns: Shapes, dims: ModelDims) -> Experts:
     """Return the experts of a layer as the names of its tensors describe them."""
     usual = Experts(dims.num_experts, width=0, top_k=1)  # top_k is in no rule
     # Mixtral's names, also of MiniMax-M2, or the usual ones.

@@ -23,7 +23,6 @@ from hybrid_engine.models.blocks import (
     EMBEDDING,
     HEAD,
     LAYER,
-    Shapes,
     mlp_rules,
     mlp_shapes,
     model_shapes,
@@ -41,9 +40,11 @@ from hybrid_engine.models.table import (
     ModelDims,
     ModelTable,
     Rule,
+    Rules,
     Serving,
     in_layer,
 )
+from hybrid_engine.records.regions import Shape, Shapes
 
 
 def deepseek_v2(config: DeepseekV2) -> ModelTable:
@@ -150,7 +151,7 @@ def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims
     )
 
 
-def latent_attention_rules() -> tuple[Rule, ...]:
+def latent_attention_rules() -> Rules:
     """Return the rules of attention whose keys and values come from a latent vector."""
     attention = LAYER + "self_attn."
 
@@ -174,7 +175,7 @@ def latent_attention_rules() -> tuple[Rule, ...]:
     )
 
 
-def _mtp_rules() -> tuple[Rule, ...]:
+def _mtp_rules() -> Rules:
     """Return the rules of a multi-token prediction layer outside of its transformer layer."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     return (
@@ -200,7 +201,8 @@ def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[
     common = {**_attention_shapes(config, dims), **norm_shapes(hidden)}
     dense_layer = {**common, **mlp_shapes(hidden, config.intermediate_size)}
     sparse_layer = {**common, **expert_shapes(experts, hidden)}
-    shapes = model_shapes(dims, lambda layer: sparse_layer if sparse[layer] else dense_layer)
+    layers = model_shapes(dims, lambda layer: sparse_layer if sparse[layer] else dense_layer)
+    shapes = {**layers}
     mtp_layer = {
         **sparse_layer,
         "enorm.weight": (hidden,),
@@ -221,7 +223,7 @@ def _attention_shapes(config: DeepseekV3, dims: ModelDims) -> Shapes:
     q_rank = config.q_lora_rank
     kv_rank = config.kv_lora_rank
     if q_rank is None:
-        query: Shapes = {"q_proj.weight": (query_rows, hidden)}
+        query: dict[str, Shape] = {"q_proj.weight": (query_rows, hidden)}
     else:
         query = {
             "q_a_proj.weight": (q_rank, hidden),

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from hybrid_engine.errors import UnknownModelError, clipped
 from hybrid_engine.models.conventions import conventional_rules
-from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelDims, ModelTable, Serving
+from hybrid_engine.records.regions import Shapes
 
 Tensor = TypeVar("Tensor")
 
@@ -273,9 +273,7 @@ def _layers_with_experts(shapes: Iterable[str]) -> set[int]:
     return {int(match[1]) for match in map(_OF_EXPERTS.search, shapes) if match is not None}
 
 
-def _layer_sizes(
-    values: Mapping[str, Any], dims: ModelDims, shapes: Mapping[str, Shape]
-) -> dict[str, Any]:
+def _layer_sizes(values: Mapping[str, Any], dims: ModelDims, shapes: Shapes) -> dict[str, Any]:
     """Return the settings of TransformerConfig on which estimates of memory depend."""
     with_experts = _layers_with_experts(shapes)
     num_shared = values.get("n_shared_experts") or values.get("num_shared_experts") or 0

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_engine.models.blocks import Shapes
 from hybrid_engine.models.config_json import Gpt2
 from hybrid_engine.models.llama import ACTIVATIONS, unknown_activation
 from hybrid_engine.models.packing import InterleavedQKV, Replicated, Span, Split, Vocabulary
-from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Serving, in_layer
+from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Rules, Serving, in_layer
+from hybrid_engine.records.regions import Shape, Shapes
 
 LAYER = "transformer.h.{layer}."
 EMBEDDING = "transformer.wte.weight"
@@ -58,7 +58,7 @@ def _not_built(config: Gpt2) -> Iterator[str]:
             yield key
 
 
-def _rules(dims: ModelDims) -> tuple[Rule, ...]:
+def _rules(dims: ModelDims) -> Rules:
     def qkv(kind: str) -> InterleavedQKV:
         name = f"{LAYER}attn.c_attn.{kind}"
         size = dims.num_heads * dims.head_dim
@@ -115,7 +115,7 @@ def _rules(dims: ModelDims) -> tuple[Rule, ...]:
 def _shapes(dims: ModelDims, num_positions: int) -> Shapes:
     hidden = dims.hidden_size
     ffn = dims.ffn_hidden_size
-    layer_shapes: Shapes = {
+    layer_shapes: dict[str, Shape] = {
         "ln_1": (hidden,),
         "attn.c_attn": (hidden, 3 * hidden),
         "attn.c_proj": (hidden, hidden),
@@ -123,7 +123,7 @@ def _shapes(dims: ModelDims, num_positions: int) -> Shapes:
         "mlp.c_proj": (ffn, hidden),
         "ln_2": (hidden,),
     }
-    shapes: Shapes = {
+    shapes: dict[str, Shape] = {
         EMBEDDING: (dims.vocab_size, hidden),
         POSITIONS: (num_positions, hidden),
     }

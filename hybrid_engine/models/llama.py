@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.models.blocks import (
-    Shapes,
     attention_rules,
     attention_shapes,
     fused_mlp_rules,
@@ -35,6 +34,7 @@ from hybrid_engine.models.config_json import (
     Windowed,
 )
 from hybrid_engine.models.table import Extras, ModelDims, ModelTable, RotaryScaling, Serving
+from hybrid_engine.records.regions import Shapes
 
 ACTIVATIONS = {
     "silu": "silu",

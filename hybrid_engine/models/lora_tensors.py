@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hybrid_engine.models.packing import Packing, Replicated, Shape, Span, Split
+from hybrid_engine.models.packing import Packing, Replicated, Span, Split
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.records.regions import Shape, Shapes
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM 0.32 accepts for `max_lora_rank`. The rank of an adapter may be smaller."""
@@ -54,7 +55,7 @@ class ActorLora:
     """
 
     settings: LoraSettings
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
     name: str = "actor"
 
 
@@ -132,7 +133,7 @@ def adapter_shapes(
     return shapes
 
 
-def adapted_modules(shapes: Mapping[str, Shape]) -> tuple[str, ...]:
+def adapted_modules(shapes: Shapes) -> tuple[str, ...]:
     """Return the sorted last parts of the adapted modules' Hugging Face names, e.g. "q_proj"."""
     names = {module_of(name).rpartition(".")[2] for name in shapes}
     return tuple(sorted(names))

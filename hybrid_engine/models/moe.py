@@ -15,7 +15,6 @@ from typing import Any
 from hybrid_engine.models.blocks import (
     LAYER,
     PROJECTIONS,
-    Shapes,
     mlp_rules,
     mlp_shapes,
     model_shapes,
@@ -29,7 +28,8 @@ from hybrid_engine.models.llama import (
     windows_by_kind,
 )
 from hybrid_engine.models.packing import GateUp, Over, Packing, Replicated, Span, Split
-from hybrid_engine.models.table import Extras, ModelTable, Rule, Serving, in_layer
+from hybrid_engine.models.table import Extras, ModelTable, Rule, Rules, Serving, in_layer
+from hybrid_engine.records.regions import Shape, Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def with_experts(
     )
 
 
-def expert_rules(experts: Experts) -> tuple[Rule, ...]:
+def expert_rules(experts: Experts) -> Rules:
     """Return the rules of router, routed experts and shared expert."""
     block = LAYER + experts.block
     local = "mlp.experts.local_experts.{expert}."
@@ -207,7 +207,7 @@ def expert_rules(experts: Experts) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def packed_expert_rules() -> tuple[Rule, ...]:
+def packed_expert_rules() -> Rules:
     """Return the rules of router and experts that are stored together, as gpt-oss's are.
 
     All experts of a layer are one tensor, [experts, in, out], in which gate and up columns
@@ -243,7 +243,7 @@ def packed_expert_rules() -> tuple[Rule, ...]:
 def expert_shapes(experts: Experts, hidden: int) -> Shapes:
     """Return the shapes of a layer's router and experts, by name without the layer's prefix."""
     block = experts.block
-    shapes: Shapes = {block + "gate.weight": (experts.num, hidden)}
+    shapes: dict[str, Shape] = {block + "gate.weight": (experts.num, hidden)}
     if experts.bias:
         shapes[block + experts.bias] = (experts.num,)
     for expert in range(experts.num):

@@ -26,9 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
-from hybrid_engine.records.regions import Region
-
-Shape = tuple[int, ...]
+from hybrid_engine.records.regions import Region, Shape, Shapes
 
 
 class Over(StrEnum):
@@ -366,7 +364,7 @@ class Held:
 def held_regions(
     packing: Packing,
     indices: Mapping[str, int],
-    shapes: Mapping[str, Shape],
+    shapes: Shapes,
     local_shape: Shape,
     part: int,
     num_parts: int,

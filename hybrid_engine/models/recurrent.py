@@ -15,11 +15,10 @@ Sources: `transformers` models qwen3_next, qwen3_5 and nemotron_h; Megatron-LM
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hybrid_engine.models.blocks import LAYER, attention_rules, outer_rules
-from hybrid_engine.models.packing import HeadRows, PackedHeads, Packing, Replicated, Shape, Split
-from hybrid_engine.models.table import ModelDims, Rule, in_layer
+from hybrid_engine.models.packing import HeadRows, PackedHeads, Packing, Replicated, Split
+from hybrid_engine.models.table import ModelDims, Rule, Rules, in_layer
+from hybrid_engine.records.regions import Shapes
 
 _NET = LAYER + "linear_attn."
 _CONVOLUTION = _NET + "conv1d.weight"
@@ -28,7 +27,7 @@ BACKBONE_LAYER = "backbone.layers.{layer}."
 _MIXER = BACKBONE_LAYER + "mixer."
 
 
-def delta_net_rules(patterns: Mapping[str, Shape], num_key_heads: int) -> tuple[Rule, ...]:
+def delta_net_rules(patterns: Shapes, num_key_heads: int) -> Rules:
     """Return the rules of gated delta nets; none if no layer is one.
 
     Args:
@@ -90,7 +89,7 @@ def delta_net_rules(patterns: Mapping[str, Shape], num_key_heads: int) -> tuple[
     )
 
 
-def backbone_rules(patterns: Mapping[str, Shape], dims: ModelDims) -> tuple[Rule, ...]:
+def backbone_rules(patterns: Shapes, dims: ModelDims) -> Rules:
     """Return the rules of a model of one block per layer; none if it is no such model.
 
     Arguments as for `delta_net_rules`.
@@ -112,7 +111,7 @@ def backbone_rules(patterns: Mapping[str, Shape], dims: ModelDims) -> tuple[Rule
     )
 
 
-def _mamba_rules(patterns: Mapping[str, Shape]) -> tuple[Rule, ...]:
+def _mamba_rules(patterns: Shapes) -> Rules:
     num_heads = patterns[_MIXER + "A_log"][0]
     inner = patterns[_MIXER + "norm.weight"][0]
     convolved = patterns[_MIXER + "conv1d.weight"][0]

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from hybrid_engine.models.packing import (
     Packing,
     Replicated,
-    Shape,
     part_of_tensor,
 )
+from hybrid_engine.records.regions import Shapes
 
 DECODER_LAYER = "decoder.layers.{layer}."
 MTP_LAYER = "mtp.layers.{layer}."
@@ -72,6 +72,9 @@ class Rule:
     names: tuple[str, ...]
     packing: Packing
     around_one: bool = False
+
+
+Rules = tuple[Rule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,8 @@ class ModelTable:
     """
 
     dims: ModelDims
-    rules: tuple[Rule, ...]
-    shapes: Mapping[str, Shape]
+    rules: Rules
+    shapes: Shapes
     transformer: Mapping[str, Any]
     layer_sizes: Mapping[str, Any] = field(default_factory=dict)
     gpt: Mapping[str, Any] = field(default_factory=dict)
@@ -221,7 +224,7 @@ class ModelTable:
         return "extended" if is_extended else "default"
 
     @cached_property
-    def refined_shapes(self) -> Mapping[str, Shape]:
+    def refined_shapes(self) -> Shapes:
         """`shapes`, with the dims that rules take in steps split: see `PartOfTensor`."""
         refined = dict(self.shapes)
         parts = {part for rule in self.rules for part in rule.packing.parts()}

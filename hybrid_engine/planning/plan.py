@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
+from hybrid_engine.records.regions import Shape
 
 
 class Link(StrEnum):
@@ -88,7 +89,7 @@ class Transfer:
     """
 
     tensor: str
-    lengths: tuple[int, ...]
+    lengths: Shape
     src: Place
     dst: Place
     nbytes: int

@@ -20,7 +20,7 @@ import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Offsets, Region, Shape, Shapes, Strides
 from hybrid_engine.records.validation import dtype_faults
 
 
@@ -34,8 +34,8 @@ class BoxOwners:
         ranks: sorted; a rank occurs once for every place in which it has the box.
     """
 
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Offsets
+    lengths: Shape
     ranks: np.ndarray
 
     @property
@@ -110,7 +110,7 @@ def _bounds(boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:
 
 
 TensorOwners = tuple[BoxOwners, ...]
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[Offsets, Shape]
 """Offsets and lengths."""
 
 
@@ -127,7 +127,7 @@ class Holdings:
     """
 
     num_ranks: int
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     dtypes: Mapping[str, str]
     owners: Mapping[str, TensorOwners]
 
@@ -221,7 +221,7 @@ class PlacedBox:
     buffer: str
     numel: int
     start: int
-    strides: tuple[int, ...]
+    strides: Strides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -342,7 +342,7 @@ def placed_holdings(
         # (buffer, group) -> (box, numel of the buffer, offset, strides) -> ranks
         by_buffer: dict[
             tuple[str, str],
-            dict[tuple[Box, int, int, tuple[int, ...]], list[int]],
+            dict[tuple[Box, int, int, Strides], list[int]],
         ] = {}
         for shard in shards_by_tensor[name]:
             region = shard.region
@@ -419,7 +419,7 @@ class SideBuilder:
     def __init__(
         self,
         num_ranks: int,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
         dtype: str,
         dtypes: Mapping[str, str],
         *,

@@ -15,7 +15,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.records.regions import Region, refined_boxes, splits_of, subtract_all
+from hybrid_engine.records.regions import (
+    Region,
+    Shape,
+    Shapes,
+    Strides,
+    refined_boxes,
+    splits_of,
+    subtract_all,
+)
 
 DTYPE_NBYTES = {
     "float64": 8,
@@ -100,7 +108,7 @@ class Place:
 
     buffer: BufferId
     offset: int
-    strides: tuple[int, ...]
+    strides: Strides
 
     def at(self, index: Iterable[int]) -> Place:
         """Return the place of the sub-box that starts at `index`, relative to this place."""
@@ -144,7 +152,7 @@ class Layout:
         shards: the records.
     """
 
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Shapes
     buffers: Mapping[BufferId, Buffer]
     shards: tuple[Shard, ...] = field(default=())
 
@@ -155,13 +163,13 @@ class Layout:
         Raises:
             PlanError: lists every tensor and buffer that two layouts describe differently.
         """
-        tensors: dict[str, tuple[int, ...]] = {}
+        tensors: dict[str, Shape] = {}
         buffers: dict[BufferId, Buffer] = {}
         shards: list[Shard] = []
         faults: list[str] = []
         # Many ranks share one mapping of tensors; merge each once. Keeping the mappings alive keeps
         # their ids unique.
-        merged: dict[int, Mapping[str, tuple[int, ...]]] = {}
+        merged: dict[int, Shapes] = {}
         for layout in layouts:
             if id(layout.tensors) not in merged:
                 merged[id(layout.tensors)] = layout.tensors
@@ -191,7 +199,7 @@ class Layout:
             shards.append(replace(shard, place=place))
         return Layout(self.tensors, buffers, tuple(shards))
 
-    def refined(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    def refined(self, shapes: Shapes) -> Layout:
         """Return the layout with tensors in finer shapes: [E, 2 I] as [E, I, 2].
 
         Args:

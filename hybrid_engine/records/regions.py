@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+"""Number of elements along each dim of a tensor or box."""
+Shapes = Mapping[str, Shape]
+"""Tensor -> shape."""
+Offsets = tuple[int, ...]
+"""Index of an element, one number per dim."""
+Strides = tuple[int, ...]
+"""Elements of a buffer from one index to the next, per dim."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,8 +29,8 @@ class Region:
     """
 
     tensor: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Offsets
+    lengths: Shape
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
@@ -40,7 +49,7 @@ class Region:
         return math.prod(self.lengths)
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def ends(self) -> Offsets:
         """Last index plus one, per dim."""
         bounds = zip(self.offsets, self.lengths, strict=True)
         return tuple(offset + length for offset, length in bounds)
@@ -113,14 +122,14 @@ def joined(regions: Iterable[Region]) -> list[Region]:
     return sorted(boxes)
 
 
-def _other_bounds(box: Region, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _other_bounds(box: Region, dim: int) -> tuple[Offsets, Shape]:
     """Return a box's offsets and lengths in all dims but one."""
     offsets = box.offsets[:dim] + box.offsets[dim + 1 :]
     lengths = box.lengths[:dim] + box.lengths[dim + 1 :]
     return offsets, lengths
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: Shape) -> Strides:
     """Return the row-major strides of `shape`, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
@@ -133,8 +142,8 @@ class StridedView:
     """
 
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Strides
 
     @property
     def stop(self) -> int:
@@ -156,10 +165,10 @@ class ViewCopy:
         dst_strides: strides of the box in the destination's storage.
     """
 
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Offsets
+    lengths: Shape
     dst_offset: int
-    dst_strides: tuple[int, ...]
+    dst_strides: Strides
 
     def view_of(self, part: Region) -> StridedView:
         """Return the destination of a box inside this one."""
@@ -168,7 +177,7 @@ class ViewCopy:
         return StridedView(self.dst_offset + shift, part.lengths, self.dst_strides)
 
 
-def splits_of(shape: tuple[int, ...], finer: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+def splits_of(shape: Shape, finer: Shape) -> tuple[Shape, ...] | None:
     """Return, for each dim of a shape, the dims of a finer shape that it is split into.
 
     None if `finer` is no refinement: if the product of some of its dims is no dim of `shape`.
@@ -186,9 +195,7 @@ def splits_of(shape: tuple[int, ...], finer: tuple[int, ...]) -> tuple[tuple[int
     return None if remaining else tuple(splits)
 
 
-def refined_boxes(
-    region: Region, strides: tuple[int, ...], splits: tuple[tuple[int, ...], ...]
-) -> list[ViewCopy]:
+def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -> list[ViewCopy]:
     """Return the boxes of a region in a finer shape of its tensor.
 
     Args:
@@ -224,9 +231,7 @@ def refined_boxes(
     return boxes
 
 
-def _runs_of(
-    start: int, stop: int, split: tuple[int, ...]
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+def _runs_of(start: int, stop: int, split: Shape) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield boxes that cover an interval of a dim that is split into several.
 
     Each is (its first index in the dim, (first index, length) in each dim of the split).
@@ -260,7 +265,7 @@ class _LoopNest:
     dst: int
 
 
-def boxes_of_copy(shape: tuple[int, ...], src: StridedView, dst: StridedView) -> list[ViewCopy]:
+def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[ViewCopy]:
     """Express the copy `dst[...] = src[...]` as boxes of the canonical tensor under `src`.
 
     Args:
@@ -315,15 +320,15 @@ def _steps(loops: list[_LoopNest]) -> Iterator[tuple[int, ...]]:
 
 def _unravel(
     position: int,
-    shape: tuple[int, ...],
-    canonical: tuple[int, ...],
-) -> tuple[int, ...]:
+    shape: Shape,
+    canonical: Strides,
+) -> Offsets:
     """Return the row-major index of a flat position."""
     dims = zip(shape, canonical, strict=True)
     return tuple(position // stride % size for size, stride in dims)
 
 
-def _dim_of(stride: int, shape: tuple[int, ...], canonical: tuple[int, ...]) -> int | None:
+def _dim_of(stride: int, shape: Shape, canonical: Strides) -> int | None:
     """Return the canonical dim along which a source stride steps; None if there is none."""
     for dim, (size, unit) in enumerate(zip(shape, canonical, strict=True)):
         # Steps of several units are possible; a dim of size 1 has no steps.
@@ -334,8 +339,8 @@ def _dim_of(stride: int, shape: tuple[int, ...], canonical: tuple[int, ...]) -> 
 
 def _split(
     loop: _LoopNest,
-    shape: tuple[int, ...],
-    canonical: tuple[int, ...],
+    shape: Shape,
+    canonical: Strides,
     start: int,
 ) -> Iterator[_LoopNest]:
     """Split a loop over several canonical dims (a flattened view) at the dims' borders.
@@ -382,8 +387,8 @@ def _merged(loops: list[_LoopNest]) -> list[_LoopNest]:
 
 def _choose_box_loops(
     loops: list[_LoopNest],
-    shape: tuple[int, ...],
-    canonical: tuple[int, ...],
+    shape: Shape,
+    canonical: Strides,
     start: int,
 ) -> tuple[dict[int, _LoopNest], list[_LoopNest]]:
     """Choose the longest loop of each canonical dim that takes single steps within bounds.
@@ -410,8 +415,8 @@ def _choose_box_loops(
 def _dim_out_of_bounds(
     box_loops: dict[int, _LoopNest],
     unrolled: list[_LoopNest],
-    shape: tuple[int, ...],
-    canonical: tuple[int, ...],
+    shape: Shape,
+    canonical: Strides,
     start: int,
 ) -> int | None:
     """Return a dim in which the box of some unrolled step crosses the border (the view wraps)."""

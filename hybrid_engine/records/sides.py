@@ -29,7 +29,7 @@ from hybrid_engine.errors import MessageError, PlanError
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.records.holdings import PlacedHoldings, placed_holdings
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, splits_of
+from hybrid_engine.records.regions import Region, Shape, Shapes, splits_of
 from hybrid_engine.records.validation import undeclared_faults
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -83,7 +83,7 @@ def layout_messages(layout: Layout) -> tuple[bytes, bytes]:
     return _names_message(layout.tensors), _records_message(layout, _numbered(layout.tensors))
 
 
-def _names_message(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+def _names_message(tensors: Shapes) -> bytes:
     return encode(_NamesMessage(list(tensors), list(tensors.values())))
 
 
@@ -142,7 +142,7 @@ def _records_message(layout: Layout, tensor_numbers: Mapping[str, int]) -> bytes
     return encode(_RecordsMessage(buffers, shards))
 
 
-def _decoded_tensors(message: bytes) -> dict[str, tuple[int, ...]]:
+def _decoded_tensors(message: bytes) -> dict[str, Shape]:
     names: _NamesMessage = decode(message, _NamesMessage)
     if len(names.names) != len(names.shapes):
         raise MessageError(
@@ -153,7 +153,7 @@ def _decoded_tensors(message: bytes) -> dict[str, tuple[int, ...]]:
 
 
 def _decoded_layout(
-    tensors: dict[str, tuple[int, ...]],
+    tensors: dict[str, Shape],
     message: bytes,
     rank: int,
 ) -> Layout:
@@ -283,11 +283,11 @@ class Side:
                 digest.update(hashlib.sha256(messages[index]).digest())
         return cls(tuple(kinds), kind_of, digest.hexdigest())
 
-    def refined(self, shapes: Mapping[str, tuple[int, ...]]) -> Side:
+    def refined(self, shapes: Shapes) -> Side:
         """Return the side with tensors in finer shapes; see `Layout.refined`."""
         # The other side determines the shapes, so the fingerprint of both together stays unique.
         # Layouts that share their tensors share the refined ones.
-        tensors: dict[int, dict[str, tuple[int, ...]]] = {}
+        tensors: dict[int, dict[str, Shape]] = {}
         kinds = []
         for kind in self.kinds:
             names = tensors.setdefault(
@@ -354,7 +354,7 @@ def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
     are a box only then. Tensors whose shapes do not refine each other stay, and make no plan.
     """
     shapes = [_shapes_of(side) for side in (source, destination)]
-    finer: dict[str, tuple[int, ...]] = {}
+    finer: dict[str, Shape] = {}
     for name in shapes[0].keys() & shapes[1].keys():
         pair = {of_side[name] for of_side in shapes}
         for shape in pair:
@@ -365,7 +365,7 @@ def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
     return source.refined(finer), destination.refined(finer)
 
 
-def _shapes_of(side: Side) -> dict[str, tuple[int, ...]]:
+def _shapes_of(side: Side) -> dict[str, Shape]:
     # Ranks that describe a tensor differently are reported when a plan merges their layouts.
     return {name: shape for kind in side.kinds for name, shape in kind.tensors.items()}
 

@@ -24,11 +24,10 @@ from rich.text import Text
 
 from hybrid_engine.errors import ConfigError, clipped
 from hybrid_engine.files.durable import naming, write_text
+from hybrid_engine.ports import Batch
 from hybrid_engine.rl.conversation_state import Conversation, prompt_of
 
 if TYPE_CHECKING:
-    import torch
-
     from hybrid_engine.rl.rewards import Scores
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
@@ -95,7 +94,7 @@ def samples_of(
     prompts: Sequence[Any],
     groups: Sequence[Sequence[Any]],
     scores: Scores,
-    batch: Mapping[str, torch.Tensor],
+    batch: Batch,
     version: int,
 ) -> list[ScoredCompletion]:
     """Return the completions of a step with their rewards and mean advantages.

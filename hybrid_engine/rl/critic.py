@@ -10,6 +10,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
 from hybrid_engine.rl.packed_calls import PackedCalls, packing_violations
+from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import (
     ValueModel,
     explained_variance,
@@ -59,7 +60,7 @@ class Critic:
 
     def learn(
         self, batch: Batch, rewards: torch.Tensor, step: int, generator: torch.Generator
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B, S].
 
         Also adds `old_values` and `returns`, [B, S].

@@ -39,10 +39,11 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.rl.conversation_state import prompt_of
 from hybrid_engine.rl.conversations import begin_conversations, converse
-from hybrid_engine.rl.prompt_source import PromptSource, are_listed
+from hybrid_engine.rl.prompt_source import PromptSource, StepPrompts, are_listed
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
 from hybrid_engine.rl.user_callbacks import calling
+from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class GroupQueue:
         # A list was checked before.
         self._checks_each_step = not are_listed(arguments.prompts)
         # A stream is read once.
-        self._prompts: dict[int, tuple[Sequence[int], list[Any]]] = {}
+        self._prompts: dict[int, StepPrompts] = {}
         self._depth = arguments.config.max_staleness
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
@@ -133,7 +134,7 @@ class GroupQueue:
         self._drawings: list[BackgroundDrawing] = []
         self._published: list[int] = []
 
-    def prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
+    def prompts_of(self, number: int) -> StepPrompts:
         """Return the numbers of a step's prompts, and the prompts. Collective.
 
         Raises ArgumentError or ConfigError if the caller's function returns invalid ones.
@@ -252,7 +253,7 @@ class GroupQueue:
             )
         return [ages[version] for version in versions]
 
-    def figures(self, groups: Any) -> dict[str, float]:
+    def figures(self, groups: Any) -> Figures:
         """Return the figures of a step's completions; none without `max_staleness`."""
         if not self._depth:
             return {}

@@ -77,6 +77,7 @@ from hybrid_engine.rl.step_metrics import (
 from hybrid_engine.rl.stop_signals import StopSignals
 from hybrid_engine.rl.user_callbacks import calling, naming_failure
 from hybrid_engine.trainer.batches import build_batch, mean_weights
+from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -443,7 +444,7 @@ class Loop:
         penalties = self._kl_penalties(batch)
         learning_rate = self._learning_rate * config.learning_rate_factor(number)
         worker.set_learning_rate(learning_rate)
-        report: dict[str, float] = {}
+        report: Figures = {}
         # Critic and actor take turns on the device, so the critic's optimizer steps are complete
         # before the actor's training state comes back.
         if self.critic is not None:
@@ -491,7 +492,7 @@ class Loop:
         Raises ArgumentError if `evaluate` does not return a mapping of names to numbers.
         """
         row = dict(row)
-        figures: dict[str, float] = {}
+        figures: Figures = {}
         if evaluate is not None:
             with (
                 self.worker.rollout_context(),
@@ -601,7 +602,7 @@ class Loop:
         assert scores is not None
         return groups, scores
 
-    def _kl_penalties(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _kl_penalties(self, batch: Batch) -> torch.Tensor:
         """Return what the KL to the reference takes from the reward of each token, [B, S]."""
         mask = batch["mask"]
         if self.config.kl_place == "loss" or "ref_log_probs" not in batch:
@@ -669,7 +670,7 @@ class Loop:
             batch["learned_mask"] = batch["mask"] * is_learned[:, None]
         return batch
 
-    def _update(self, batch: dict[str, torch.Tensor], number: int) -> dict[str, float]:
+    def _update(self, batch: dict[str, torch.Tensor], number: int) -> Figures:
         """Take all optimizer steps of a step; return the mean of their reports."""
         config = self.config
         if config.clips_to_sampler:

@@ -33,6 +33,7 @@ from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
 from hybrid_engine.trainer.batches.batch_building import mask_of
+from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 
 Aggregation = Literal["token", "sequence", "constant"]
@@ -204,7 +205,7 @@ def minibatches(
     return parts
 
 
-def mean_of(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_of(reports: Sequence[Mapping[str, float]]) -> Figures:
     """Return the means of the reports of several optimizer steps, which have the same names."""
     return {name: fmean(report[name] for report in reports) for name in reports[0]}
 

@@ -13,6 +13,7 @@ from hybrid_engine.ports import Batch
 from hybrid_engine.rl.config import LoopConfig
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.row_packing import pack_rows
+from hybrid_engine.trainer.ports import Figures
 
 
 def packing_violations(config: LoopConfig, no_packing: str) -> Iterator[Violation]:
@@ -51,11 +52,11 @@ class PackedCalls:
 
     def update(
         self,
-        call: Callable[..., dict[str, float]],
+        call: Callable[..., Figures],
         batch: Batch,
         loss_function: Callable[..., Any],
         **settings: Any,
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Return the report of `call(batch, loss_function, **settings)`."""
         if self.packs:
             batch = pack_rows(batch, multiple_of=self._multiple).batch

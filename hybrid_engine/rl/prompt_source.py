@@ -28,11 +28,14 @@ from hybrid_engine.rl.user_callbacks import naming_failure
 _FILE = "prompts.pt"
 _MAX_PLACE_NBYTES = 1 << 28
 
+StepPrompts = tuple[Sequence[int], list[Any]]
+"""Numbers that name the prompts of a step in messages, and the prompts."""
+
 
 class PromptSource(Protocol):
     """Prompts of each step, the same on all ranks."""
 
-    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+    def take(self, number: int) -> StepPrompts:
         """Return the prompts of a step, and the numbers that name them in messages.
 
         Steps are taken in ascending order. Raises ArgumentError if the caller's prompts fail.
@@ -63,7 +66,7 @@ class ListedPrompts(_WithoutPlace):
         self._count = count
         self._seed = seed
 
-    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+    def take(self, number: int) -> StepPrompts:
         """Return the prompts of a step and their indices in the list."""
         size = len(self._prompts)
         indices = []
@@ -81,7 +84,7 @@ class CalledPrompts(_WithoutPlace):
         self._function = function
         self._count = count
 
-    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+    def take(self, number: int) -> StepPrompts:
         """Return the prompts of a step. Raises ArgumentError for another number of prompts."""
         prompts = list(self._function(number))
         if len(prompts) != self._count:
@@ -110,7 +113,7 @@ class StreamedPrompts:
         # Step -> place after it. Prompts of later steps may be taken before a step is saved.
         self._places: dict[int, bytes] = {}
 
-    def take(self, number: int) -> tuple[Sequence[int], list[Any]]:
+    def take(self, number: int) -> StepPrompts:
         """Return the next prompts of the stream.
 
         Raises ArgumentError if the stream is empty, or if its place cannot be saved.

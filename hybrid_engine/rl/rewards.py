@@ -25,6 +25,7 @@ from hybrid_engine.errors import ArgumentError, Violation, first_of, shortened
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.losses import are_agreeing
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
+from hybrid_engine.trainer.ports import Figures
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.config import LoopConfig
@@ -97,7 +98,7 @@ class Scores:
             rewards[indices] = scores.by_name[name]
         return Scores(totals, by_name)
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> Figures:
         """Return the mean of each of several functions, over the completions that it applies to."""
         means = {f"reward_{name}": rewards.nanmean() for name, rewards in self.by_name.items()}
         return {name: mean.item() for name, mean in means.items() if not mean.isnan()}

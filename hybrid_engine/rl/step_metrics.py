@@ -13,11 +13,13 @@ import torch
 
 from hybrid_engine.compute_check.logprob_check import exactness
 from hybrid_engine.errors import ArgumentError, ComputationError, Violation, shortened
+from hybrid_engine.ports import Batch
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.conversation_state import Conversation
 from hybrid_engine.rl.rewards import Scores
 from hybrid_engine.rl.user_callbacks import number_of
 from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
@@ -37,9 +39,7 @@ _MINIMA = ("generation_wait_seconds",)
 """Servers wait only while no rank has requests."""
 
 
-def completion_figures(
-    batch: Mapping[str, torch.Tensor], groups: Groups, scores: Scores
-) -> dict[str, float]:
+def completion_figures(batch: Batch, groups: Groups, scores: Scores) -> Figures:
     """Return figures of a step's completions, under the policy that drew them.
 
     Args:
@@ -80,13 +80,13 @@ def completion_figures(
     return figures
 
 
-def _log_prob_error(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _log_prob_error(batch: Batch) -> torch.Tensor:
     """Return the absolute differences of vLLM's and the trainer's log-probabilities, [drawn]."""
     differences = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()
     return differences[batch["mask"].bool()]
 
 
-def require_exact(batch: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def require_exact(batch: Batch, device: torch.device) -> None:
     """Raise ComputationError if a log-probability of vLLM's differs from the trainer's.
 
     `batch`: has `mask`, `sampled_log_probs` and `old_log_probs`, all [B, S].
@@ -102,13 +102,13 @@ def require_exact(batch: Mapping[str, torch.Tensor], device: torch.device) -> No
         )
 
 
-def without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:
+def without_columns(report: Mapping[str, float], figures: Mapping[str, float]) -> Figures:
     """Return the report of a loss; a name that is a column already becomes `loss_NAME`."""
     taken = {"step", "entropy", *figures}
     return {f"loss_{name}" if name in taken else name: value for name, value in report.items()}
 
 
-def evaluation_figures(returned: Any) -> dict[str, float]:
+def evaluation_figures(returned: Any) -> Figures:
     """Convert the figures that the user's `evaluate` returned.
 
     Raises ArgumentError if they are not a mapping of names to numbers.
@@ -145,7 +145,7 @@ class StepMeter:
         """Start measuring a step. Everything that was measured before is discarded."""
         self.step = step
         self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._seconds: Figures = {}
         # Cleared, not replaced: the worker's hook appends to this list.
         self.switches.clear()
 
@@ -162,12 +162,12 @@ class StepMeter:
         key = f"{name}_seconds"
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
 
-    def take(self, worker: ActorHybridWorker) -> dict[str, float]:
+    def take(self, worker: ActorHybridWorker) -> Figures:
         """Return the measurements since the last call, combined over all ranks. Collective."""
         # The second number is the resident set in pages.
         with open("/proc/self/statm") as file:
             resident_pages = int(file.read().split()[1])
-        local: dict[str, float] = {
+        local: Figures = {
             "bytes_received": sum(report.bytes_received for report in self.switches),
             "bytes_least": sum(report.bytes_least for report in self.switches),
             "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
@@ -183,9 +183,7 @@ class StepMeter:
         return combine_ranks(of_ranks, are_totals=worker.reports_cover_all_ranks)
 
 
-def combine_ranks(
-    of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False
-) -> dict[str, float]:
+def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False) -> Figures:
     """Combine the measurements of all ranks.
 
     Bytes are summed. Of seconds and memory the maximum counts, of seconds in which servers wait the
@@ -204,9 +202,9 @@ def combine_ranks(
     return combined
 
 
-def _seconds_of_switches(switches: Sequence[ReshardReport]) -> dict[str, float]:
+def _seconds_of_switches(switches: Sequence[ReshardReport]) -> Figures:
     """Return the seconds of each phase of the switches as columns."""
-    seconds: dict[str, float] = {}
+    seconds: Figures = {}
     for report in switches:
         for phase, duration in report.seconds_by_phase.items():
             column = f"reshard_{phase.replace(' ', '_')}_seconds"

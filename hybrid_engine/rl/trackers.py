@@ -32,6 +32,7 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.run_files import Row
 from hybrid_engine.rl.user_callbacks import naming_failure
+from hybrid_engine.trainer.ports import Figures
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -286,7 +287,7 @@ def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
     return SafeTracker(name, partial(_Accelerated, name, _run_name(out), settings))
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _figures(row: Row) -> Figures:
     """Return a row without the number of its step, which trackers have as an argument."""
     return {name: value for name, value in row.items() if name != "step" and value is not None}
 

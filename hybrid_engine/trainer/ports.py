@@ -15,9 +15,12 @@ import torch
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share
-from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores
 from hybrid_engine.trainer.data_parallel import DataParallelRanks
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
+
+Figures = dict[str, float]
+"""Name of a figure -> value."""
 
 
 class Scorer(Protocol):
@@ -35,7 +38,7 @@ class Scorer(Protocol):
     def data_parallel(self) -> DataParallelRanks:
         """The ranks that share a batch."""
 
-    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> Scores:
         """Return `log_probs` [B, S] fp32 of every label of this rank's share, and `outputs`.
 
         Collective.
@@ -47,7 +50,7 @@ class Scorer(Protocol):
 
 def score(
     engine: Scorer, batch: Batch, agreement: Agreement, phase: str, data: Data, outputs: Outputs
-) -> torch.Tensor | dict[str, torch.Tensor]:
+) -> torch.Tensor | Scores:
     """Score a batch, each data parallel rank its share. Collective.
 
     The results of a global batch are joined on every rank. Returns log-probabilities [B, S], or a
@@ -71,7 +74,7 @@ class TrainableScorer(Scorer, Protocol):
 
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Take one optimizer step on this rank's share of a batch. Collective.
 
         Args:

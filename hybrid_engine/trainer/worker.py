@@ -20,8 +20,8 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
-from hybrid_engine.trainer.batches.token_outputs import Outputs
-from hybrid_engine.trainer.ports import ActorParts, score
+from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
+from hybrid_engine.trainer.ports import ActorParts, Figures, score
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -116,16 +116,14 @@ class ActorHybridWorker(HybridEngine[Trainer]):
     @overload
     def compute_log_probs(
         self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
-    ) -> dict[str, torch.Tensor]: ...
+    ) -> Scores: ...
 
     @overload
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = ..., top_k: int
-    ) -> dict[str, torch.Tensor]: ...
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
 
     def compute_log_probs(
         self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    ) -> torch.Tensor | Scores:
         """Return the log-probability [B, S] fp32 of every label under the training weights.
 
         In train or forward context.
@@ -155,7 +153,7 @@ class ActorHybridWorker(HybridEngine[Trainer]):
         data: Data = "global",
         entropy: bool = False,
         top_k: int = 0,
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Take one optimizer step on the batch, and one step of the learning-rate schedule.
 
         In `train_context`.

@@ -23,7 +23,7 @@ import torch
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Function, Patch
 
 _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
@@ -36,7 +36,7 @@ def _cpu_patch(
     return Patch(f"cpu.{name}", "cpu", target, reason, build=build, **options)
 
 
-def _build_get_rng_state(original: Any) -> Callable[..., Any]:
+def _build_get_rng_state(original: Any) -> Function:
     def _get_cuda_rng_state(
         device: Any = "cuda", clone: bool = False, graph_safe: bool = False
     ) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _build_get_rng_state(original: Any) -> Callable[..., Any]:
     return _get_cuda_rng_state
 
 
-def _build_set_rng_state(original: Any) -> Callable[..., Any]:
+def _build_set_rng_state(original: Any) -> Function:
     def _set_cuda_rng_state(
         new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False
     ) -> None:
@@ -65,7 +65,7 @@ def _refuse_graph_safe(graph_safe: bool) -> None:
         )
 
 
-def _build_nccl_options(original: Any) -> Callable[..., None]:
+def _build_nccl_options(original: Any) -> Function:
     def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
         """Return None, because gloo has none of NCCL's options."""
 
@@ -95,7 +95,7 @@ def _build_eager(original: Any) -> Any:
     return getattr(original, "_torchdynamo_orig_callable", original)
 
 
-def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_move_to_cpu(original: Function) -> Function:
     @functools.wraps(original)
     def maybe_move_tensor_to_cpu(
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
@@ -105,7 +105,7 @@ def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
-def _build_keeping_outputs_while_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_keeping_outputs_while_sent(original: Function) -> Function:
     @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
         # The original calls this function for each output in a list or a dict.

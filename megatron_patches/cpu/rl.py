@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Function, Patch
 
 _SINCE = "0.19.0"
 
 
-def _build_unpacked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_unpacked(original: Function) -> Function:
     @functools.wraps(original)
     def forward(
         self: Any,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_patches.cpu import cuda_names
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Function, Patch
 
 _TRAINING = "megatron.training"
 _ALWAYS = "megatron.training selects its device instead of naming CUDA"
@@ -29,7 +29,7 @@ def _patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **m
     return Patch(f"cpu_training.{name}", "cpu_training", target, reason, build=build, **options)
 
 
-def _build_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_without_cuda(original: Function) -> Function:
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
@@ -37,7 +37,7 @@ def _build_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-def _build_nothing(original: Callable[..., Any]) -> Callable[..., None]:
+def _build_nothing(original: Function) -> Function:
     @functools.wraps(original)
     def skip(*args: Any, **kwargs: Any) -> None:
         pass
@@ -53,7 +53,7 @@ def _build_newest_architecture(original: Callable[..., int]) -> Callable[..., in
     return get_device_arch_version
 
 
-def _build_keeping_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_keeping_generator(original: Function) -> Function:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         state = torch.get_rng_state()
@@ -66,7 +66,7 @@ def _build_keeping_generator(original: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
-def _build_stay(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_stay(original: Function) -> Function:
     def cuda(self: Any, device: Any = None) -> Any:
         """Return the module without moving it."""
         return self

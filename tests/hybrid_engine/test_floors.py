@@ -77,7 +77,7 @@ OUTSIDE = {
     "trainer.fsdp": {"torch"},
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch"},
-    "rl.completion_log": {"rich", "torch"},
+    "rl.completion_log": {"rich"},
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),

@@ -19,9 +19,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
-from hybrid_engine.backends.fsdp.names import Lora, WrappedNames, canonical_views, wrapped_names
+from hybrid_engine.backends.fsdp.names import (
+    Lora,
+    Tensors,
+    WrappedNames,
+    canonical_views,
+    wrapped_names,
+)
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
-from hybrid_engine.backends.training_side import layout_in
+from hybrid_engine.backends.training_side import NamedTensor, Origins, layout_in
 from hybrid_engine.errors import (
     ConfigError,
     ParameterMismatchError,
@@ -39,10 +45,10 @@ from hybrid_engine.models.lora_tensors import (
     b_name,
     module_of,
 )
-from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, StridedView, contiguous_strides
+from hybrid_engine.records.regions import Region, Shape, StridedView, contiguous_strides
+from hybrid_engine.transports.copies import FlatBuffers
 
 KEY = "generate_config.lora_delivery"
 
@@ -62,7 +68,7 @@ def lora_sums(
         loras_of: name of a weight -> its adapters; not empty.
     """
 
-    def compute(sums: Mapping[str, torch.Tensor]) -> None:
+    def compute(sums: Tensors) -> None:
         for name, total in sums.items():
             _write_sum(total, tensors, name, loras_of[name])
 
@@ -111,7 +117,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def separate_lora(
-    loras: Sequence[Lora], packed: Mapping[str, Packed], tensors: Mapping[str, torch.Tensor]
+    loras: Sequence[Lora], packed: Mapping[str, Packed], tensors: Tensors
 ) -> tuple[ActorLora, Mapping[str, Packed]]:
     """Return the adapter for separate delivery, and the location of its canonical tensors.
 
@@ -162,7 +168,7 @@ def _whole_view(tensor: torch.Tensor) -> StridedView:
 
 
 def _violations(
-    loras: Sequence[Lora], canonical: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+    loras: Sequence[Lora], canonical: Mapping[str, str], tensors: Tensors
 ) -> list[Violation]:
     """Return the reasons why adapters cannot be delivered separately."""
     if not loras:
@@ -212,7 +218,7 @@ class ModelReading:
 
 def read_model_weights(
     model: torch.nn.Module,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     table: ModelTable,
     delivery: LoraDelivery,
 ) -> ModelReading:
@@ -286,7 +292,7 @@ class FsdpAdaptor(AdaptorWithSources):
         self._parts = self.tensors.parts
         self._buffer_of = self.tensors.buffer_of
         self._merged: dict[str, list[Lora]] = {}
-        self._sums: Mapping[str, torch.Tensor] = {}  # by weight
+        self._sums: Tensors = {}  # by weight
         if delivery == "merge":
             for lora in reading.names.loras:
                 self._merged.setdefault(lora.weight, []).append(lora)
@@ -324,10 +330,10 @@ class FsdpAdaptor(AdaptorWithSources):
         shapes = {name: packed.view.shape for name, packed in self.packed.items() if name in held}
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
-    def stored_buffers(self) -> Mapping[str, torch.Tensor]:
+    def stored_buffers(self) -> FlatBuffers:
         return self.tensors.flat_buffers
 
-    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def own_origins(self) -> Origins:
         origins = {}
         for name, packed in self.packed.items():
             sources = [packed.parameter]
@@ -375,7 +381,7 @@ class FsdpAdaptor(AdaptorWithSources):
     def finish_loading(self) -> None:
         """Do nothing: `base` has no adapters, and FSDP pads in memory outside of parameters."""
 
-    def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def described_tensors(self) -> Iterator[NamedTensor]:
         for name, tensor in self.tensors.tensors.items():
             yield f"{name} on rank {self.rank}", local_of(tensor)
         for name, total in self._sums.items():

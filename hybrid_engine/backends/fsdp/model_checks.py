@@ -11,7 +11,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from packaging.version import Version
@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
-from hybrid_engine.backends.fsdp.names import computing_modules
+from hybrid_engine.backends.fsdp.names import Tensors, computing_modules
 from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.errors import DependencyError, ModelError, clipped
 from hybrid_engine.models.derived import meta_copy_of
@@ -57,7 +57,7 @@ def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
     _refuse("the model cannot be sharded", _problems_of_whole(model))
 
 
-def weights_dtype(weights: Mapping[str, torch.Tensor], wire_dtype: str | None) -> str:
+def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:
     """Return the dtype in which a model stores its weights.
 
     Args:

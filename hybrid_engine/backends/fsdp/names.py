@@ -40,6 +40,9 @@ from hybrid_engine.records.regions import StridedView
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Attributes in which `torch.compile` and `checkpoint_wrapper` store the module that they wrap."""
 
+Tensors = Mapping[str, torch.Tensor]
+"""Name in a state dict -> tensor."""
+
 _LORA_MATRICES = (
     ("lora_A.{}.weight", "lora_B.{}.weight"),
     ("lora_embedding_A.{}", "lora_embedding_B.{}"),
@@ -91,7 +94,7 @@ def transformers_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def wrapped_names(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> WrappedNames:
+def wrapped_names(model: torch.nn.Module, tensors: Tensors) -> WrappedNames:
     """Match the tensors of a model's state dict with those of the transformers model inside it.
 
     Args:
@@ -156,7 +159,7 @@ class _PeftLayers:
         self,
         layers: Mapping[str, torch.nn.Module],
         state_names: Mapping[str, str],
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
     ) -> None:
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -317,7 +320,7 @@ def _lora_problem(layer: Any, adapter: str) -> str | None:
 
 
 def canonical_views(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable
+    model: torch.nn.Module, tensors: Tensors, table: ModelTable
 ) -> Mapping[str, Packed]:
     """Return the location of each canonical tensor, in the order of a checkpoint.
 
@@ -374,9 +377,7 @@ def canonical_views(
     return {name: views[name] for name in table.shapes if name in views}
 
 
-def packed_model(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable
-) -> PackedModel:
+def packed_model(model: torch.nn.Module, tensors: Tensors, table: ModelTable) -> PackedModel:
     """Return the location of each canonical tensor with the shapes of the parameters.
 
     Arguments and errors are those of `canonical_views`.
@@ -392,7 +393,7 @@ def packed_model(
     return PackedModel(views, shapes, buffers)
 
 
-def _repeated_names(tensors: Mapping[str, torch.Tensor], table: ModelTable) -> set[str]:
+def _repeated_names(tensors: Tensors, table: ModelTable) -> set[str]:
     """Return names by which a state dict repeats a tensor with a canonical name (tied weights)."""
     canonical = {id(tensor) for name, tensor in tensors.items() if name in table.shapes}
     repeated = {name for name, tensor in tensors.items() if id(tensor) in canonical}

@@ -19,7 +19,7 @@ import torch
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
-from hybrid_engine.backends.fsdp.names import canonical_views, model_of_config
+from hybrid_engine.backends.fsdp.names import Tensors, canonical_views, model_of_config
 from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor
 from hybrid_engine.backends.huggingface.saving import Delivery, transfers_to_writers
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, following_log_probs
@@ -145,9 +145,7 @@ class _LayeredModel:
             if number is not None:
                 self.parts[number].append(name)
 
-    def compute(
-        self, tokens: torch.Tensor, bring: Callable[[], Mapping[str, torch.Tensor]]
-    ) -> torch.Tensor:
+    def compute(self, tokens: torch.Tensor, bring: Callable[[], Tensors]) -> torch.Tensor:
         """Return the logits of `tokens` [B, L] on their device.
 
         `bring`: returns the tensors of the next of `parts`.
@@ -226,7 +224,7 @@ class _Parts:
             buffers = weights.buffers()
         self._delivery = Delivery(stored, transfers, buffers, job, stack)
 
-    def bring(self) -> Mapping[str, torch.Tensor]:
+    def bring(self) -> Tensors:
         """Return the tensors of the next part on rank 0, on the host. Collective."""
         names = self.left.pop(0)
         self.is_broken = True

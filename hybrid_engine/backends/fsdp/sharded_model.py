@@ -32,9 +32,15 @@ from transformers import PreTrainedConfig
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.attention import Recorded, live_attention, recorded
 from hybrid_engine.backends.fsdp.model_checks import require_torch
-from hybrid_engine.backends.fsdp.names import transformers_model
+from hybrid_engine.backends.fsdp.names import Tensors, transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
-from hybrid_engine.backends.training_side import GuardedState, is_frozen, stepped_by, steps_before
+from hybrid_engine.backends.training_side import (
+    GuardedState,
+    NamedTensor,
+    is_frozen,
+    stepped_by,
+    steps_before,
+)
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.compute_check.probes import (
@@ -174,9 +180,7 @@ class ShardedModel(GuardedState):
         longest = getattr(transformers_model(self.model).config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
 
-    def image_inputs(
-        self, tokens: torch.Tensor, images: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def image_inputs(self, tokens: torch.Tensor, images: Tensors) -> dict[str, torch.Tensor]:
         """Return what the model takes beside `tokens` [B, L]: the images, and where they are.
 
         `images`: tensors of a processor of transformers, such as `pixel_values`.
@@ -197,9 +201,7 @@ class ShardedModel(GuardedState):
         return self.probe(image.tokens, self.image_inputs(image.tokens.to(device), images))
 
     @torch.no_grad()
-    def probe(
-        self, tokens: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None = None
-    ) -> ProbeAnswer:
+    def probe(self, tokens: torch.Tensor, inputs: Tensors | None = None) -> ProbeAnswer:
         """Compute log-probabilities of `tokens` [B, L]; see `probes.Probed`.
 
         `inputs`: further arguments of the model's forward pass.
@@ -297,7 +299,7 @@ def _require_own_parameters(
             )
 
 
-def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(path: str, value: Any) -> Iterator[NamedTensor]:
     """Yield (path, this rank's part) of every tensor in a parameter's state, at any depth."""
     if isinstance(value, torch.Tensor):
         yield path, local_of(value)

@@ -25,6 +25,7 @@ from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import exported_buffer_of
+from hybrid_engine.records.regions import Offsets, Shape
 
 _COMPUTE_DTYPES = {
     "no": None,
@@ -109,7 +110,7 @@ def stored_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(tensor: torch.Tensor) -> tuple[Offsets, Shape]:
     """Return offsets and lengths, in elements per dim, of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)

@@ -35,7 +35,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.records.sides import Side
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.copies import FlatBuffers, strided
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def load_hf_checkpoint(
         logger.warning("%s has no %s: new in this model, to be trained", directory, names)
 
 
-def _require_floats(stored: Mapping[str, files.StoredTensor], directory: Path, key: str) -> None:
+def _require_floats(stored: files.StoredTensors, directory: Path, key: str) -> None:
     """Raise ConfigError for quantized weights, which are unusable without their scales."""
     quantized = [
         name
@@ -202,7 +202,7 @@ def _require_floats(stored: Mapping[str, files.StoredTensor], directory: Path, k
 
 
 def check_names(
-    stored: Mapping[str, files.StoredTensor],
+    stored: files.StoredTensors,
     table: ModelTable,
     directory: Path,
     held: Container[str] = (),
@@ -251,7 +251,7 @@ def _other_architecture(directory: Path, table: ModelTable) -> Iterator[str]:
 
 
 def layout_of(
-    stored: Mapping[str, files.StoredTensor], ranks: Mapping[str, int], copies: Mapping[str, str]
+    stored: files.StoredTensors, ranks: Mapping[str, int], copies: Mapping[str, str]
 ) -> Layout:
     """Return the layout of stored tensors, each of which is a buffer.
 
@@ -311,14 +311,14 @@ def _progress(task: str, nbytes: int, *, is_shown: bool) -> Iterator[Callable[[i
         yield partial(progress.advance, progress.add_task(task, total=nbytes))
 
 
-def _stored_nbytes(transfer: Transfer, stored: Mapping[str, files.StoredTensor]) -> int:
+def _stored_nbytes(transfer: Transfer, stored: files.StoredTensors) -> int:
     return transfer.numel * DTYPE_NBYTES[stored[transfer.tensor].dtype]
 
 
 def _read(
     transfers: list[Transfer],
-    buffers: Mapping[str, torch.Tensor],
-    stored: Mapping[str, files.StoredTensor],
+    buffers: FlatBuffers,
+    stored: files.StoredTensors,
     reader: files.SliceReader,
     advance: Callable[[int], None],
 ) -> Iterator[None]:
@@ -371,9 +371,7 @@ def repetitions(table: ModelTable) -> dict[str, str]:
     return repeated
 
 
-def log_unused(
-    directory: Path, stored: Mapping[str, files.StoredTensor], table: ModelTable
-) -> None:
+def log_unused(directory: Path, stored: files.StoredTensors, table: ModelTable) -> None:
     """Log the tensors of a checkpoint that are not used and repeat no other tensor."""
     compared = _stored_repetitions(stored, table)
     names = [name for name in stored if name not in table.shapes and name not in compared]
@@ -384,7 +382,7 @@ def log_unused(
 
 def compare_repetitions(
     directory: Path,
-    stored: Mapping[str, files.StoredTensor],
+    stored: files.StoredTensors,
     table: ModelTable,
     rank: int,
     num_ranks: int,
@@ -416,9 +414,7 @@ def compare_repetitions(
         raise ParameterMismatchError(findings, str(directory))
 
 
-def _stored_repetitions(
-    stored: Mapping[str, files.StoredTensor], table: ModelTable
-) -> dict[str, str]:
+def _stored_repetitions(stored: files.StoredTensors, table: ModelTable) -> dict[str, str]:
     return {
         name: original
         for name, original in repetitions(table).items()
@@ -427,7 +423,7 @@ def _stored_repetitions(
 
 
 def _differing_counts(
-    reader: files.SliceReader, stored: Mapping[str, files.StoredTensor], name: str, original: str
+    reader: files.SliceReader, stored: files.StoredTensors, name: str, original: str
 ) -> Iterator[int]:
     """Yield the number of differing elements of each part of two tensors.
 

@@ -22,6 +22,7 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.files.model_files import DOWNLOAD_AGAIN, weight_files
 from hybrid_engine.records.layout import DTYPE_NBYTES
+from hybrid_engine.records.regions import Offsets, Shape
 
 _DTYPES = {
     "F64": "float64",
@@ -51,12 +52,16 @@ class StoredTensor:
     """
 
     file: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+StoredTensors = Mapping[str, StoredTensor]
+"""Name in the checkpoint -> tensor."""
 
 
 def stored_tensors(directory: Path, key: str = "path") -> dict[str, StoredTensor]:
@@ -143,8 +148,8 @@ class SliceReader:
         self,
         name: str,
         stored: StoredTensor,
-        offsets: tuple[int, ...],
-        lengths: tuple[int, ...],
+        offsets: Offsets,
+        lengths: Shape,
     ) -> torch.Tensor:
         """Return the box [offsets, offsets + lengths) of a tensor, in elements per dim.
 

@@ -28,10 +28,11 @@ import torch
 from hybrid_engine.backends.huggingface.loading import FLOATS, check_names, layout_of
 from hybrid_engine.backends.huggingface.safetensors_files import (
     StoredTensor,
+    StoredTensors,
     stored_tensors,
     write_file,
 )
-from hybrid_engine.backends.training_side import require_finite_to_save
+from hybrid_engine.backends.training_side import NamedTensor, require_finite_to_save
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -71,9 +72,10 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
+from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.copies import FlatBuffers, strided
 
 FILE_NBYTES = 5 * 10**9
 """Bytes of data per file of a saved checkpoint: the default of transformers."""
@@ -200,7 +202,7 @@ def _dtype_name(dtype: object) -> str | None:
 
 def _tensors_to_store(
     source: Layout, table: ModelTable, dtype: str | None
-) -> dict[str, tuple[tuple[int, ...], str]]:
+) -> dict[str, tuple[Shape, str]]:
     """Return name -> (shape, dtype) in the order of a checkpoint, copies last.
 
     Layers for multi-token prediction may be missing, as in transformers' models. vLLM does not read
@@ -227,10 +229,10 @@ def _tensors_to_store(
 
 def _converted(
     transfers: Sequence[Transfer],
-    buffers: Mapping[str, torch.Tensor],
-    stored: Mapping[str, StoredTensor],
+    buffers: FlatBuffers,
+    stored: StoredTensors,
     rank: int,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[NamedTensor]:
     """Yield a description of each box that this rank sends, and the box in its stored dtype."""
     for transfer in transfers:
         if transfer.src_rank == rank:
@@ -239,7 +241,7 @@ def _converted(
             yield f"{transfer.tensor} as {dtype} on rank {rank}", box
 
 
-def _source_box(transfer: Transfer, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _source_box(transfer: Transfer, buffers: FlatBuffers) -> torch.Tensor:
     return strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
 
 
@@ -274,7 +276,7 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
 
 
 def plan_files(
-    tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbytes: int
+    tensors: Mapping[str, tuple[Shape, str]], max_file_nbytes: int
 ) -> dict[str, StoredTensor]:
     """Distribute tensors over files, in order.
 
@@ -301,7 +303,7 @@ def plan_files(
     return stored
 
 
-def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+def by_file(stored: StoredTensors) -> dict[str, list[str]]:
     """Return file -> names of its tensors, both in order."""
     files: dict[str, list[str]] = {}
     for name, tensor in stored.items():
@@ -309,7 +311,7 @@ def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
     return files
 
 
-def writers(stored: Mapping[str, StoredTensor], num_ranks: int) -> dict[str, int]:
+def writers(stored: StoredTensors, num_ranks: int) -> dict[str, int]:
     """Return tensor -> rank that writes it."""
     ranks = {}
     for index, names in enumerate(by_file(stored).values()):
@@ -319,9 +321,9 @@ def writers(stored: Mapping[str, StoredTensor], num_ranks: int) -> dict[str, int
 
 def write_files(
     directory: Path,
-    stored: Mapping[str, StoredTensor],
+    stored: StoredTensors,
     transfers: Sequence[Transfer],
-    buffers: Mapping[str, torch.Tensor],
+    buffers: FlatBuffers,
     job: Job,
 ) -> dict[str, str]:
     """Write the files, and return the checksums of all files on all ranks. Collective.
@@ -368,7 +370,7 @@ def write_files(
 
 def transfers_to_writers(
     source: Side,
-    stored: Mapping[str, StoredTensor],
+    stored: StoredTensors,
     ranks: Mapping[str, int],
     copies: Mapping[str, str],
     job: Job,
@@ -403,9 +405,9 @@ class Delivery:
 
     def __init__(
         self,
-        stored: Mapping[str, StoredTensor],
+        stored: StoredTensors,
         transfers: Sequence[Transfer],
-        buffers: Mapping[str, torch.Tensor],
+        buffers: FlatBuffers,
         job: Job,
         stack: ExitStack,
     ) -> None:
@@ -521,7 +523,7 @@ def new_directory(directory: Path) -> Path:
 
 
 def put_in_place(
-    new: Path, directory: Path, stored: Mapping[str, StoredTensor], checksums: Mapping[str, str]
+    new: Path, directory: Path, stored: StoredTensors, checksums: Mapping[str, str]
 ) -> None:
     """Write index and checksums to a new directory, and replace `directory` by it.
 

@@ -15,6 +15,7 @@ from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.regions import Strides
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.transports.copies import strided
@@ -69,7 +70,7 @@ def weights_digest(weights: TrainingWeights, job: Job) -> str:
     return f"{sum(map(int, shares)) % 2**64:016x}"
 
 
-def _box_hash(box: torch.Tensor, offset: int, strides: tuple[int, ...], salt: int) -> int:
+def _box_hash(box: torch.Tensor, offset: int, strides: Strides, salt: int) -> int:
     """Return the sum of the hashes of a box's elements.
 
     Args:

@@ -27,6 +27,7 @@ import torch
 
 from hybrid_engine.backends.computed_sources import ComputedSources
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.errors import ConfigError, Violation
 
 WRAPPED = ".to_wrap."
@@ -152,7 +153,7 @@ class Adapters:
         ConfigError: listing all adapters of Megatron-Bridge that cannot be merged.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, models: Modules) -> None:
         self.weights: dict[torch.Tensor, AdaptedWeight] = {}
         self.settings: dict[int, list[tuple[int, int, float]]] = {}
         if violations := unsupported_adapters(models):
@@ -203,7 +204,7 @@ def adapter_wrappers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def unsupported_adapters(models: Sequence[torch.nn.Module]) -> list[Violation]:
+def unsupported_adapters(models: Modules) -> list[Violation]:
     """Return a violation for every adapter of Megatron-Bridge that cannot be merged."""
     violations = []
     for index, model in enumerate(models):

@@ -22,13 +22,21 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     not_sent_as_stored,
     scales_of,
 )
-from hybrid_engine.backends.training_side import gaps, layout_in, runs_by_buffer
+from hybrid_engine.backends.training_side import (
+    NamedTensor,
+    Origins,
+    gaps,
+    layout_in,
+    runs_by_buffer,
+)
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, ReshardError
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
-from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
+from hybrid_engine.models.packing import Held, Packing, held_regions
 from hybrid_engine.models.table import Match
 from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.regions import Shape, Shapes, Strides
+from hybrid_engine.transports.copies import FlatBuffers
 
 LoraView = Literal["base", "merged", "separate"]
 """View of a weight with LoRA: the frozen weight, the sum, or both separately by PEFT's names."""
@@ -46,7 +54,7 @@ class _LoraMatrix:
 
     parameter: torch.nn.Parameter
     held: Sequence[Held]
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
 
 
 class MegatronAdaptor(AdaptorWithSources):
@@ -135,16 +143,16 @@ class MegatronAdaptor(AdaptorWithSources):
                 shapes[part.region.tensor] = matrix.shapes[part.region.tensor]
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
-    def stored_buffers(self) -> Mapping[str, torch.Tensor]:
+    def stored_buffers(self) -> FlatBuffers:
         return self.model.flat_buffers
 
-    def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shown_weights(self) -> Iterator[NamedTensor]:
         """Yield (Megatron name, tensor in `layout`), computed ones as of the last `prepare`."""
         shown = {key: value for sources in self.computed for key, value in sources.tensors.items()}
         for name, tensor in self.model.named_weights():
             yield name, shown.get(tensor, tensor)
 
-    def own_origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def own_origins(self) -> Origins:
         origins: dict[str, list[torch.Tensor]] = {}
         for name, tensor in self.model.named_weights():
             for canonical in self._tensors_of(name, tensor):
@@ -207,7 +215,7 @@ class MegatronAdaptor(AdaptorWithSources):
                 code="adapters-changed",
             )
 
-    def described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def described_tensors(self) -> Iterator[NamedTensor]:
         for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]:
             canonical = ", ".join(self._tensors_of(name, tensor)) or "LoRA"
             yield f"{name} on rank {self.rank} (canonical {canonical})", tensor
@@ -243,7 +251,7 @@ class MegatronAdaptor(AdaptorWithSources):
         return shards
 
     def _records(
-        self, held: Sequence[Held], home: Home, strides: tuple[int, ...], transposed: bool = False
+        self, held: Sequence[Held], home: Home, strides: Strides, transposed: bool = False
     ) -> list[Shard]:
         """Return the records of the parts of a weight that starts at `home`."""
         # A transposed weight has the canonical dims in reverse order.
@@ -267,7 +275,7 @@ class MegatronAdaptor(AdaptorWithSources):
 
         # Layers of a type share their shapes, and computing them walks the name table.
         @cache
-        def shapes_of(module: str, lora_rank: int) -> Mapping[str, Shape]:
+        def shapes_of(module: str, lora_rank: int) -> Shapes:
             return adapter_shapes(self.model.table, {module}, lora_rank)
 
         for name, parameter in self.model.named_lora():
@@ -286,7 +294,7 @@ class MegatronAdaptor(AdaptorWithSources):
                     yield _LoraMatrix(parameter, held, shapes)
 
     def _held(
-        self, packing: Packing, match: Match, shapes: Mapping[str, Shape], local_shape: Shape
+        self, packing: Packing, match: Match, shapes: Shapes, local_shape: Shape
     ) -> list[Held]:
         part, num_parts = self.model.parts[packing.over]
         return held_regions(packing, match.indices, shapes, local_shape, part, num_parts)

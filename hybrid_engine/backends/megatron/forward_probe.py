@@ -18,6 +18,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.megatron_config import described_config
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
     ProbeLimits,
@@ -32,7 +33,7 @@ _TRAINING_CALLBACKS = ("timers", "param_sync_func", "grad_sync_func", "no_sync_f
 """Fields of the configuration through which a schedule calls the training loop."""
 
 
-def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeLimits:
+def probe_limits(chunks: Modules, table: ModelTable) -> ProbeLimits:
     """Return the token batches that `probe` accepts."""
     model = unwrap_model(chunks[0])
     config = model.config
@@ -52,7 +53,7 @@ def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeL
 
 @torch.no_grad()
 def probe(
-    chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tensor, num_experts: int = 0
+    chunks: Modules, vocab_size: int, tokens: torch.Tensor, num_experts: int = 0
 ) -> ProbeAnswer:
     """Return the log-probabilities of `tokens` [B, L] on every pipeline stage, and the routes.
 
@@ -116,7 +117,7 @@ def _routes(
 
 
 def _forward_step(
-    models: Sequence[torch.nn.Module], vocab_size: int
+    models: Modules, vocab_size: int
 ) -> Callable[[Iterator[torch.Tensor], torch.nn.Module], Any]:
     needs_mask = not masks_by_itself(models)
 
@@ -143,7 +144,7 @@ def _forward_step(
     return forward_step
 
 
-def hide_padding(chunks: Sequence[torch.nn.Module], vocab_size: int) -> None:
+def hide_padding(chunks: Modules, vocab_size: int) -> None:
     """Give tokens that pad the vocabulary probability 0 from now on, as vLLM does.
 
     Their logits become -inf, or are removed if the layer returns gathered logits.
@@ -169,7 +170,7 @@ def hide_padding(chunks: Sequence[torch.nn.Module], vocab_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _evaluating(chunks: Sequence[torch.nn.Module], models: Sequence[Any]) -> Iterator[None]:
+def _evaluating(chunks: Modules, models: Sequence[Any]) -> Iterator[None]:
     """Turn off dropout, additional losses and calls of the training loop until exit."""
     modules = (module for chunk in chunks for module in chunk.modules())
     silent = attributes_set(_configs_of(models), **dict.fromkeys(_TRAINING_CALLBACKS))
@@ -256,13 +257,13 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
     return future[None, None]
 
 
-def core_attentions(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def core_attentions(chunks: Modules) -> list[torch.nn.Module]:
     """Return the modules of these chunks that apply the attention mask."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [module.core_attention for module in modules if isinstance(module, Attention)]
 
 
-def masks_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
+def masks_by_itself(chunks: Modules) -> bool:
     """Return True if attention is Transformer Engine's, which is causal without a mask."""
     # Modules without a core attention, as in a stage of other layers, still reveal their library.
     modules = core_attentions(chunks) or [module for chunk in chunks for module in chunk.modules()]

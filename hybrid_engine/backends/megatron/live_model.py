@@ -61,7 +61,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     backward_items,
     unreadable_parameters,
 )
-from hybrid_engine.backends.training_side import GuardedState, dtype_name, is_frozen
+from hybrid_engine.backends.training_side import GuardedState, Modules, dtype_name, is_frozen
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation
@@ -123,7 +123,7 @@ class LiveModel(GuardedState):
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Modules,
         optimizer: MegatronOptimizer | None,
         table: ModelTable,
         noop_layers: Sequence[int] = (),
@@ -222,7 +222,7 @@ class LiveModel(GuardedState):
 
 
 def live_model(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Modules,
     optimizer: MegatronOptimizer | None,
     table: ModelTable,
     *,
@@ -266,7 +266,7 @@ def _left_by_forward(layers: Sequence[tuple[str, MoELayer]]) -> Iterator[Offload
                     yield OffloadItem(owner, "param", value, "rebuild", forget)
 
 
-def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
+def _gradients(chunks: Modules) -> Iterator[OffloadItem]:
     for record in iter_buffers(chunks):
         buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
         yield OffloadItem(f"{buffer}.grad_data", "grad", record.grad_data, "drop")
@@ -339,12 +339,12 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
             yield Violation("optimizer", str(error), remedy, code="unsupported-optimizer")
 
 
-def unsupported_adapters(chunks: Sequence[torch.nn.Module]) -> list[Violation]:
+def unsupported_adapters(chunks: Modules) -> list[Violation]:
     """Return a violation for every adapter of a model that a switch cannot merge."""
     return adapted_weights.unsupported_adapters(list(map(unwrap_model, chunks)))
 
 
-def refused_state(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Violation]:
+def refused_state(chunks: Modules, optimizer: Any) -> list[Violation]:
     """Return a violation for each setting and each kind of parameter that prevents a switch."""
     violations = [
         Violation(
@@ -357,7 +357,7 @@ def refused_state(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Vio
     return [*violations, *unsupported_adapters(chunks), *unreadable_parameters(named)]
 
 
-def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
+def in_ddp(chunks: Modules) -> bool:
     return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
@@ -378,7 +378,7 @@ def own_class(chunk: torch.nn.Module) -> str | None:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def actor_values(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+def actor_values(chunks: Modules) -> dict[str, Any]:
     """Return the values of `actor_config` that these chunks and Megatron's process groups have."""
     model = unwrap_model(chunks[0])
     config = config_of(chunks[0])

@@ -28,7 +28,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     is_quantised,
     set_elements,
 )
-from hybrid_engine.backends.training_side import parts_in_elastic_buffers
+from hybrid_engine.backends.training_side import Modules, NamedTensor, parts_in_elastic_buffers
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.errors import ModelError
@@ -37,6 +37,7 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.records.regions import Shape, Strides
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
 
@@ -69,8 +70,8 @@ class Member:
 
     name: str
     start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Strides
 
 
 class ModelTensors:
@@ -108,9 +109,7 @@ class ModelTensors:
         ConfigError: listing all adapters that cannot be merged.
     """
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, chunks: Modules, table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
         require_supported_version()
         self.chunks = list(chunks)
         self.table = _as_laid_out(table, self.chunks)
@@ -151,7 +150,7 @@ class ModelTensors:
             for name, parameter in model.named_parameters():
                 yield names.of(name), parameter
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[NamedTensor]:
         """Yield (global name, tensor) of parameters except LoRA's, and of `named_buffers`.
 
         Adapters of another library keep their names. These are in no name table, so the model is
@@ -163,7 +162,7 @@ class ModelTensors:
                     yield names.of_weight(name), parameter
         yield from self.named_buffers()
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self) -> Iterator[NamedTensor]:
         """Yield (global name, tensor) of persistent buffers in the name table (expert biases).
 
         Training changes them without the optimizer.
@@ -315,7 +314,7 @@ def plain_name(name: str, wrappers: Collection[str]) -> str:
     return f"{module}.{rest}" if module in wrappers else name
 
 
-def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelTable:
+def _as_laid_out(table: ModelTable, chunks: Modules) -> ModelTable:
     """Return the table with gates and units interleaved as in Megatron's configuration."""
     sizes = {
         getattr(unwrap_model(chunk).config, "moe_mlp_glu_interleave_size", None) for chunk in chunks
@@ -341,7 +340,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((last + 1,), (1,))
 
 
-def keep_router_buffers_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
+def keep_router_buffers_in_float32(chunks: Modules) -> None:
     """Undo Float16Module's cast of the routers' biases and counts of tokens.
 
     Left to Megatron, the first forward pass would give biases new storage, and counts would stay
@@ -355,7 +354,7 @@ def keep_router_buffers_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
                         buffer.data = buffer.float()
 
 
-def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+def move_loose_parameters(chunks: Modules) -> None:
     """Move the parameters outside DDP's buffers into elastic memory.
 
     They are frozen parameters and, without the distributed optimizer, all. Parameters that are in
@@ -395,7 +394,7 @@ def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
         _move_together(parameters)
 
 
-def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
+def move_published_buffers(chunks: Modules, table: ModelTable) -> None:
     """Move the modules' persistent buffers that are resharded into elastic memory."""
     for chunk in chunks:
         model = unwrap_model(chunk)

@@ -25,6 +25,7 @@ import torch
 from hybrid_engine.backends.block_arithmetic import factors_of
 from hybrid_engine.backends.computed_sources import ComputedSources, StoredScales
 from hybrid_engine.backends.megatron.adapted_weights import WRAPPED
+from hybrid_engine.backends.training_side import NamedTensor
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import Violation
 from hybrid_engine.memory.offload_items import OffloadItem
@@ -103,7 +104,7 @@ def stored_blocks(tensor: torch.Tensor) -> StoredBlocks:
     return StoredBlocks(_e4m3(elements), scales[:height, :width], blocks)
 
 
-def unreadable_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> list[Violation]:
+def unreadable_parameters(named: Iterable[NamedTensor]) -> list[Violation]:
     """Return a violation for each reason why quantised parameters cannot be read."""
     findings: dict[str, list[str]] = {}
     for name, tensor in named:
@@ -196,7 +197,7 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
     return StoredScales(shard.region, weight, rows, columns, lambda: stored_blocks(weight).scales)
 
 
-def backward_items(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[OffloadItem]:
+def backward_items(named: Iterable[NamedTensor]) -> Iterator[OffloadItem]:
     """Yield the elements of quantised parameters that only the backward pass reads.
 
     Transposes are forgotten, and made again by the next backward pass.

@@ -37,6 +37,7 @@ from hybrid_engine.layouts.kv_cache import LayerCache
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Shapes
 
 Result = TypeVar("Result")
 
@@ -78,7 +79,7 @@ class PlannedPosition:
 def layout_of_position(
     settings: InferenceSettings,
     job: Job,
-    tensors: Mapping[str, tuple[int, ...]],
+    tensors: Shapes,
     dtypes: Mapping[str, str] | None = None,
 ) -> Layout:
     """Return the layout that vLLM has at the position with this rank's number, before processing.
@@ -106,7 +107,7 @@ def layout_of_position(
 def planned_position(
     position: Position,
     settings: InferenceSettings,
-    tensors: Mapping[str, tuple[int, ...]],
+    tensors: Shapes,
     dtypes: Mapping[str, str] | None = None,
 ) -> PlannedPosition:
     """Return what vLLM has at a position of a job that does not run, in this process alone.
@@ -139,7 +140,7 @@ def planned_position(
 def quantised_at_position(
     settings: InferenceSettings,
     job: Job,
-    tensors: Mapping[str, tuple[int, ...]],
+    tensors: Shapes,
     dtypes: Mapping[str, str] | None = None,
 ) -> list[list[str]]:
     """Return the weights that vLLM holds in 8 or 4 bits at this rank's position, as far as fused.
@@ -174,7 +175,7 @@ def _position_of(job: Job) -> Position:
 def _tracer(
     position: Position,
     settings: InferenceSettings,
-    tensors: Mapping[str, tuple[int, ...]],
+    tensors: Shapes,
     dtypes: Mapping[str, str] | None,
 ) -> Callable[[torch.nn.Module], Layout]:
     torch_dtypes = _torch_dtypes(settings, tensors, dtypes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from hybrid_engine.errors import StateError
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Batch
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import copy_companions
+from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
@@ -321,9 +323,7 @@ def tokens_and_labels(
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
-def cross_entropy(
-    micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
     """Return the mean negative log-probability of the labels; a loss function for training."""
     loss = -log_probs.mean()
     return loss, {"loss": loss}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.ports import Batch
 
 IMAGES = "images"
 """Key of a batch for its `ImageRows`."""
@@ -51,7 +52,7 @@ def images_in(batch: Mapping[str, Any]) -> ImageRows | None:
     return images if isinstance(images, ImageRows) else None
 
 
-def with_images(batch: Mapping[str, torch.Tensor], completions: Sequence[Any]) -> dict[str, Any]:
+def with_images(batch: Batch, completions: Sequence[Any]) -> dict[str, Any]:
     """Return a batch with the images of its completions' prompts; unchanged if there are none."""
     rows = [getattr(completion, "image_inputs", None) or {} for completion in completions]
     return {**batch, IMAGES: ImageRows(rows)} if any(rows) else dict(batch)

@@ -25,6 +25,8 @@ from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 from hybrid_engine.trainer.batches.token_outputs import ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS
 
+Loss = tuple[torch.Tensor, Report]
+"""Loss of a micro batch, and scalars to report."""
 _REMEDIES_FOR_MISSING_KEYS = {
     ENTROPY: "Call update(..., entropy=True)",
     TOP_LOG_PROBS: "Call update(..., top_k=...)",
@@ -52,7 +54,7 @@ class CheckedLoss:
         self._losses: list[torch.Tensor] = []
         self.fault: LossError | None = None
 
-    def __call__(self, micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+    def __call__(self, micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
         """Return the loss, and the scalars to report, without gradient."""
         if self.fault is None:
             try:
@@ -116,7 +118,7 @@ class CheckedLoss:
             )
         return None
 
-    def _checked(self, result: object) -> tuple[torch.Tensor, Report]:
+    def _checked(self, result: object) -> Loss:
         loss, report = self._parts_of(result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise LossError(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
+Scores = dict[str, torch.Tensor]
+"""Name of an output -> its values [B, S, ...]."""
 
 ENTROPY = "entropy"
 TOP_LOG_PROBS = "top_log_probs"
@@ -66,9 +68,7 @@ NO_OUTPUTS = Outputs()
 """Log-probabilities alone."""
 
 
-def token_outputs(
-    logits: torch.Tensor, outputs: Outputs, group: Group = None
-) -> dict[str, torch.Tensor]:
+def token_outputs(logits: torch.Tensor, outputs: Outputs, group: Group = None) -> Scores:
     """Return the requested outputs by name. Collective over `group`.
 
     Args:
@@ -76,7 +76,7 @@ def token_outputs(
         outputs: what to compute.
         group: ranks that share the vocabulary; None: this rank has all of it.
     """
-    results: dict[str, torch.Tensor] = {}
+    results: Scores = {}
     if outputs.entropy:
         results[ENTROPY] = _entropy(logits, group)
     if outputs.top_k:

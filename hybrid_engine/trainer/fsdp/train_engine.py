@@ -27,9 +27,10 @@ from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.chunked_scores import chunk_length, score_in_chunks
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
-from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
+from hybrid_engine.trainer.ports import Figures
 
 _NO_IMAGES = "the model has no token for images in its config.json"
 
@@ -91,7 +92,7 @@ class FsdpTrainEngine:
 
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Take an optimizer step; see `TrainableScorer.train_step`. Collective.
 
         `skipped` is 1 if a gradient of any rank is not finite.
@@ -135,7 +136,7 @@ class FsdpTrainEngine:
         return self.scores(batch)["log_probs"]
 
     @torch.no_grad()
-    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> Scores:
         """Return `log_probs` [B, S] fp32 of every label, and `outputs`. Collective."""
         parts = micro_batches(batch, self._micro_batch_size, self._device)
         scored = [self._score(part.rows, outputs) for part in parts]
@@ -181,7 +182,7 @@ class FsdpTrainEngine:
             inputs["position_ids"] = rows.position_ids
         return self.model.model(rows.tokens, use_cache=False, **inputs).logits
 
-    def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, Scores]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
         placeholders = list(self.model.table.placeholders.values())
 
@@ -219,7 +220,7 @@ class FsdpTrainEngine:
             clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return norm
 
-    def _average(self, reports: Sequence[Report]) -> dict[str, float]:
+    def _average(self, reports: Sequence[Report]) -> Figures:
         """Return the means over micro batches and ranks, all of which report the same names."""
         names = sorted(reports[0])
         if not names:

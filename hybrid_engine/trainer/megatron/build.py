@@ -45,6 +45,7 @@ from hybrid_engine.backends.megatron.model_tensors import (
     move_loose_parameters,
     move_published_buffers,
 )
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.config.loading import broken_rules
 from hybrid_engine.config.rules import TrainingContext
@@ -274,7 +275,7 @@ def _build_chunks(
     return chunks
 
 
-def _start_gradients_at_embedding(chunks: Sequence[torch.nn.Module]) -> None:
+def _start_gradients_at_embedding(chunks: Modules) -> None:
     """Make the output of a frozen embedding require a gradient.
 
     Recomputed layers get no gradients if their input requires none, even if their weights are

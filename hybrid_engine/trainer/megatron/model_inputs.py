@@ -15,7 +15,7 @@ rounding. The `thd` inputs of Transformer Engine have **never run on a GPU yet**
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from hybrid_engine.backends.megatron.forward_probe import (
     masks_by_itself,
 )
 from hybrid_engine.backends.megatron.internals import softmax_of
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.trainer.batches.arrangement import Rows, begins_of
 
@@ -48,7 +49,7 @@ class ModelInputs:
         no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], num_parts: int = 1) -> None:
+    def __init__(self, chunks: Modules, num_parts: int = 1) -> None:
         self._with_te = masks_by_itself(chunks)
         self._num_parts = num_parts
         reasons = _reasons_against_packing(chunks, with_te=self._with_te)
@@ -127,7 +128,7 @@ def _packed_params(rows: Rows) -> PackedSeqParams:
     )
 
 
-def _reasons_against_packing(chunks: Sequence[torch.nn.Module], *, with_te: bool) -> Iterator[str]:
+def _reasons_against_packing(chunks: Modules, *, with_te: bool) -> Iterator[str]:
     """Yield the reasons why a model cannot compute rows of several sequences."""
     for chunk in chunks:
         for module in chunk.modules():

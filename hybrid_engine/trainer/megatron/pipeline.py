@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
-from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+from hybrid_engine.trainer.batches.loss_results import CheckedLoss, Loss
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED, ScheduledOptimizer
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
@@ -34,7 +34,7 @@ from hybrid_engine.trainer.megatron.router_inputs import RouterInputs
 from megatron_patches.buffers import iter_buffers
 from megatron_patches.optimizers import set_weight_version
 
-MicroLoss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
+MicroLoss = Callable[[Batch, torch.Tensor], Loss]
 """Returns (loss, report), which share no memory: Megatron divides the loss in place."""
 
 Conclude = Callable[[str, Exception | None], object]
@@ -225,10 +225,10 @@ class Pipeline:
 
         def forward_step(
             iterator: Iterator[MicroBatch], model: torch.nn.Module
-        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Report]]]:
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
             micro_batch = next(iterator)
 
-            def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            def loss(output: torch.Tensor) -> Loss:
                 visible_batch = self._output.visible_batch(micro_batch)
                 return loss_function(visible_batch, self._output.result(micro_batch.rows, output))
 
@@ -238,7 +238,7 @@ class Pipeline:
 
         return forward_step
 
-    def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    def _average(self, reports: Sequence[Report]) -> dict[str, float]:
         """Return the means over micro batches and data parallel ranks, on every pipeline stage."""
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         group = parallel_state.get_pipeline_model_parallel_group()

@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
-from hybrid_engine.backends.training_side import require_finite_to_save, stepped_by
+from hybrid_engine.backends.training_side import Modules, require_finite_to_save, stepped_by
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
@@ -197,7 +197,7 @@ def _layout_of(actor: Actor, job: Job) -> dict[str, int | str]:
     }
 
 
-def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
+def _lora_of(chunks: Modules) -> str:
     """Return scale and rank of the LoRA of every layer, which are not in a state dict."""
     layers = []
     for index, chunk in enumerate(chunks):

@@ -8,7 +8,7 @@ split over the ranks that share a vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,21 +24,24 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage, hide_padding
 from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Batch, LossFunction, Report
+from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.chunked_scores import (
     ChunkProduct,
     chunk_length,
     score_in_chunks,
 )
-from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
+from hybrid_engine.trainer.batches.loss_results import Loss
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores, token_outputs
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 from hybrid_engine.trainer.megatron.pipeline import Conclude, Pipeline, conclude_without_job
+from hybrid_engine.trainer.ports import Figures
 
 
 class LogProbs:
@@ -58,7 +61,7 @@ class LogProbs:
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Modules,
         config: TransformerConfig,
         vocab_size: int,
     ) -> None:
@@ -257,7 +260,7 @@ class TrainEngine:
 
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Take an optimizer step; `outputs` are added to the loss function's micro batch.
 
         Otherwise as `Pipeline.step`.
@@ -270,10 +273,10 @@ class TrainEngine:
         return self.scores(batch)["log_probs"]
 
     @torch.no_grad()
-    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> Scores:
         """Return `log_probs` [B, S] fp32 of every label, and `outputs`, on every pipeline stage."""
 
-        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
             # schedules require a loss from every micro batch, even without a backward pass
             further = {name: micro_batch[name] for name in outputs.names}
             return log_probs.sum(), {"log_probs": log_probs.float(), **further}
@@ -291,7 +294,7 @@ class TrainEngine:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S] on every rank; for checks."""
 
-        def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        def keep(micro_batch: Batch, output: torch.Tensor) -> Loss:
             # [b, S, padded vocabulary]
             padded_logits = gather_from_tensor_model_parallel_region(output)
             logits = padded_logits[..., : self._vocab_size]
@@ -333,7 +336,7 @@ class ValueEngine:
         self.limits = self._pipeline.limits
         self.data_parallel = self._pipeline.data_parallel
 
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss_function: LossFunction) -> Figures:
         """Take an optimizer step; see `Pipeline.step`."""
         return self._pipeline.step(batch, loss_function)
 
@@ -341,7 +344,7 @@ class ValueEngine:
     def values(self, batch: Batch) -> torch.Tensor:
         """Return the value [B, S] fp32 at every token, on every pipeline stage."""
 
-        def keep(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        def keep(micro_batch: Batch, values: torch.Tensor) -> Loss:
             return values.sum(), {"values": values}
 
         reports = self._pipeline.run(batch, keep, forward_only=True)

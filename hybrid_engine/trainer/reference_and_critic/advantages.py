@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
-from hybrid_engine.ports import Batch, LossFunction, Report
+from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
     begins_of,
@@ -23,6 +23,7 @@ from hybrid_engine.trainer.batches.arrangement import (
     sequence_ids_of,
 )
 from hybrid_engine.trainer.batches.batch_building import mask_of, require_alike
+from hybrid_engine.trainer.batches.loss_results import Loss
 
 _REMEDIES = {
     "rewards": (
@@ -135,7 +136,7 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
         remedy = "Pass a number >= 0, or None"
         raise BatchError([Violation("clip", f"is {shortened(clip)}", remedy, code="out-of-range")])
 
-    def loss_function(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+    def loss_function(micro_batch: Batch, values: torch.Tensor) -> Loss:
         returns = micro_batch["returns"]
         old_values = micro_batch["old_values"]
         weights = micro_batch["weights"]

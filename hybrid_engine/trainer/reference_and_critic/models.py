@@ -20,8 +20,8 @@ from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
-from hybrid_engine.trainer.batches.token_outputs import Outputs
-from hybrid_engine.trainer.ports import score
+from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
+from hybrid_engine.trainer.ports import Figures, score
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 ALL: frozenset[Kind] = frozenset(KINDS)
@@ -179,16 +179,14 @@ class ReferenceModel(AuxiliaryModel):
     @overload
     def compute_log_probs(
         self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
-    ) -> dict[str, torch.Tensor]: ...
+    ) -> Scores: ...
 
     @overload
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = ..., top_k: int
-    ) -> dict[str, torch.Tensor]: ...
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
 
     def compute_log_probs(
         self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    ) -> torch.Tensor | Scores:
         """Return the log-probability [B, S] fp32 of every label under the frozen weights.
 
         Collective; in any state. Outside `forward_context` the other models stay on the device.
@@ -286,7 +284,7 @@ class ValueModel(AuxiliaryModel):
 
     def update(
         self, batch: Batch, loss_function: LossFunction, *, data: Data = "global"
-    ) -> dict[str, float]:
+    ) -> Figures:
         """Take one optimizer step. In `train_context`.
 
         Args:
