@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -85,7 +85,8 @@ class EngineParts(Generic[TrainerT]):
     reports_cover_all_ranks: bool = False
 
 
-class InferenceSide(Protocol):
+@dataclass(frozen=True)
+class InferenceSide:
     """Place where completions are generated. Every rank calls, in this order:
 
         side = inference_side(config)
@@ -94,8 +95,12 @@ class InferenceSide(Protocol):
         parts = side.build(train, ...)      # offloads training state if vLLM needs the memory
         side.check_sampling(parts.inference, sampling)    # optional, before training starts
 
-    `LocalVllm` builds vLLM in the ranks that train; `ServedVllm` publishes to running servers.
+    `LocalVllm` builds vLLM in the ranks that train; `ServedVllm` publishes to running servers. The
+    checks accept everything here, which is right for servers: they need no package in these ranks,
+    check their own settings when they are invited, and the sampling of each request.
     """
+
+    config: HybridConfig
 
     def require_packages(self, *, allow_version: bool = False) -> None:
         """Raise DependencyError if this side needs a package that is missing or not tested."""
@@ -115,6 +120,7 @@ class InferenceSide(Protocol):
         tokenizer_dir: str | None,
     ) -> EngineParts[TrainerT]:
         """Build the inference engine and the switch; `owner` shuts the engine down. Collective."""
+        raise NotImplementedError
 
     def check_sampling(self, inference: Any, sampling: Sampling) -> None:
         """Raise ConfigError if `inference` cannot generate with `sampling`."""
@@ -125,11 +131,8 @@ def inference_side(config: HybridConfig) -> InferenceSide:
     return ServedVllm(config) if config.generate_config.servers else LocalVllm(config)
 
 
-@dataclass(frozen=True)
-class LocalVllm:
+class LocalVllm(InferenceSide):
     """vLLM in the ranks that train."""
-
-    config: HybridConfig
 
     def require_packages(self, *, allow_version: bool = False) -> None:
         """Raise DependencyError if vLLM is missing or of a version that was not tested."""
@@ -178,24 +181,15 @@ class LocalVllm:
             adapter=None if lora is None else lora.name,
         )
 
-    def check_sampling(self, inference: InferenceEngine, sampling: Sampling) -> None:
+    def check_sampling(self, inference: Any, sampling: Sampling) -> None:
         """Raise ConfigError for a `sampling` that vLLM refuses."""
         from hybrid_engine.backends.vllm.requests import sampling_params
 
         sampling_params(sampling, inference.tokenizer)
 
 
-@dataclass(frozen=True)
-class ServedVllm:
+class ServedVllm(InferenceSide):
     """Running vLLM servers, which receive the weights over the network."""
-
-    config: HybridConfig
-
-    def require_packages(self, *, allow_version: bool = False) -> None:
-        """Accept any environment, because vLLM runs only in the servers."""
-
-    def check(self, job: Job) -> None:
-        """Accept every job, because the servers check their own settings when they are invited."""
 
     def build(
         self,
@@ -214,9 +208,6 @@ class ServedVllm:
         inference = ServedInference(self.config, job, tokenizer_dir)
         switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
         return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
-
-    def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
-        """Accept every sampling, because a server checks each request."""
 
 
 def parts_with_engine(
@@ -512,12 +503,12 @@ def shard_and_build(
     model: torch.nn.Module,
     owner: ExitStack,
     *,
-    rollout_config: Mapping[str, Any] | None = None,
-    train_config: Mapping[str, Any] | None = None,
-    shard: bool = True,
-    enable_reshard: bool = True,
-    compress_reshard: bool = False,
-    compression_dtype: torch.dtype | str = torch.bfloat16,
+    rollout_config: Mapping[str, Any] | None,
+    train_config: Mapping[str, Any] | None,
+    shard: bool,
+    enable_reshard: bool,
+    compress_reshard: bool,
+    compression_dtype: torch.dtype | str,
 ) -> EngineParts[ShardedModel]:
     """Shard the model, unless it is sharded or stays whole, and build vLLM for it. Collective.
 
