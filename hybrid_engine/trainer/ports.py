@@ -5,10 +5,11 @@ They add to the interfaces that a switch requires (hybrid_engine/ports.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 
@@ -63,6 +64,49 @@ def score(
             results = {name: engine.data_parallel.gather(value) for name, value in results.items()}
     results = {name: value.to(batch["tokens"].device) for name, value in results.items()}
     return results if outputs else results["log_probs"]
+
+
+class ScoresBatches(ABC):
+    """Model whose log-probabilities a user can ask for: the actor, or a frozen reference."""
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
+
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> Scores: ...
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | Scores:
+        """Return the log-probability [B, S] fp32 of every label. Collective.
+
+        `ActorHybridWorker` computes it under the training weights, in train or forward context.
+        `ReferenceModel` computes it under the frozen weights, in any state; outside its
+        `forward_context` the other models stay on the device.
+
+        Args:
+            batch: see `batches.Batch`. All results are computed at its `temperature`.
+            data: "global": all ranks pass the same batch and get the whole result; "local": each
+                data parallel rank passes its own batch, of the same size on all ranks, and gets the
+                result for it.
+            entropy: return also `entropy` [B, S] in nats.
+            top_k: if not 0, return also `top_log_probs` and `top_token_ids` [B, S, top_k], the most
+                likely tokens first.
+
+        Returns a tensor; with `entropy` or `top_k` a dict that contains it as `log_probs`; on the
+        device of the batch. Values of padding are 0. Raises BatchError with every violation, and
+        RemoteError with its message on the other ranks.
+        """
+        return self._score(batch, data, Outputs(entropy, top_k))
+
+    @abstractmethod
+    def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
+        """Call `score` with the engine of this model."""
 
 
 class TrainableScorer(Scorer, Protocol):

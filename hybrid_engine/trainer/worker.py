@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import overload
 
 import torch
 
@@ -21,12 +20,12 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
-from hybrid_engine.trainer.ports import ActorParts, Figures, score
+from hybrid_engine.trainer.ports import ActorParts, Figures, ScoresBatches, score
 
 logger = logging.getLogger("hybrid_engine")
 
 
-class ActorHybridWorker(HybridEngine[Trainer]):
+class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
     """The actor: a `HybridEngine` whose trainer, Megatron or FSDP2, is built from a configuration.
 
         with ActorHybridWorker(config) as worker:             on every rank, under torchrun
@@ -110,39 +109,8 @@ class ActorHybridWorker(HybridEngine[Trainer]):
         )
         self._adopt(parts, undo)
 
-    @overload
-    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
-
-    @overload
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
-    ) -> Scores: ...
-
-    @overload
-    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
-
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
-    ) -> torch.Tensor | Scores:
-        """Return the log-probability [B, S] fp32 of every label under the training weights.
-
-        In train or forward context.
-
-        Args:
-            batch: see `batches.Batch`. All results are computed at its `temperature`.
-            data: "global": all ranks pass the same batch and get the whole result; "local": each
-                data parallel rank passes its own batch, of the same size on all ranks, and gets the
-                result for it.
-            entropy: return also `entropy` [B, S] in nats.
-            top_k: if not 0, return also `top_log_probs` and `top_token_ids` [B, S, top_k], the most
-                likely tokens first.
-
-        Returns a tensor; with `entropy` or `top_k` a dict that contains it as `log_probs`. Values
-        of padding are 0. Raises BatchError with every violation, and RemoteError with its message
-        on the other ranks.
-        """
+    def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
         self.sharding.require(State.TRAIN, State.FORWARD)
-        outputs = Outputs(entropy, top_k)
         return score(self.actor.engine, batch, self.job.agreement, "scoring", data, outputs)
 
     def update(

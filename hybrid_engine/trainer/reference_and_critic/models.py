@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import overload
 
 import torch
 
@@ -21,7 +20,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
-from hybrid_engine.trainer.ports import Figures, score
+from hybrid_engine.trainer.ports import Figures, ScoresBatches, score
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 ALL: frozenset[Kind] = frozenset(KINDS)
@@ -156,7 +155,7 @@ class AuxiliaryModel:
         self._offloader.offload()
 
 
-class ReferenceModel(AuxiliaryModel):
+class ReferenceModel(AuxiliaryModel, ScoresBatches):
     """Frozen copy of the actor's current weights, on the device only while it computes.
 
     Args:
@@ -173,28 +172,9 @@ class ReferenceModel(AuxiliaryModel):
         """Return a context for scoring without the actor and vLLM's weights on the device."""
         return self.exclusive_context(PARAMETERS, "reference")
 
-    @overload
-    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
-
-    @overload
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
-    ) -> Scores: ...
-
-    @overload
-    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
-
-    def compute_log_probs(
-        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
-    ) -> torch.Tensor | Scores:
-        """Return the log-probability [B, S] fp32 of every label under the frozen weights.
-
-        Collective; in any state. Outside `forward_context` the other models stay on the device.
-        Arguments, result and errors as in `ActorHybridWorker.compute_log_probs`.
-        """
+    def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
         # scoring writes no weight, so the context is read-only
         with self.shared_context(PARAMETERS, read_only=True):
-            outputs = Outputs(entropy, top_k)
             phase = "scoring by the reference"
             return score(self.engine, batch, self._agreement, phase, data, outputs)
 
