@@ -76,7 +76,7 @@ class BufferRecord:
     param_data: torch.Tensor | None
     grad_data: torch.Tensor
     slots: tuple[ParamSlot, ...]
-    extra_grads: tuple[torch.Tensor, ...] = ()
+    extra_grads: tuple[torch.Tensor, ...]
 
 
 def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[BufferRecord]:

@@ -221,7 +221,7 @@ class MegatronScript:
 
     options: ReshardingOptions
     args: Namespace
-    flags: frozenset[str] | None = None
+    flags: frozenset[str] | None
 
     def transformer_config(self) -> Any:
         """Return the TransformerConfig that Megatron derives from the arguments."""
@@ -301,7 +301,7 @@ with the message.
 """
 
 
-def find_engine(reference: str | None = None) -> EngineFactory:
+def find_engine(reference: str | None) -> EngineFactory:
     """Return the factory at `reference` (``module:object``); default: the only installed one.
 
     Raises:

@@ -23,7 +23,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -82,7 +81,7 @@ class QuantisedSources:
         buffers: FlatBuffers,
         quantization: BlockQuantization,
         device: torch.device,
-        scales: Mapping[str, Sequence[StoredScales]] = MappingProxyType({}),
+        scales: Mapping[str, Sequence[StoredScales]],
     ) -> None:
         self._format = quantization.format
         self._groups = quantization.weights

@@ -236,7 +236,7 @@ def memory_plan(
 
 
 def memory_violations(
-    config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+    config: HybridConfig, world_size: int, num_mtp_layers: int | None
 ) -> Iterator[Violation]:
     """Yield the phases over the budget of a configuration that satisfies all other rules."""
     budget_gib = config.device_budget_gib

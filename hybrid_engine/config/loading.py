@@ -388,7 +388,7 @@ _CRITIC = "critic_config"
 """Optional section that repeats keys of the actor, so it is not proposed from other sections."""
 
 
-def proposal(place: Place, section: type[Section], root: type[Section], prefix: str = "") -> str:
+def proposal(place: Place, section: type[Section], root: type[Section], prefix: str) -> str:
     """Return a remedy for the unknown key at `place`.
 
     Args:

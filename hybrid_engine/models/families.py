@@ -111,11 +111,11 @@ def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[st
         raise ConfigError([violation]) from None
 
 
-def require_rules(table: ModelTable, key: str = "model") -> None:
-    """Raise ConfigError, under `key`, for a table without rules of Megatron's parameters."""
+def require_rules(table: ModelTable) -> None:
+    """Raise ConfigError, under `model`, for a table without rules of Megatron's parameters."""
     if not table.rules:
         remedy = "Train it with FSDP2 (actor_config.fsdp), or add a name table"
-        raise ConfigError([_without_name_table(table, key, remedy)])
+        raise ConfigError([_without_name_table(table, "model", remedy)])
 
 
 def require_written(table: ModelTable, key: str) -> None:

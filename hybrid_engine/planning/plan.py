@@ -215,8 +215,8 @@ def fingerprint_of(
     source_digest: str,
     destination_digest: str,
     hosts: Iterable[str],
-    relaying_hosts: Iterable[str] = (),
-    sharing: Iterable[int] = (),
+    relaying_hosts: Iterable[str],
+    sharing: Iterable[int],
 ) -> str:
     """Return the fingerprint of a plan between two layouts, as a hexadecimal SHA-256.
 

@@ -107,9 +107,9 @@ def plan_sides(
     source: PlacedHoldings,
     destination: PlacedHoldings,
     hosts: Sequence[object],
-    bucket_nbytes: int = sys.maxsize,
-    may_stay_unread: Collection[str] = (),
-    rank: int | None = None,
+    bucket_nbytes: int,
+    may_stay_unread: Collection[str],
+    rank: int | None,
     relaying_hosts: Collection[object] = (),
     frozen: Collection[str] = (),
 ) -> ReshardPlan:

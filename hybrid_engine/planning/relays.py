@@ -94,7 +94,7 @@ class RelayPlanner:
         buffers: relay buffers so far. The group of a relay buffer is its bucket's index.
     """
 
-    rank: int | None = None
+    rank: int | None
     buffers: dict[BufferId, Buffer] = field(default_factory=dict)
 
     def lay_out(

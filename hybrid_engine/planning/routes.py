@@ -377,7 +377,7 @@ class Routes:
         self,
         ingress: HostIngress,
         offset: RoundRobinOffset,
-        rank: int | None = None,
+        rank: int | None,
     ) -> Iterator[tuple[tuple[int, int], list[int]]]:
         """Yield ((sender, relay rank), readers by column) for each host.
 

@@ -152,7 +152,7 @@ class CompletionLog:
                     path.unlink()
 
 
-def print_samples(samples: Sequence[ScoredCompletion], console: Console | None = None) -> None:
+def print_samples(samples: Sequence[ScoredCompletion]) -> None:
     """Print a table of completions."""
     table = Table("reward", "end", "prompt", "completion", show_lines=True)
     for sample in samples:
@@ -164,7 +164,7 @@ def print_samples(samples: Sequence[ScoredCompletion], console: Console | None =
         )
         # As texts, so that brackets in them are no markup.
         table.add_row(*(Text(clipped(cell, _MAX_CHARACTERS)) for cell in cells))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def _shown(prompt: Any) -> str:

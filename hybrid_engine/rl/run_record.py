@@ -58,7 +58,7 @@ class RunRecord:
         engines: HybridConfig,
         files: RunFiles | None,
         ends: ExitStack,
-        trackers: Sequence[str] = (),
+        trackers: Sequence[str],
         changed: Collection[str] = (),
     ) -> None:
         self._agreement = job.agreement

@@ -183,7 +183,7 @@ class StepMeter:
         return combine_ranks(of_ranks, are_totals=worker.reports_cover_all_ranks)
 
 
-def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False) -> Figures:
+def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool) -> Figures:
     """Combine the measurements of all ranks.
 
     Bytes are summed. Of seconds and memory the maximum counts, of seconds in which servers wait the

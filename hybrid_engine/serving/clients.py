@@ -91,7 +91,7 @@ class VllmServer(Protocol):
     def resume(self) -> None: ...
 
 
-def server_of(server: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
+def server_of(server: object, timeout_seconds: float, *, allow_public: bool) -> VllmServer:
     """Return the client of a server.
 
     Args:
@@ -459,7 +459,7 @@ class BackgroundCall:
         self,
         call: Callable[[dict[str, Any]], None],
         message: ServerMessage,
-        refused: Callable[[str], None] = lambda text: None,
+        refused: Callable[[str], None],
     ) -> None:
         def notify(future: Future[None]) -> None:
             error = future.exception()

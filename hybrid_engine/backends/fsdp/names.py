@@ -412,34 +412,33 @@ class _CopiesAreViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def packed_model_of(directory: Path, table: ModelTable, key: str = "model") -> PackedModel:
+def packed_model_of(directory: Path, table: ModelTable) -> PackedModel:
     """Return the location of a checkpoint's tensors in the model of a config.json.
 
     Args:
         directory: directory with the config.json.
         table: lists the tensors of a checkpoint.
-        key: configuration key of `directory`, for errors.
 
     Raises:
         ConfigError: transformers builds no model from the config, or one that does not match the
             table.
     """
-    model = model_of_config(directory, key)
+    model = model_of_config(directory)
     try:
         return packed_model(model, model.state_dict(keep_vars=True), table)
     except (ParameterMismatchError, AttributeError, KeyError, TypeError, ValueError) as error:
         problem = clipped(f"transformers builds another model from it: {error}", 1000)
-        violation = Violation(key, problem, "Check its config.json", code="builds-another-model")
+        remedy = "Check its config.json"
+        violation = Violation("model", problem, remedy, code="builds-another-model")
         raise ConfigError([violation]) from error
 
 
-def model_of_config(directory: Path, key: str = "model", dtype: torch.dtype | None = None) -> Any:
+def model_of_config(directory: Path, dtype: torch.dtype | None = None) -> Any:
     """Build the model that a config.json describes, on the meta device.
 
     Args:
         directory: directory with the config.json. Nothing is downloaded, and no code from the
             directory is run.
-        key: configuration key of `directory`, for errors.
         dtype: dtype of the parameters; None: that of the config.
 
     Raises:
@@ -456,5 +455,5 @@ def model_of_config(directory: Path, key: str = "model", dtype: torch.dtype | No
         cause = f"{type(error).__name__}: {error}"
         problem = clipped(f"transformers builds no model from its config.json: {cause}", 1000)
         remedy = "Compare it with the published one"
-        violation = Violation(key, problem, remedy, code="builds-no-model")
+        violation = Violation("model", problem, remedy, code="builds-no-model")
         raise ConfigError([violation]) from error

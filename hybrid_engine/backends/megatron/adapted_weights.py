@@ -126,7 +126,7 @@ class AdaptedWeight:
     weight: torch.Tensor
     expert: int
     factors: Sequence[Factors]
-    num_groups: int = 1
+    num_groups: int
 
     def product(self) -> torch.Tensor:
         """Return what LoRA adds to W, in float32. Collective; see `Factors.product`."""

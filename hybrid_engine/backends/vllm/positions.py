@@ -141,7 +141,7 @@ def quantised_at_position(
     settings: InferenceSettings,
     job: Job,
     tensors: Shapes,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str] | None,
 ) -> list[list[str]]:
     """Return the weights that vLLM holds in 8 or 4 bits at this rank's position, as far as fused.
 

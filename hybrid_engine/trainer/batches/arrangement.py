@@ -316,7 +316,7 @@ def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any
     }
 
 
-def arranged(parts: Sequence[Batch], multiple: int = 1, *, same_length: bool = False) -> list[Rows]:
+def arranged(parts: Sequence[Batch], multiple: int, *, same_length: bool) -> list[Rows]:
     """Return the computed rows of each micro batch.
 
     Args:

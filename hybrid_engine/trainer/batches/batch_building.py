@@ -123,7 +123,7 @@ class Sample:
     prompt_length: int
     is_drawn: tuple[bool, ...]
     temperature: float
-    routed_experts: Routed | None = None
+    routed_experts: Routed | None
 
     @property
     def length(self) -> int:

@@ -111,7 +111,7 @@ def build_sharded_model(
     device: torch.device,
     dtype: str,
     seed: int,
-    frozen: Sequence[str] = (),
+    frozen: Sequence[str],
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
 

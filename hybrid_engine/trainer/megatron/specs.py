@@ -50,7 +50,7 @@ def layer_spec_for(
     config: TransformerConfig,
     transformer_engine: bool,
     vp_stage: int | None,
-    noop_layers: Collection[int] = (),
+    noop_layers: Collection[int],
 ) -> TransformerBlockSubmodules:
     """Return the layers that this rank builds for virtual stage `vp_stage`.
 

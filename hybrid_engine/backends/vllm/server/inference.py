@@ -175,9 +175,7 @@ class ServedInference:
         """Number of servers."""
         return len(self._servers)
 
-    def completer(
-        self, *, goes_on: bool = False
-    ) -> Callable[[int, Sequence[int], Sampling], Completion]:
+    def completer(self, *, goes_on: bool) -> Callable[[int, Sequence[int], Sampling], Completion]:
         """Return a function (number, prompt, sampling) -> completion, from any thread.
 
         It does not check prompts. The same number reaches the same server. Collective. Raises
