@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
+
+from hybrid_engine.files.model_files import HfConfig
 
 POSITIONS = (0, 1)
 """Least positions at which rotations are compared; the angles of position 1 are the frequencies."""
@@ -69,7 +70,7 @@ class Rotary:
         )
 
 
-def compared_positions(max_length: int, settings: Mapping[str, Any]) -> tuple[int, ...]:
+def compared_positions(max_length: int, settings: HfConfig) -> tuple[int, ...]:
     """Return the positions at which both sides' rotations are compared.
 
     Args:
@@ -82,7 +83,7 @@ def compared_positions(max_length: int, settings: Mapping[str, Any]) -> tuple[in
     return tuple(sorted({*POSITIONS, max_length, *within}))
 
 
-def original_length(settings: Mapping[str, Any]) -> int | None:
+def original_length(settings: HfConfig) -> int | None:
     """Return `original_max_position_embeddings` of any section; None without one.
 
     Some frequencies and scales change there.
@@ -90,7 +91,7 @@ def original_length(settings: Mapping[str, Any]) -> int | None:
     return min(_original_lengths(settings), default=None)
 
 
-def _original_lengths(settings: Mapping[str, Any]) -> Iterator[int]:
+def _original_lengths(settings: HfConfig) -> Iterator[int]:
     for key, value in settings.items():
         if key == "original_max_position_embeddings" and isinstance(value, int):
             yield value

@@ -10,14 +10,14 @@ modules that transformers builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, constraint
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
@@ -61,7 +61,7 @@ class CriticContext(TrainingContext):
     """
 
     config: CriticConfig
-    hf_config: Mapping[str, Any]
+    hf_config: HfConfig
     job: JobContext
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation, clipped, first_of
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.reading import read_regular
 
 CONFIG = "config.json"
+HfConfig = Mapping[str, Any]
+"""Contents of a config.json."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

@@ -22,6 +22,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.files.model_files import HfConfig
 
 # The bounds exceed any model. They keep numbers that are computed from the sizes from overflowing,
 # and work that is proportional to them from taking long.
@@ -81,7 +82,7 @@ class Schema(pydantic.BaseModel):
 Read = TypeVar("Read", bound=Schema)
 
 
-def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> Read:
+def read_config(config: HfConfig, schema: type[Read], source: str) -> Read:
     """Validate the contents of a config.json.
 
     Args:
@@ -112,7 +113,7 @@ _SCALED_BY_KEY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek
 """Rotary scalings with whose factor `max_position_embeddings` is multiplied already."""
 
 
-def longest_of(config: Mapping[str, Any]) -> int | None:
+def longest_of(config: HfConfig) -> int | None:
     """Return the tokens of the longest sequence that vLLM derives from config.json, if it does.
 
     vLLM multiplies the positions by the factor of some rotary scalings. Source: vLLM 0.32.0,
@@ -130,7 +131,7 @@ def longest_of(config: Mapping[str, Any]) -> int | None:
     return int(positions * factor) if isinstance(factor, int | float) else None
 
 
-def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:
+def _contradictions(config: HfConfig, schema: type[Schema]) -> Iterator[Violation]:
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):
             yield Violation(

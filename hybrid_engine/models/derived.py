@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybrid_engine.errors import UnknownModelError, clipped
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.models.conventions import conventional_rules
 from hybrid_engine.models.table import ModelDims, ModelTable, Serving
 from hybrid_engine.records.regions import Shapes
@@ -45,12 +46,12 @@ PLACEHOLDER_BIAS = -100.0
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(?:id|index)")
 
 
-def takes_images(config: Mapping[str, Any]) -> bool:
+def takes_images(config: HfConfig) -> bool:
     """Return whether the contents of a config.json have the section of a vision tower."""
     return bool(config.get("vision_config"))
 
 
-def placeholder_tokens(config: Mapping[str, Any]) -> dict[str, int]:
+def placeholder_tokens(config: HfConfig) -> dict[str, int]:
     """Return the tokens in whose places a model puts images and the like, by kind.
 
     `config`: contents of config.json. Models of text have none.
@@ -59,7 +60,7 @@ def placeholder_tokens(config: Mapping[str, Any]) -> dict[str, int]:
     return {match[1]: value for match, value in matches if match and isinstance(value, int)}
 
 
-def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
+def derived_table(config: HfConfig, architecture: str) -> ModelTable:
     """Return the table of a transformers class, without settings of Megatron's models.
 
     Args:
@@ -74,7 +75,7 @@ def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
     return _derived(json.dumps(values, sort_keys=True), architecture)
 
 
-def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def full_config(config: HfConfig) -> dict[str, Any]:
     """Return a config as transformers reads it, with all keys and each where it belongs now.
 
     `config`: contents of config.json. Early files of Qwen2.5-VL have no "text_config", and many
@@ -263,7 +264,7 @@ def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, tensor in saved.items() if id(tensor) in unused)
 
 
-def _dense_width(values: Mapping[str, Any], hidden_size: int) -> int:
+def _dense_width(values: HfConfig, hidden_size: int) -> int:
     # GPT-2, GPT-J and Bloom compute it if config.json has none.
     widths = (values[key] for key in _DENSE_WIDTHS if values.get(key))
     return next(widths, 4 * hidden_size)
@@ -273,7 +274,7 @@ def _layers_with_experts(shapes: Iterable[str]) -> set[int]:
     return {int(match[1]) for match in map(_OF_EXPERTS.search, shapes) if match is not None}
 
 
-def _layer_sizes(values: Mapping[str, Any], dims: ModelDims, shapes: Shapes) -> dict[str, Any]:
+def _layer_sizes(values: HfConfig, dims: ModelDims, shapes: Shapes) -> dict[str, Any]:
     """Return the settings of TransformerConfig on which estimates of memory depend."""
     with_experts = _layers_with_experts(shapes)
     num_shared = values.get("n_shared_experts") or values.get("num_shared_experts") or 0

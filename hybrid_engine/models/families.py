@@ -5,13 +5,14 @@ A family that Megatron is to train is added to `TABLES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_json
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.models import config_json, deepseek, gpt2, llama, moe
 from hybrid_engine.models.derived import derived_table
 from hybrid_engine.models.table import ModelTable
@@ -42,7 +43,7 @@ TABLES: dict[str, Architecture] = {
 """Name tables by an entry of config.json's `architectures`."""
 
 
-def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> ModelTable:
+def table_for(config: HfConfig, source: str | Path = "config.json") -> ModelTable:
     """Return the table for a Hugging Face config.
 
     Args:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.models.block_quantization import (
     BLOCK_METHODS,
     MXFP4,
@@ -72,7 +73,7 @@ class _OtherWeights(Exception):
     """A quantization_config that describes none of the formats; the arguments are its problems."""
 
 
-def block_config(hf_config: Mapping[str, Any], method: str | None) -> dict[str, Any] | None:
+def block_config(hf_config: HfConfig, method: str | None) -> dict[str, Any] | None:
     """Return the quantization_config of weights that are to be sent in blocks; None if unquantised.
 
     Args:
@@ -150,7 +151,7 @@ def format_in(quantization_config: Mapping[str, Any]) -> BlockFormat:
     return form
 
 
-def calibrated_in(hf_config: Mapping[str, Any]) -> list[str]:
+def calibrated_in(hf_config: HfConfig) -> list[str]:
     """Return what `block_config` leaves out of a published quantization_config."""
     published = hf_config.get("quantization_config")
     if not isinstance(published, Mapping):
@@ -163,7 +164,7 @@ def calibrated_in(hf_config: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _without_calibrated(published: Mapping[str, Any]) -> dict[str, Any]:
+def _without_calibrated(published: HfConfig) -> dict[str, Any]:
     config = _without_cache(published)
     if format_in(published).tensor_scale is None:
         return config
@@ -177,19 +178,19 @@ def _without_calibrated(published: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _without_cache(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_cache(config: HfConfig) -> dict[str, Any]:
     # vLLM requires the keys in ModelOpt's older form.
     present = _section(config).keys() & set(_OF_CACHE)
     return _with_section(config, dict.fromkeys(sorted(present)))
 
 
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _section(config: HfConfig) -> Mapping[str, Any]:
     """Return the part of ModelOpt's older form that describes the weights, else the whole."""
     section = config.get("quantization")
     return section if isinstance(section, Mapping) else config
 
 
-def _with_section(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _with_section(config: HfConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     if _section(config) is config:
         return {**config, **changes}
     return {**config, "quantization": {**_section(config), **changes}}
@@ -221,7 +222,7 @@ def _groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group for group in groups.values() if isinstance(group, Mapping)]
 
 
-def _usual_config(hf_config: Mapping[str, Any], method: str) -> dict[str, Any]:
+def _usual_config(hf_config: HfConfig, method: str) -> dict[str, Any]:
     """Return the quantization_config that a model without one would be published with."""
     num_layers = int(hf_config.get("num_hidden_layers") or 0)
     routers = [f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in _ROUTERS]

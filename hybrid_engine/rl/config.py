@@ -30,12 +30,12 @@ from hybrid_engine.rl.losses import (
     Baseline,
     Clipping,
     KlEstimator,
-    Loss,
     Ratio,
     Scale,
     policy_loss,
 )
 from hybrid_engine.rl.run_files import defaults_of, flat
+from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 _FREE = (

@@ -10,6 +10,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
 from hybrid_engine.rl.packed_calls import PackedCalls, packing_violations
+from hybrid_engine.trainer.batches.batch_building import NewBatch
 from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import (
     ValueModel,
@@ -19,8 +20,6 @@ from hybrid_engine.trainer.reference_and_critic import (
 )
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 from hybrid_engine.trainer.worker import ActorHybridWorker
-
-Batch = dict[str, torch.Tensor]
 
 
 class Critic:
@@ -59,7 +58,7 @@ class Critic:
                 self.model.copy_actor()
 
     def learn(
-        self, batch: Batch, rewards: torch.Tensor, step: int, generator: torch.Generator
+        self, batch: NewBatch, rewards: torch.Tensor, step: int, generator: torch.Generator
     ) -> Figures:
         """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B, S].
 

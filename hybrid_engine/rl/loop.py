@@ -77,6 +77,8 @@ from hybrid_engine.rl.step_metrics import (
 from hybrid_engine.rl.stop_signals import StopSignals
 from hybrid_engine.rl.user_callbacks import calling, naming_failure
 from hybrid_engine.trainer.batches import build_batch, mean_weights
+from hybrid_engine.trainer.batches.batch_building import NewBatch
+from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -90,7 +92,7 @@ Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
-PolicyLoss = Callable[[Batch, torch.Tensor], losses.Loss]
+PolicyLoss = Callable[[Batch, torch.Tensor], Loss]
 """(micro batch, log_probs [b, S] with gradient) -> (scalar loss, figures).
 
 It reads the columns that `losses.policy_loss` reads. `losses.weighted_mean(values,
@@ -643,7 +645,7 @@ class Loop:
         return advantages
 
     @torch_defaults()
-    def _batch(self, groups: Groups, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _batch(self, groups: Groups, rewards: torch.Tensor) -> NewBatch:
         """Return a batch with one row per completion, B = P * n rows.
 
         `rewards`: [P, n], NaN for completions from which nothing is learned.
@@ -670,7 +672,7 @@ class Loop:
             batch["learned_mask"] = batch["mask"] * is_learned[:, None]
         return batch
 
-    def _update(self, batch: dict[str, torch.Tensor], number: int) -> Figures:
+    def _update(self, batch: NewBatch, number: int) -> Figures:
         """Take all optimizer steps of a step; return the mean of their reports."""
         config = self.config
         if config.clips_to_sampler:

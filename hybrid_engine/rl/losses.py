@@ -32,7 +32,8 @@ from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
-from hybrid_engine.trainer.batches.batch_building import mask_of
+from hybrid_engine.trainer.batches.batch_building import NewBatch, mask_of
+from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 
@@ -43,7 +44,6 @@ Ratio = Literal["token", "sequence"]
 Clipping = Literal["ppo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Cap = Literal["truncate", "mask"]
-Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def token_advantages(
@@ -183,7 +183,7 @@ def minibatches(
     generator: torch.Generator,
     aggregation: Aggregation = "token",
     length: int | None = None,
-) -> list[dict[str, torch.Tensor]]:
+) -> list[NewBatch]:
     """Shuffle the B rows and cut them into `number` equal parts, one per optimizer step.
 
     Each part gets its own `weights`, by `loss_weights`, and `token_weights` for the figures of

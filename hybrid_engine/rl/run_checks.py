@@ -33,6 +33,7 @@ from hybrid_engine.serving.clients import silent_servers
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+    from hybrid_engine.backends.vllm.replica_exchange import TokenIds
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
 _UNBOUNDED = 2**31
@@ -122,7 +123,7 @@ class RunLimits:
     seq_length: int
     has_critic: bool
     tokenizer: ModelTokenizer
-    check_prompts: Callable[[Sequence[Sequence[int]], int], None]
+    check_prompts: Callable[[TokenIds, int], None]
     generate: GenerateConfig
     no_packing: str = ""
 
@@ -156,7 +157,7 @@ class RunLimits:
             if len(chunks) > sizes.pipeline:
                 multiple *= sizes.pipeline
 
-        def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        def check_prompts(prompts: TokenIds, max_tokens: int) -> None:
             check_token_ids(prompts, max_tokens, longest, dims.vocab_size)
 
         return cls(

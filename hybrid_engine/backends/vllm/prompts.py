@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, TypedDict
@@ -22,6 +22,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
+from hybrid_engine.backends.vllm.tool_calls import Tool
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 
 Message = Mapping[str, Any]
@@ -73,7 +74,7 @@ class ChatArguments(TypedDict, total=False):
         continue_final_message: end within the last message, which the completion continues.
     """
 
-    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
+    tools: Sequence[Tool] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool
     continue_final_message: bool

@@ -11,6 +11,9 @@ from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.backends.vllm.internals import CHAT_REQUEST
 from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest, shortened
 
+Tool = Mapping[str, Any] | Callable[..., Any]
+"""JSON schema of a function, or a function with type hints and a docstring."""
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -38,9 +41,7 @@ class ToolCallParser:
     Raises ArgumentError for an unknown name, and for tools that cannot be described.
     """
 
-    def __init__(
-        self, name: str, tools: Iterable[Mapping[str, Any] | Callable[..., Any]] = ()
-    ) -> None:
+    def __init__(self, name: str, tools: Iterable[Tool] = ()) -> None:
         from vllm.tool_parsers import ToolParserManager
 
         known = ToolParserManager.list_registered()
@@ -73,7 +74,7 @@ class ToolCallParser:
         return text
 
 
-def _schemas_of(tools: Iterable[Mapping[str, Any] | Callable[..., Any]]) -> list[Any]:
+def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
     """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
     from transformers.utils import get_json_schema
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     ShardedParallelism,
@@ -173,7 +174,7 @@ def _divisors(
 
 
 def _fewest_layers(
-    config: Mapping[str, Any],
+    config: HfConfig,
     training: TrainParallelism | ShardedParallelism,
     inference: InferenceParallelism,
     divisors: Divisors,

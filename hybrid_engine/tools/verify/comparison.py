@@ -17,6 +17,7 @@ from hybrid_engine.ports import Batch
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import copy_companions
+from hybrid_engine.trainer.batches.batch_building import NewBatch
 from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -255,7 +256,7 @@ class Comparison:
         num_sequences = _next_multiple(_NUM_COMPARED, self._stages)
         return self._batch(99, num_sequences)["tokens"]
 
-    def _batch(self, seed: int, num_sequences: int) -> dict[str, torch.Tensor]:
+    def _batch(self, seed: int, num_sequences: int) -> NewBatch:
         batch = tokens_and_labels(seed, self.table.dims.vocab_size, num_sequences)
         for tokens in batch.values():
             # A batch has no images, which placeholders stand for.
@@ -314,9 +315,7 @@ def write_random_checkpoint(
     copy_companions(model_dir, path)
 
 
-def tokens_and_labels(
-    seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES
-) -> dict[str, torch.Tensor]:
+def tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES) -> NewBatch:
     """Return random tokens and their successors [num_sequences, SEQ_LENGTH], equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)

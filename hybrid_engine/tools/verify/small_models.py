@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.files.model_files import CONFIG, PROCESSOR, TOKENIZER, files_like
+from hybrid_engine.files.model_files import CONFIG, PROCESSOR, TOKENIZER, HfConfig, files_like
 from hybrid_engine.models import table_for
 from hybrid_engine.models.derived import full_config, takes_images
 
@@ -117,7 +117,7 @@ def copy_companions(model: Path, directory: Path) -> None:
 
 
 def reduced_config(
-    config: Mapping[str, Any], num_layers: int, divisors: Divisors = Divisors()
+    config: HfConfig, num_layers: int, divisors: Divisors = Divisors()
 ) -> dict[str, Any]:
     """Return a config with reduced sizes.
 
@@ -146,7 +146,7 @@ def reduced_config(
     return {**small, "text_config": text, "vision_config": tower}
 
 
-def _reduced_text(config: Mapping[str, Any], num_layers: int, divisors: Divisors) -> dict[str, Any]:
+def _reduced_text(config: HfConfig, num_layers: int, divisors: Divisors) -> dict[str, Any]:
     small = dict(config)
     for key, largest in _SIZES.items():
         if isinstance(small.get(key), int):
@@ -174,7 +174,7 @@ def _reduced_text(config: Mapping[str, Any], num_layers: int, divisors: Divisors
     return small
 
 
-def _reduced_tower(config: Mapping[str, Any], text_width: int) -> dict[str, Any]:
+def _reduced_tower(config: HfConfig, text_width: int) -> dict[str, Any]:
     """Return the config of a vision tower with few layers, for a text model of a width."""
     small = dict(config)
     (layer_key,) = (key for key in _TOWER_LAYERS if key in config)

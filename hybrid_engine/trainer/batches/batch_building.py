@@ -14,6 +14,9 @@ from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
 from hybrid_engine.trainer.batches.image_rows import with_images
 
+NewBatch = dict[str, torch.Tensor]
+"""A `Batch` that its maker may add to."""
+
 # -- checks of arguments ---------------------------------------------------------------------------
 
 
@@ -259,7 +262,7 @@ def build_batch(
     completions: Sequence[TokenIds | Drawn],
     seq_length: int,
     pad_token_id: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> NewBatch:
     """Return rows that consist of a prompt and its completion, padded on the right.
 
     Args:
@@ -284,9 +287,7 @@ def build_batch(
     return with_images(batch_of(samples, seq_length, pad_token_id), completions)
 
 
-def batch_of(
-    samples: Sequence[Sample], seq_length: int, pad_token_id: int
-) -> dict[str, torch.Tensor]:
+def batch_of(samples: Sequence[Sample], seq_length: int, pad_token_id: int) -> NewBatch:
     """Return rows of one sample each; see `build_batch`."""
     # one column more than the batch: tokens and labels are the same row, shifted
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)

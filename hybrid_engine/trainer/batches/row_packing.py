@@ -33,6 +33,7 @@ from hybrid_engine.trainer.batches.arrangement import (
 )
 from hybrid_engine.trainer.batches.batch_building import (
     Drawn,
+    NewBatch,
     TokenIds,
     batch_of,
     described,
@@ -74,7 +75,7 @@ class PackedRows:
         width: number of columns of these rows.
     """
 
-    batch: dict[str, torch.Tensor]
+    batch: NewBatch
     places: tuple[RowSlice, ...]
     sources: tuple[RowSlice, ...]
     width: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.config.loading import broken_rules
 from hybrid_engine.config.rules import TrainingContext
 from hybrid_engine.errors import ConfigError, ModelError, StateError
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
@@ -132,7 +133,7 @@ class Actor:
 def build_actor(
     actor: ActorConfig,
     table: ModelTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     world_size: int,
     *,
     weights_only: bool = False,
@@ -192,7 +193,7 @@ def end_training(actor: Actor) -> None:
 
 
 def build_reference(
-    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], world_size: int
+    actor: ActorConfig, table: ModelTable, hf_config: HfConfig, world_size: int
 ) -> Actor:
     """Build the same model without LoRA, DDP and optimizer, as a copy that is not trained.
 
@@ -208,7 +209,7 @@ def build_reference(
 def build_model(
     actor: ActorConfig,
     table: ModelTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     world_size: int,
     *,
     weights_only: bool = False,
@@ -248,7 +249,7 @@ def _checked_configs(
 def _build_chunks(
     actor: ActorConfig,
     table: ModelTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     world_size: int,
     config: TransformerConfig,
 ) -> list[torch.nn.Module]:

@@ -50,6 +50,9 @@ _MAIN_PARAM = "main_param."
 _GENERATOR = "generator."
 _TRACKER = "tracker."
 
+States = dict[int, dict[str, Any]]
+"""Number of a parameter in its optimizer -> its state."""
+
 _KEYS_OF_CONFIGURATION = ("max_lr", "min_lr")
 """Keys of a parameter group that belong to the schedule of the current configuration.
 
@@ -297,15 +300,13 @@ def _optimizer_differences(
 # -- restoring -------------------------------------------------------------------------------------
 
 
-def _moments_of(
-    state: Mapping[str, Any], index: int, member: MegatronOptimizer
-) -> dict[int, dict[str, Any]]:
+def _moments_of(state: Mapping[str, Any], index: int, member: MegatronOptimizer) -> States:
     """Return the state of optimizer `index` by parameter, moments on the parameters' devices.
 
     Afterwards restoring needs no further device memory, so it cannot fail for lack of it.
     """
     params = stepped_by(member.optimizer)
-    moments: dict[int, dict[str, Any]] = {}
+    moments: States = {}
     for name, value in below(state, f"{_OPTIMIZER}{index}.").items():
         param, _, key = name.partition(".")
         is_moment = isinstance(value, torch.Tensor) and value.dim() > 0
@@ -317,7 +318,7 @@ def _moments_of(
 def _load_optimizer(
     optimizer: MegatronOptimizer,
     values: Mapping[str, Any],
-    moments: Sequence[dict[int, dict[str, Any]]],
+    moments: Sequence[States],
 ) -> None:
     members = _members(optimizer)
     for member, groups, state in zip(members, values["param_groups"], moments, strict=True):

@@ -10,7 +10,12 @@ from concurrent.futures import wait
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
-from hybrid_engine.backends.vllm.replica_exchange import Completions, interleaved, sendable
+from hybrid_engine.backends.vllm.replica_exchange import (
+    Completions,
+    TokenIds,
+    interleaved,
+    sendable,
+)
 from hybrid_engine.errors import GenerationError
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.background import in_background
@@ -21,7 +26,7 @@ _PROMPTS_OF_A_REQUEST = 64
 _MOST_REQUESTS = 64
 """Maximum number of concurrent requests of a rank."""
 
-Ask = Callable[[int, Sequence[Sequence[int]], Sampling], Completions]
+Ask = Callable[[int, TokenIds, Sampling], Completions]
 """(number of a server, prompts, sampling) -> completions of each prompt."""
 
 
@@ -49,7 +54,7 @@ class Drawing:
         ask: Ask,
         job: Job,
         tokenizer: ModelTokenizer,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenIds,
         samplings: Sequence[Sampling],
         data: Data,
         num_servers: int,

@@ -19,7 +19,12 @@ from hybrid_engine.backends.vllm.prompts import (
     check_token_ids,
     token_ids_of,
 )
-from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
+from hybrid_engine.backends.vllm.replica_exchange import (
+    Completions,
+    TokenIds,
+    check_data,
+    stream_seeds,
+)
 from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.backends.vllm.server.drawing import Drawing
 from hybrid_engine.compute_check.logprob_check import ConfigModel
@@ -98,7 +103,7 @@ class ServedInference:
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
         chat: ChatArguments | None = None,
-    ) -> list[list[Completion]]:
+    ) -> Completions:
         """Complete prompts on the servers; see `InferenceEngine.generate_over_replicas`.
 
         Collective. `sampling` is a `Sampling`, or a list of them.
@@ -156,9 +161,7 @@ class ServedInference:
         ]
         return token_ids, samplings
 
-    def check_prompts(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]
-    ) -> None:
+    def check_prompts(self, prompts: TokenIds, max_tokens: int | Sequence[int]) -> None:
         """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
         check_token_ids(prompts, max_tokens, self._longest, self._vocab_size)
 
@@ -204,10 +207,10 @@ class ServedInference:
     def _ask(
         self,
         number: int,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenIds,
         sampling: Sampling,
         weights: DrawnWith,
-    ) -> list[list[Completion]]:
+    ) -> Completions:
         """Complete prompts in one request to server `number`."""
         # Without a value vLLM would generate 16 tokens.
         max_tokens = sampling.max_tokens or self._longest - len(prompts[0])
