@@ -48,9 +48,10 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
+    from hybrid_engine.backends.vllm.replica_exchange import Completions
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
-    _Contents = tuple[list[int], dict[int, list[list[Completion]]]]
+    _Contents = tuple[list[int], dict[int, Completions]]
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -84,7 +85,7 @@ class _BegunStep:
     """
 
     drawing: BackgroundDrawing | None
-    restored: list[list[Completion]] = field(default_factory=list)
+    restored: Completions = field(default_factory=list)
 
     @property
     def is_finished(self) -> bool:
@@ -344,9 +345,9 @@ class GroupQueue:
 
 def _contents_kind() -> Any:
     """Return the type of the file: versions of the last publishes, and completions by step."""
-    from hybrid_engine.backends.vllm import Completion
+    from hybrid_engine.backends.vllm.replica_exchange import Completions
 
-    return tuple[list[int], dict[int, list[list[Completion]]]]
+    return tuple[list[int], dict[int, Completions]]
 
 
 def _contents(message: bytes) -> _Contents:
