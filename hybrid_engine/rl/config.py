@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-import torch
 from pydantic import BeforeValidator, Field
 
 from hybrid_engine.config.keys import (
@@ -24,18 +23,17 @@ from hybrid_engine.config.keys import (
 )
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError, Violation, first_of, shortened
-from hybrid_engine.ports import Batch
 from hybrid_engine.rl.losses import (
     Aggregation,
     Baseline,
     Clipping,
     KlEstimator,
+    PolicyLoss,
     Ratio,
     Scale,
     policy_loss,
 )
 from hybrid_engine.rl.run_files import defaults_of, flat
-from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 _FREE = (
@@ -250,7 +248,7 @@ class LoopConfig(Section):
         is_weighted = self.importance_cap is not None or self.importance_veto is not None
         return self.max_staleness > 0 and not is_weighted
 
-    def policy_loss(self) -> Callable[[Batch, torch.Tensor], Loss]:
+    def policy_loss(self) -> PolicyLoss:
         """Return the loss of the policy by these settings."""
         return policy_loss(
             self.clip_ratio,

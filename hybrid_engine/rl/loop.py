@@ -78,7 +78,6 @@ from hybrid_engine.rl.stop_signals import StopSignals
 from hybrid_engine.rl.user_callbacks import calling, naming_failure
 from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.batches.batch_building import NewBatch
-from hybrid_engine.trainer.batches.loss_results import Loss
 from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -92,13 +91,6 @@ Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
-PolicyLoss = Callable[[Batch, torch.Tensor], Loss]
-"""(micro batch, log_probs [b, S] with gradient) -> (scalar loss, figures).
-
-It reads the columns that `losses.policy_loss` reads. `losses.weighted_mean(values,
-micro_batch["weights"])` is the mean that `aggregation` names, independent of micro batches and
-ranks.
-"""
 Advantages = Callable[[torch.Tensor, Groups], torch.Tensor]
 """(rewards [P, n], the P groups of n completions or conversations) -> advantages [P, n] or [B, S].
 
@@ -121,7 +113,7 @@ def train(
     on_step: OnStep | None = None,
     should_stop: ShouldStop = lambda: False,
     environment: Environment | None = None,
-    loss: PolicyLoss | None = None,
+    loss: losses.PolicyLoss | None = None,
     advantages: Advantages | None = None,
     trackers: Sequence[str] = ("tensorboard",),
     changed: Collection[str] = (),
@@ -261,7 +253,7 @@ class Loop:
         *,
         on_phase: OnPhase = lambda phase, step: None,
         environment: Environment | None = None,
-        loss: PolicyLoss | None = None,
+        loss: losses.PolicyLoss | None = None,
         advantages: Advantages | None = None,
         **chat: Unpack[ChatArguments],
     ) -> None:
@@ -672,7 +664,7 @@ class Loop:
             batch["learned_mask"] = batch["mask"] * is_learned[:, None]
         return batch
 
-    def _update(self, batch: NewBatch, number: int) -> Figures:
+    def _update(self, batch: Batch, number: int) -> Figures:
         """Take all optimizer steps of a step; return the mean of their reports."""
         config = self.config
         if config.clips_to_sampler:

@@ -44,6 +44,12 @@ Ratio = Literal["token", "sequence"]
 Clipping = Literal["ppo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Cap = Literal["truncate", "mask"]
+PolicyLoss = Callable[[Batch, torch.Tensor], Loss]
+"""(micro batch, log_probs [b, S] with gradient) -> (scalar loss, figures).
+
+It reads the columns that `policy_loss` reads. `weighted_mean(values, micro_batch["weights"])` is
+the mean that `aggregation` names, independent of micro batches and ranks.
+"""
 
 
 def token_advantages(
@@ -288,7 +294,7 @@ def policy_loss(
     dual_clip: float | None = None,
     kl_estimator: KlEstimator = "k3",
     entropy_coefficient: float = 0.0,
-) -> Callable[[Batch, torch.Tensor], Loss]:
+) -> PolicyLoss:
     """Create the policy's loss: clipped policy gradient, plus a KL term, minus an entropy bonus.
 
     The returned function reads `weights` and `old_log_probs`, [b, S], and `advantages` [b, S], or
