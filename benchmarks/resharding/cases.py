@@ -77,6 +77,18 @@ QWEN3_1_7B: dict[str, Any] = {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+SMALL: dict[str, Any] = {
+    **QWEN3_1_7B,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+}
+"""Model for switches over the GPU in software: 4.2 million parameters."""
 QWEN3_4B: dict[str, Any] = {
     **QWEN3_8B,
     "hidden_size": 2560,
@@ -90,6 +102,7 @@ MODELS = {
     "qwen3-1.7b": QWEN3_1_7B,
     "qwen3-4b": QWEN3_4B,
     "qwen3-8b": QWEN3_8B,
+    "small": SMALL,
     "tiny": TINY,
 }
 

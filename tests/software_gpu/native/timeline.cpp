@@ -33,6 +33,8 @@ static constexpr Cost kCosts[] = {
 };
 
 static std::atomic<double> host;
+// Every byte counts this many times, so that a small model takes as long as a large one.
+static std::atomic<double> scale{1};
 static std::array<double, kNumEngines> engines_free_at;
 static std::array<double, kNumEngines> seconds_busy;
 
@@ -86,7 +88,7 @@ void timeline_use(Stream& stream, uint64_t address, size_t nbytes, bool writes) 
     }
     double seconds = kShortest;
     for (int each = 0; each < kNumEngines; each++) {
-        seconds = std::max(seconds, operation.nbytes[each] / kRates[each]);
+        seconds = std::max(seconds, operation.nbytes[each] * scale.load() / kRates[each]);
     }
     engines_free_at = operation.engines_free_at;
     seconds_busy = operation.seconds_busy;
@@ -114,5 +116,10 @@ void software_gpu_timeline(double* seconds) {
     seconds[0] = host.load();
     std::copy(seconds_busy.begin(), seconds_busy.end(), seconds + 1);
 }
+
+void software_gpu_timeline_scale(double factor) { scale = factor; }
+
+// The host computes, while the engines go on.
+void software_gpu_timeline_compute(double seconds) { advance_host(seconds); }
 
 }
