@@ -26,7 +26,8 @@ Pipeline stage i of p keeps p - i micro batches (1F1B), and with v chunks 2 (p -
 + 1 chunks (interleaved; section 4.2.3). For the loss, a logit takes 4 bytes in addition to its own
 size. Above MAX_LOGIT_NBYTES only those of a chunk exist, beside the float32 gradients of the output
 layer's weight by this chunk and by all, or with FSDP2 the model's logits with their gradients, by
-chunk and joined. These estimates were not compared with a GPU.
+chunk and joined. A logit of a chunk takes ENTROPY_NBYTES more for the entropy. These estimates were
+not compared with a GPU.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ from hybrid_engine.records.layout import DTYPE_NBYTES
 
 COMPUTE_NBYTES: Mapping[str, int] = {"amp": 2, "bf16": 2, "fp16": 2}
 """`fsdp.mixed_precision` -> bytes of an element in a layer; default: params_dtype's."""
+ENTROPY_NBYTES = 16
+"""Bytes of a logit of a chunk while the entropy's gradient is computed: float32 tensors of shifted
+logits, their exponentials and the products of both, and one of their gradients."""
 _MOE_PARTS = ("moe", "moe_act", "shared_experts")
 
 
@@ -185,6 +189,8 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
         of_weight = 8 * vocabulary * table.dims.hidden_size
         logits = step.whole_nbytes * num_logits or of_weight
         logits += MAX_LOGIT_NBYTES / 4 * step.logit_nbytes
+    if num_heads:
+        logits += min(num_logits, MAX_LOGIT_NBYTES / 4) * ENTROPY_NBYTES
     return _Kept(kept, recomputed, logits)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig
 from hybrid_engine.config.job_rules import megatron_training
@@ -14,7 +16,14 @@ from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, named
 from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.models import table_for
-from hybrid_engine.tools.plan.activations import Step, activation_nbytes, gathered_nbytes, vllm_step_nbytes
+from hybrid_engine.tools.plan.activations import (
+    ENTROPY_NBYTES,
+    Step,
+    activation_nbytes,
+    gathered_nbytes,
+    vllm_step_nbytes,
+)
+from hybrid_engine.trainer.batches.token_outputs import Outputs, token_outputs
 from tests.hybrid_engine.layouts.cases import DENSE
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_70B
 
@@ -26,8 +35,8 @@ from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_70B
 # In all 8,821,940,224, each 2 bytes + 4 of gradient + 12 / 8 of optimizer: 7.5. Activations of a
 # token and layer, with sequence parallelism: 4 x 8,192 / 8 = 4,096; q and output 2 x 8,192 and k, v
 # 2 x 1,024, an eighth: 2,304; MLP 3 x 28,672 / 8 = 10,752; in all 17,152. 80 layers, 2 bytes:
-# 2,744,320 a token; and logits 129,024 / 8 x (2 + 4) bytes = 96,768. vLLM, TP 4: (150,994,944 +
-# 704,643,072) / 4 + 16,384 = 213,925,888, 80 of them; ends 2 x 128,256 x 8,192 / 4 = 525,336,576;
+# 2,744,320 a token; logits 129,024 / 8 x (2 + 4 + 16 for the entropy) = 354,816. vLLM, TP 4:
+# (150,994,944 + 704,643,072) / 4 + 16,384 = 213,925,888, 80 of them; ends 2 x 128,256 x 8,192 / 4 = 525,336,576;
 # norm: 17,639,415,808. A token: key and value, 2 of 8 heads, 128, 80 layers, 2 bytes = 81,920. A
 # step: 2 bytes x 16,384 x (3 x 8,192 + 3 x 28,672 / 4) = 1,509,949,440, and 256 x 128,256 logits of
 # 2 + 8 bytes.
@@ -52,7 +61,7 @@ TERMS = {
         TrainParallelism(64, tensor=8),
         InferenceParallelism(64, tensor=4),
         8_821_940_224 * 15 // 2,
-        1024 * (2_744_320 + 96_768),
+        1024 * (2_744_320 + 354_816),
         2 * 17_639_415_808,
         81_920,
         1_509_949_440 + 256 * 128_256 * 10,
@@ -90,7 +99,7 @@ def test_activations_match_the_papers_layer() -> None:
     """
     gpt = {"architectures": ["GPT2LMHeadModel"], "n_embd": 1024, "n_head": 16, "n_layer": 1, "n_positions": 1024}
     table = table_for({**gpt, "vocab_size": 1024})
-    logits = 1024 * 1024 * 6
+    logits = 1024 * 1024 * 22
 
     def layer_nbytes(tensor: int, **actor: Any) -> int:
         step = Step.of(ActorConfig(**actor), TrainParallelism(2, tensor=tensor))
@@ -100,6 +109,16 @@ def test_activations_match_the_papers_layer() -> None:
     assert layer_nbytes(2) == 1024 * 1024 * (8 + 24 // 2)
     assert layer_nbytes(2, sequence_parallel=True) == 1024 * 1024 * 16
     assert layer_nbytes(1, micro_batch_size=3) == 3 * 1024 * 1024 * 32 + 2 * logits
+
+
+def test_the_entropy_keeps_the_planned_bytes_of_a_logit() -> None:
+    """Its backward pass adds a gradient in float32, and every score has one."""
+    logits = torch.randn(64, 5000, dtype=torch.bfloat16, requires_grad=True)
+    kept: dict[int, torch.Tensor] = {}
+    with saved_tensors_hooks(lambda tensor: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+        token_outputs(logits, Outputs(entropy=True))
+    nbytes = sum(tensor.nbytes for tensor in kept.values())
+    assert nbytes / logits.numel() == pytest.approx(ENTROPY_NBYTES - 4, rel=1e-3)
 
 
 def full(method: str, num_layers: int) -> dict[str, Any]:
@@ -114,7 +133,6 @@ def selective(*modules: str) -> dict[str, Any]:
     ("num_layers", "keys", "expected"),
     [
         (24, {}, 2 * 12 * 20),
-        (24, selective(), 2 * 12 * 20),
         (24, selective("mlp"), 2 * 12 * 8 + 12),
         (24, selective("layernorm", "mlp"), 2 * 12 * 6 + 14),
         (12, full("uniform", 2), 2 * 6 // 2 + 2 * 20),  # the input of every group of two layers, and one full group
