@@ -1,16 +1,14 @@
 """Estimate the seconds of a large job's switch from bandwidths, and the bound of the hardware.
 
-    python -m benchmarks.critical_path [--only TEXT] [--json FILE] [--nvlink 450] [--pcie 50] ...
+    python -m benchmarks.critical_path [--only TEXT] [--json FILE]
     python -m benchmarks.critical_path --measured     # beside what one H100 took
 
 Nothing is measured and no device is needed. The planner plans each job for rank 0, with parameters
 at the offsets that they have in the memory of both engines, and the work of this plan is counted:
 
     launches     kernels that `transports/copies.py` queues
-    alone        kernels without the merging of copies in reverse order
     mapped       chunks of peers' memory that are mapped, and unmapped, in every switch
     exports      chunks whose descriptors are exported whenever parameters come back
-    messages     to and from other hosts; in brackets, if peers of the host sent messages, too
 
 Then the fill is simulated bucket by bucket, in the order of `switch/weight_container.py`. Three
 resources work in parallel:
@@ -28,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -81,10 +79,9 @@ class Rates:
         kernel: device time of the shortest kernel.
         mapped: host time to map and unmap a chunk of a peer, between two processes on one H200.
         export: host time to export a chunk's descriptor, on an H200.
-        extent: host time to find the chunks of one step of a peer's tensor, on a CPU at 2 GHz.
-        bucket: host time of a bucket for agreement and bookkeeping: fitted to fills of 30 and of
-            110 buckets on an H100, beside the driver's calls and the copies.
-        start: time of a fill of vLLM that no part explains, from the same fit. 0 leaves it out.
+        bucket: host time of a bucket for agreement, waits and bookkeeping: fitted to fills of 30
+            and of 110 buckets on an H100, beside the driver's calls and the copies. What no part
+            explains is not charged.
     """
 
     hbm: float = 3350.0
@@ -97,9 +94,7 @@ class Rates:
     kernel: float = 3.0
     mapped: float = 250.0
     export: float = 850.0
-    extent: float = 10.0
     bucket: float = 280.0
-    start: float = 27_000.0
 
     def seconds(self, nbytes: Mapping[Link, float]) -> float:
         """Return the seconds to move `nbytes` over the links, one link after the other."""
@@ -154,25 +149,20 @@ class Share:
     """Work of rank 0 in a bucket.
 
     Attributes:
-        alone, launches, mapped: see the docstring of the module; `mapped` counts those that no
-            earlier bucket has mapped.
+        launches, mapped: see the docstring of the module; `mapped` counts those that no earlier
+            bucket has mapped.
         views: pairs of views in batched copies.
-        extents: steps of peers' tensors whose chunks are looked up.
         nbytes: received bytes by link, including copies within the rank.
         leaving: bytes of parameters that are offloaded after the bucket is sent.
         segments: bytes of each segment that vLLM's allocator takes for the bucket.
-        messages: messages by the link that they cross.
     """
 
-    alone: int
     launches: int
     mapped: int
     views: int
-    extents: int
     nbytes: Mapping[Link, int]
     leaving: float
     segments: Sequence[int]
-    messages: Mapping[Link, int]
 
 
 @dataclass(frozen=True)
@@ -338,31 +328,21 @@ class _Counting:
         num_with_gaps = sum(not run.is_dense for run in runs)
         # a kernel per group of dense pairs, per copy with gaps, and per index tensor
         launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
-        with_gaps = sum(count for run, count in zip(runs, boxes, strict=True) if not run.is_dense)
-        alone = launches - num_with_gaps - num_indices + with_gaps
         nbytes = dict.fromkeys(Link, 0)
         for transfer in pulled:
             nbytes[transfer.link] += transfer.nbytes
-        mapped, extents = self._map(live)
-        messages = dict.fromkeys(Link, 0)
-        for link, _, _ in {(moved.link, moved.src_rank, moved.dst_rank) for moved in transfers}:
-            messages[link] += 1
         return Share(
-            alone,
             launches,
-            mapped,
+            self._map(live),
             dense,
-            extents,
             nbytes,
             leaving,
             self._segments(bucket),
-            messages,
         )
 
-    def _map(self, live: Iterable[Transfer]) -> tuple[int, int]:
-        """Map the chunks that these reads need; return the number of new ones and of extents."""
+    def _map(self, live: Iterable[Transfer]) -> int:
+        """Map the chunks that these reads need; return the number of new ones."""
         touched: set[tuple[BufferId, int]] = set()
-        num_extents = 0
         for transfer in live:
             flat = transfer.src.buffer
             if transfer.link not in (Link.HOST, Link.DEVICE) or flat not in self.chunk:
@@ -372,10 +352,9 @@ class _Counting:
                 first = extent.start * ITEMSIZE // chunk
                 stop = -(-extent.stop * ITEMSIZE // chunk)
                 touched.update((flat, index) for index in range(first, stop))
-                num_extents += 1
         num_new = len(touched - self.seen)
         self.seen |= touched
-        return num_new, num_extents
+        return num_new
 
     def _segments(self, bucket: Bucket) -> list[int]:
         """Return the segments of vLLM's parameters that the bucket completes."""
@@ -416,12 +395,6 @@ def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
     )
 
 
-def copying_seconds(shares: Sequence[Share], rates: Rates) -> float:
-    """Simulate the copies alone, into memory that is there."""
-    bare = [replace(share, mapped=0, extents=0, segments=()) for share in shares]
-    return fill_seconds(bare, replace(rates, start=0, bucket=0), commits=False)
-
-
 def fill_seconds(
     shares: Sequence[Share],
     rates: Rates,
@@ -437,14 +410,14 @@ def fill_seconds(
         chunk: with a size of chunks in bytes, parameters are offloaded bucket by bucket.
         commits: vLLM processes the weights of a bucket after its copies.
     """
-    host = rates.start / 1e6
+    host = 0.0
     device = 0.0
     # when the parameters of each bucket have arrived on the host
     saved = [*accumulate(share.leaving / rates.pcie / 1e9 for share in shares)]
     freeing = driver_costs.seconds_of(GIVE_BACK, chunk)
     for index, share in enumerate(shares):
         host += sum(driver_costs.seconds_of(TAKE, segment) for segment in share.segments)
-        host += (rates.bucket + share.mapped * rates.mapped + share.extents * rates.extent) / 1e6
+        host += (rates.bucket + share.mapped * rates.mapped) / 1e6
         host += (share.launches * rates.launch + share.views * rates.view) / 1e6
         moved = sum(share.nbytes.values())
         pulling = max(
@@ -514,14 +487,9 @@ def figures_of(job: Job, rates: Rates) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "job": job.name,
         "buckets": len(shares),
-        **{name: work.sum_of(name) for name in ("alone", "launches", "mapped", "extents")},
+        **{name: work.sum_of(name) for name in ("launches", "mapped")},
         "exports": work.exports,
-        "messages": sum(share.messages[Link.NETWORK] for share in shares),
-        "messages_alone": sum(
-            share.messages[link] for share in shares for link in (Link.NETWORK, Link.HOST)
-        ),
         "received": sum(share.nbytes[Link.HOST] + share.nbytes[Link.NETWORK] for share in shares),
-        "exporting": work.exports * rates.export / 1e6,
     }
     chunk = max(work.chunk[BufferId(RANK, name)] for name in work.flats)
     for name, offloads in {"stay": False, "leave": True}.items():
@@ -538,8 +506,6 @@ MEASURED: Mapping[str, tuple[Job, float]] = {
     "8B: fill": (_LARGE, 0.1005),
     "1.7B: to vLLM": (_SMALL, 0.565),
     "1.7B: to training": (_SMALL, 0.542),
-    "1.7B: copies alone": (_SMALL, 0.0123),
-    "8B: copies alone": (_LARGE, 0.0263),
 }
 """Seconds on one H100 (docs/benchmarks.md), of a version with buckets of 64 MB that exported every
 chunk."""
@@ -549,22 +515,18 @@ def predicted(kind: str, work: Work, rates: Rates) -> float:
     """Return the predicted seconds of a measured kind of work."""
     if kind == "fill":
         return fill_seconds(work.shares, rates, commits=False)
-    if kind == "copies alone":
-        return copying_seconds(work.shares, rates)
     return (to_vllm_seconds if kind == "to vLLM" else to_training_seconds)(work, rates)
 
 
 def compared(rates: Rates) -> list[dict[str, Any]]:
-    """Return measured and predicted seconds, with and without the part that nothing explains."""
+    """Return measured and predicted seconds; the rest is not explained."""
     works = {job.name: work_of(job) for job in (_SMALL, _LARGE)}
     rows = []
     for name, (job, measured) in MEASURED.items():
         kind = name.split(": ")[1]
-        row: dict[str, Any] = {"name": name, "measured": measured}
-        for key, chosen in (("known", replace(rates, start=0)), ("fitted", rates)):
-            seconds = predicted(kind, works[job.name], chosen)
-            row[key] = {"seconds": seconds, "error": 100 * (seconds / measured - 1)}
-        rows.append(row)
+        seconds = predicted(kind, works[job.name], rates)
+        error = 100 * (seconds / measured - 1)
+        rows.append({"name": name, "measured": measured, "seconds": seconds, "error": error})
     return rows
 
 
@@ -573,10 +535,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--measured", action="store_true", help="compare with what one H100 took")
-    for rate in fields(Rates):
-        parser.add_argument(f"--{rate.name}", type=float, default=rate.default)
     arguments = parser.parse_args()
-    rates = Rates(**{rate.name: getattr(arguments, rate.name) for rate in fields(Rates)})
+    rates = Rates()
     if arguments.measured:
         rows = compared(rates)
         table = _table_of_measured(rows)
@@ -584,14 +544,14 @@ def main() -> None:
         rows = [figures_of(job, rates) for job in JOBS if arguments.only in job.name]
         table = _table_of_jobs(rows)
     Console(width=180).print(table)
-    write_figures(arguments.json, {"rates": asdict(rates), "figures": rows})
+    write_figures(arguments.json, rows)
 
 
 def _table_of_jobs(rows: Iterable[Mapping[str, Any]]) -> Table:
     table = Table("job", title="rank 0; seconds are computed, not measured", title_justify="left")
-    counts = ("buckets", "launches", "alone", "mapped", "exports")
-    columns = ("received, GB", *counts, "messages", "stay, s", "bound", "%", "leave, s", "bound")
-    for column in (*columns, "%", "and exports, s"):
+    counts = ("buckets", "launches", "mapped", "exports")
+    columns = ("received, GB", *counts, "stay, s", "bound", "%", "leave, s", "bound")
+    for column in (*columns, "%"):
         table.add_column(column, justify="right")
     for row in rows:
         computed = (
@@ -603,24 +563,19 @@ def _table_of_jobs(rows: Iterable[Mapping[str, Any]]) -> Table:
             row["job"],
             f"{row['received'] / 1e9:.2f}",
             *(str(row[count]) for count in counts),
-            f"{row['messages']} ({row['messages_alone']})",
             *computed,
-            f"{row['exporting']:.3f}",
         )
     return table
 
 
 def _table_of_measured(rows: Iterable[Mapping[str, Any]]) -> Table:
-    table = Table("one H100", title="seconds: measured, and computed from", title_justify="left")
-    for column in ("measured", "known costs", "error, %", "and the fitted start", "error, %"):
+    table = Table("one H100", title="milliseconds", title_justify="left")
+    for column in ("measured", "predicted", "error, %", "unexplained"):
         table.add_column(column, justify="right")
     for row in rows:
-        computed = (
-            f"{row[name][key]:{'+.0f' if key == 'error' else '.4f'}}"
-            for name in ("known", "fitted")
-            for key in ("seconds", "error")
-        )
-        table.add_row(row["name"], f"{row['measured']:.4f}", *computed)
+        unexplained = row["measured"] - row["seconds"]
+        numbers = (1e3 * row["measured"], 1e3 * row["seconds"], row["error"], 1e3 * unexplained)
+        table.add_row(row["name"], *(f"{number:.1f}" for number in numbers))
     return table
 
 
