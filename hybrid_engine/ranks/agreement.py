@@ -89,9 +89,9 @@ _Outcome = tuple[_Failure, str]
 
 @dataclass
 class Ballot:
-    """A flag that a rank may raise in a phase; after the phase, whether any rank raised it."""
+    """A number that a rank may set in a phase; after the phase, the largest of all ranks."""
 
-    is_raised: bool = False
+    number: int = 0
 
 
 class Agreement:
@@ -197,7 +197,7 @@ class Agreement:
     ) -> Iterator[Ballot]:
         """Leave the block on all ranks, or raise on all ranks.
 
-        Yields a flag that costs no further exchange. The block must not call other collectives of
+        Yields a number that costs no further exchange. The block must not call other collectives of
         this agreement unless all ranks do.
 
         Args:
@@ -226,9 +226,7 @@ class Agreement:
                 seconds = min(patience, PATIENCE_AFTER_INTERRUPT)
             self._watch.report(name, described(interrupt), seconds, waiting)
             raise
-        ballot.is_raised = self.conclude(
-            name, error, patience, waiting, kind, is_raised=ballot.is_raised
-        )
+        self.conclude(name, error, patience, waiting, kind, ballot=ballot)
 
     def rounds(self, name: str, steps: Iterable[object]) -> None:
         """Run this rank's `steps`, agreeing every few seconds until all ranks have finished theirs.
@@ -308,11 +306,11 @@ class Agreement:
         kind: type[HybridEngineError] = ReshardError,
         *,
         what_follows: str = "",
-        is_raised: bool = False,
-    ) -> bool:
+        ballot: Ballot | None = None,
+    ) -> None:
         """End a phase: return if no rank failed, else raise on every rank. Collective.
 
-        Returns True if any rank passes `is_raised`.
+        `ballot` then has the largest number of all ranks.
 
         Without an `error` on any rank it is a barrier. `what_follows` describes the collective that
         comes next, and must be equal on all ranks: gloo aborts the process if sizes differ.
@@ -332,14 +330,15 @@ class Agreement:
                 raise self._part(phase, error) from error
             # One maximum finds both a failure on any rank and ranks that make different calls.
             digest = text_digest(phase, what_follows)
-            flags = [error is not None, digest, -digest, is_raised]
+            ballot = ballot or Ballot()
+            flags = [error is not None, digest, -digest, ballot.number]
             extremes = torch.tensor(flags, dtype=torch.int64)
             with signals_held():
                 with self._connected(phase, error):
                     self._connections().maximum(extremes)
-                has_failed, highest, negated_lowest, any_raised = extremes.tolist()
+                has_failed, highest, negated_lowest, ballot.number = extremes.tolist()
                 if not has_failed and highest == -negated_lowest:
-                    return bool(any_raised)
+                    return
                 # Texts of all ranks must fit into one message, and a character has up to 4 bytes.
                 most = min(_LONGEST_TEXT, LIMIT // (8 * self.world_size))
                 failure: _Failure = None

@@ -203,10 +203,11 @@ def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool) 
 
 
 def _seconds_of_switches(switches: Sequence[ReshardReport]) -> Figures:
-    """Return the seconds of each phase of the switches as columns."""
+    """Return the seconds of each phase of the switches as columns, and those of late copies."""
     seconds: Figures = {}
     for report in switches:
-        for phase, duration in report.seconds_by_phase.items():
+        late = {"hidden": report.seconds_hidden, "exposed": report.seconds_exposed}
+        for phase, duration in {**report.seconds_by_phase, **late}.items():
             column = f"reshard_{phase.replace(' ', '_')}_seconds"
             seconds[column] = seconds.get(column, 0.0) + duration
     return seconds

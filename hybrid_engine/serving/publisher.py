@@ -288,10 +288,10 @@ class WeightPublisher(Switch):
         manager = self._connected() if with_servers else None
         with self.job.agreement.phase("start hooks") as ballot:
             self._call_start_hooks(before, target)
-            ballot.is_raised = self._comparison.must_repeat(
+            ballot.number = self._comparison.must_repeat(
                 has_trained=before is State.TRAIN, will_fill=target is State.INFER
             )
-        if ballot.is_raised:
+        if ballot.number:
             self._comparison.repeat()
         self.state = State.INTERRUPTED
         if manager is None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybrid_engine.planning.costs import link_seconds
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
@@ -56,6 +57,13 @@ class ReshardReport:
             `bytes_received` may be below `bytes_least`.
         density: changed share of the 2-byte units that were compared for deltas; None if none were.
         bytes_of_copies: host memory of the copies that this rank keeps to compute deltas.
+        gb_per_second: 10^9 bytes per second of the fill, received and own.
+        percent_of_bound: least seconds of the fill's bytes on their links, in percent of its
+            seconds. None without a fill, for separate processes, and if the speed of a link is not
+            known (`planning.costs.DEVICE_GBPS`): that of the network, a CPU, another device.
+        slowest_rank, slowest_seconds: rank whose own work in the fill took longest, and its
+            seconds, with its waits for messages but not for the end of a phase. None without a
+            fill.
         staging_bytes: memory of messages in flight, in addition to `peak_bytes`: on the device with
             NCCL, on the host with gloo.
         tensors_verified: canonical tensors that were compared.
@@ -89,14 +97,23 @@ class ReshardReport:
     messages_whole: int = 0
     density: float | None = None
     bytes_of_copies: int = 0
+    gb_per_second: float = 0.0
+    percent_of_bound: float | None = None
+    slowest_rank: int | None = None
+    slowest_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a metrics file."""
         return asdict(self)
 
     def __str__(self) -> str:
-        rate = self.bytes_received / self.seconds / 1e9 if self.seconds else 0.0
         ways = ""
+        if self.slowest_rank is not None:
+            known = "unknown" if self.percent_of_bound is None else f"{self.percent_of_bound:.0f} %"
+            ways = (
+                f", {self.gb_per_second:.3f} GB/s in the fill ({known} of the bound), "
+                f"slowest rank {self.slowest_rank} ({self.slowest_seconds:.3f} s)"
+            )
         for name, nbytes in self.bytes_by_transport.items():
             ways += f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
         if self.seconds_hidden or self.seconds_exposed:
@@ -113,28 +130,27 @@ class ReshardReport:
         if num_messages:
             density = "" if self.density is None else f", {self.density:.4%} changed"
             ways += f", deltas {self.messages_delta} of {num_messages} messages{density}"
-        others = {
-            "skipped": self.bytes_skipped,
-            "kept": self.bytes_kept,
-            "suspended": self.bytes_suspended,
-        }
-        for name, nbytes in others.items():
-            if nbytes:
+        for name in ("skipped", "kept", "suspended"):
+            if nbytes := getattr(self, f"bytes_{name}"):
                 ways += f", {name} {nbytes / 1e9:.6f} GB"
         return (
             f"[Reshard] direction={self.direction} version={self.version} "
             f"duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB "
-            f"(least possible {self.bytes_least / 1e9:.6f} GB), {rate:.3f} GB/s, "
+            f"(least possible {self.bytes_least / 1e9:.6f} GB), "
             f"peak={self.peak_bytes / 1e9:.6f} GB{ways}{verified}"
         )
+
+
+SLOWEST_RADIX = 2**20
+"""Microseconds of a rank times this, plus its number, has the slowest rank as its maximum."""
 
 
 @dataclass
 class SwitchTally:
     """Sums of a running switch on this rank; attributes as in `ReshardReport`.
 
-    `seconds_behind`: hidden and exposed ones.
+    `seconds_behind`: hidden and exposed ones. `of_fill`: speed of the fill, by field.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -144,8 +160,9 @@ class SwitchTally:
     peak: int = 0
     kept: int = 0
     suspended: int = 0
-    fill: FillReport | None = None
-    verified: VerifyReport | None = None
+    fill: FillReport = field(default_factory=FillReport)
+    of_fill: dict[str, Any] = field(default_factory=dict)
+    verified: VerifyReport = field(default_factory=VerifyReport)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -158,9 +175,27 @@ class SwitchTally:
             yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
-    def add_fill(self, fill: FillReport) -> None:
-        """Set the fill of this switch; there is at most one."""
+    def add_fill(self, fill: FillReport, gbps: Mapping[Link, float], slowest: int) -> None:
+        """Set the fill of this switch; there is at most one.
+
+        Args:
+            fill: the fill, after its phase.
+            gbps: known speeds of links (`planning.costs.DEVICE_GBPS`).
+            slowest: see `SLOWEST_RADIX`.
+        """
         self.fill = fill
+        seconds = self.seconds["fill"]
+        microseconds, rank = divmod(slowest, SLOWEST_RADIX)
+        used = {link: nbytes for link, nbytes in fill.nbytes_by_link.items() if nbytes}
+        percent = None
+        if used.keys() <= gbps.keys():
+            percent = 100 * link_seconds(used, gbps) / seconds
+        self.of_fill = {
+            "gb_per_second": sum(used.values()) / seconds / 1e9,
+            "percent_of_bound": percent,
+            "slowest_rank": rank,
+            "slowest_seconds": microseconds / 1e6,
+        }
         self.seconds.update(fill.seconds)
 
     def add_verified(self, verified: VerifyReport) -> None:
@@ -170,8 +205,8 @@ class SwitchTally:
 
     def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
         """Build the report of the switch."""
-        fill = self.fill or FillReport()
-        verified = self.verified or VerifyReport(0, 0, 0, 0.0)
+        fill = self.fill
+        verified = self.verified
         # The local transport copies within a device, which counts as own bytes.
         from_others = {
             name: by_peer
@@ -207,4 +242,5 @@ class SwitchTally:
             messages_whole=fill.deltas.num_whole,
             density=fill.deltas.density,
             bytes_of_copies=fill.deltas.copies_nbytes,
+            **self.of_fill,
         )

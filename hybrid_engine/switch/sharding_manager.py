@@ -31,7 +31,8 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.planning.plan import ReshardPlan
+from hybrid_engine.planning.costs import DEVICE_GBPS
+from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Ballot
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
@@ -41,7 +42,7 @@ from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
-from hybrid_engine.switch.report import ReshardReport, SwitchTally
+from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, SwitchTally
 from hybrid_engine.switch.setup import Connection, connect
 from hybrid_engine.switch.states import (
     NEEDED_KINDS,
@@ -250,10 +251,10 @@ class ShardingManager(Switch):
             self._note_peak()
             # A publisher, which has an outer switch, compares servers by itself.
             if not self._is_within:
-                ballot.is_raised = check.must_repeat(
+                ballot.number = check.must_repeat(
                     has_trained=before is State.TRAIN, will_fill=target is State.INFER
                 )
-        if ballot.is_raised:
+        if ballot.number:
             check.repeat()
         # IDLE may follow a release that failed, so inference weights may be left there too.
         if before not in (State.TRAIN, State.FORWARD) and not self._keeps_serving:
@@ -327,15 +328,21 @@ class ShardingManager(Switch):
                 fence = self._fence(buffers, selection)
                 container = self.container
                 container.begin(selection.skipped, whole=selection.whole)
-            with self._phase("fill"):
+            with self._phase("fill") as ballot:
                 fill = container.fill(buffers, fence, verification)
                 observing.close()
                 self._tally.offloaded += fence.released_nbytes if fence is not None else 0
                 self._note_peak()
+                work = int(sum(fill.seconds.values()) * 1e6)
+                ballot.number = work * SLOWEST_RADIX + self.job.rank
 
         # A trainer without inference weights receives nothing: its report shows the sums of all
         # ranks.
-        self._tally.add_fill(fill.of_all(self.job.agreement) if connection.is_apart else fill)
+        gbps: Mapping[Link, float] = {}
+        if torch.cuda.is_available() and not connection.is_apart:
+            gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
+        total = fill.of_all(self.job.agreement) if connection.is_apart else fill
+        self._tally.add_fill(total, gbps, ballot.number)
         if verification is not None:
             self._tally.add_verified(verification.conclude())
         if connection.incremental is not None:

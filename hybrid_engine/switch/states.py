@@ -58,12 +58,8 @@ def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
 
     These are the needed kinds, and kinds that are never offloaded.
     """
-    flags: dict[Kind, bool] = {
-        "param": config.offload_train_param,
-        "grad": config.offload_train_grad,
-        "optimizer": config.offload_train_optimizer,
-    }
-    return {kind for kind, offloads in flags.items() if kind in NEEDED_KINDS[state] or not offloads}
+    stays = {kind for kind in KINDS if not getattr(config, f"offload_train_{kind}")}
+    return stays | NEEDED_KINDS[state]
 
 
 def require(present: State, wanted: Collection[State]) -> None:

@@ -66,10 +66,10 @@ class VerifyReport:
         seconds: time for digests and comparison. The engine's own proof counts as commit.
     """
 
-    num_tensors: int
-    nbytes: int
-    digest_nbytes: int
-    seconds: float
+    num_tensors: int = 0
+    nbytes: int = 0
+    digest_nbytes: int = 0
+    seconds: float = 0.0
 
 
 class Verifier:

@@ -40,7 +40,7 @@ from hybrid_engine.tools.plan.answer import (
 from hybrid_engine.tools.plan.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
 
 _DEVICES = Path("/dev")
-_RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
+_RATES = ",".join(f"{link}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
 def plan(
@@ -152,9 +152,7 @@ def _answer(
     of_rank = None
     if rank is not None:
         show_step(f"every transfer of rank {rank}")
-        started = time.perf_counter()
-        rank_plan = job.plan_of(rank)
-        of_rank = facts_of_rank(rank_plan, rank, time.perf_counter() - started)
+        of_rank = facts_of_rank(job, rank)
     remarks = [] if verl_job is None else verl_job.remarks
     remarks = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
     return Answer(job, cost, of_rank, later, remarks)
@@ -232,23 +230,15 @@ def _parse_rates(text: str) -> dict[Link, float]:
 
     Raises ConfigError.
     """
-    rates = dict(LINK_GBPS)
-    violations = []
-    for part in filter(None, text.replace(" ", "").split(",")):
-        key, _, value = part.partition("=")
-        try:
-            rates[Link(key)] = float(value)
-        except ValueError:
-            problem = f"{shortened(part)} cannot be read"
-            remedy = f"For example {_RATES}"
-            violations.append(Violation("--link-gbps", problem, remedy, code="cannot-be-read"))
-    for link, rate in rates.items():
-        if not 0 < rate <= 1e9:
-            problem = f"{link.value}={rate:g} is not a valid rate"
-            remedy = "Use a number above 0, at most 1e9"
-            violations.append(Violation("--link-gbps", problem, remedy, code="out-of-range"))
-    if violations:
-        raise ConfigError(violations)
+    remedy = f"Use rates above 0, at most 1e9, for example {_RATES}"
+    violation = Violation("--link-gbps", shortened(text), remedy, code="cannot-be-read")
+    parts = [part.split("=") for part in text.replace(" ", "").split(",")]
+    try:
+        rates = {**LINK_GBPS, **{Link(link): float(value) for link, value in parts}}
+    except ValueError:
+        raise ConfigError([violation]) from None
+    if not all(0 < rate <= 1e9 for rate in rates.values()):
+        raise ConfigError([violation])
     return rates
 
 
@@ -282,9 +272,8 @@ def _print_answer(answer: Answer) -> None:
         console.print(table)
         if section.note:
             console.print(section.note, markup=False)
-    console.print(assumptions(job), markup=False)
-    console.print(NOT_COUNTED, markup=False)
-    rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
+    console.print(f"{assumptions(job)}\n{NOT_COUNTED}", markup=False)
+    rates = ", ".join(f"{link} {rate:g}" for link, rate in job.cluster.link_gbps.items())
     console.print(f"Assumed speeds, 10^9 bytes per second of one rank, each direction: {rates}.")
     if answer.rank is not None:
         console.print(_rank_table(answer.rank, Unit.of(job)))
@@ -297,16 +286,13 @@ def _print_answer(answer: Answer) -> None:
 
 def _rank_table(facts: Mapping[str, Any], unit: Unit) -> Table:
     table = new_table(f"Rank {facts['rank']}", "", "")
-    for name in ("transfers", "buckets", "peers"):
-        table.add_row(name, str(facts[name]))
-    for direction in ("received", "sent"):
-        for link, nbytes in facts[direction].items():
-            is_local = link == Link.SELF
-            name = "copied within the rank" if is_local else f"{direction}, {_LINKS[link]}"
-            table.add_row(f"{name}, {unit.name}", unit.number(nbytes))
-    table.add_row(f"messages between hosts, {unit.name} of memory", unit.number(facts["staging"]))
-    table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            for link, nbytes in value.items():
+                table.add_row(f"{name}, {_LINKS[link]}, {unit.name}", unit.number(nbytes))
+        elif name != "rank":
+            table.add_row(name.replace("_", " "), f"{value:,.10g}")
     return table
 
 
-_LINKS = {Link.HOST.value: "same host", Link.NETWORK.value: "other hosts"}
+_LINKS = {"self": "within the rank", "host": "same host", "network": "other hosts"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,7 +14,6 @@ from hybrid_engine.config.job_rules import what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.memory import GIB, MIB, gib
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
-from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.planner import frozen_tensors
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.summary import ByteSummary, summarize
@@ -140,7 +140,7 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
     """Return all numbers of a job for JSON, in bytes and seconds."""
     table = plan.table
     cluster = plan.cluster
-    host_nbytes = None if cluster.host_gib is None else cluster.host_gib * GIB
+    host_nbytes = cluster.host_gib and cluster.host_gib * GIB
     device = {
         **device_memory(plan),
         "size": cluster.device_gib * GIB,
@@ -181,39 +181,35 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
             },
         },
         "seconds": range_of(plan.seconds),
-        "link_bytes_per_second": {
-            link.value: rate * 1e9 for link, rate in cluster.link_gbps.items()
-        },
+        "link_bytes_per_second": {link: rate * 1e9 for link, rate in cluster.link_gbps.items()},
     }
 
 
-def facts_of_rank(plan: ReshardPlan, rank: int, planning_seconds: float) -> dict[str, Any]:
-    """Return the numbers of one rank's plan; bytes by link.
+def facts_of_rank(job: JobPlan, rank: int) -> dict[str, Any]:
+    """Plan one rank and return its numbers; bytes by link.
 
     `staging` of the result: bytes of memory for its messages between hosts.
     """
+    started = time.perf_counter()
+    plan = job.plan_of(rank)
     transfers = list(plan.transfers())
-    count = plan.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
-    received = {
-        Link.SELF.value: count.own,
-        Link.HOST.value: count.host,
-        Link.NETWORK.value: count.network,
+    ranks = {transfer.src_rank for transfer in transfers}
+    moved = job.bytes
+    columns = {
+        "received": {"self": moved.own, "host": moved.host, "network": moved.network},
+        "sent": {"host": moved.sent_host, "network": moved.sent_network},
     }
-    sent = {Link.HOST.value: 0, Link.NETWORK.value: 0}
-    peers = set()
-    for transfer in transfers:
-        peers |= {transfer.src_rank, transfer.dst_rank}
-        if transfer.src_rank == rank and transfer.link is not Link.SELF:
-            sent[transfer.link.value] += transfer.nbytes
     return {
         "rank": rank,
         "transfers": len(transfers),
         "buckets": len(plan.buckets),
-        "received": received,
-        "sent": sent,
+        "peers": len(ranks.union(transfer.dst_rank for transfer in transfers) - {rank}),
+        **{
+            name: {link: nbytes[rank].item() for link, nbytes in links.items()}
+            for name, links in columns.items()
+        },
         "staging": staging_nbytes(plan.buckets, plan.relays, rank),
-        "peers": len(peers - {rank}),
-        "planning_seconds": planning_seconds,
+        "planning_seconds": time.perf_counter() - started,
     }
 
 
@@ -345,9 +341,15 @@ class JobVerdict:
         sentences = {heading: "; ".join(text for _, text in in_order) + "."}
         if self.job.cache.fits:
             sentences["Cache"] = f"{self._of_cache()}."
-        sentences["Left out"] = self._left_out()
+        sentences["Left out"] = (
+            f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
+        )
         sentences["Moves"] = self._moved()
-        sentences["Takes"] = self._time()
+        seconds = self.job.seconds
+        sentences["Takes"] = (
+            f"{seconds.max():.3g} s for the transfers of the slowest rank "
+            f"({seconds.mean():.3g} s on average), at link speeds that are assumed, not measured."
+        )
         return sentences
 
     def as_dict(self) -> dict[str, Any]:
@@ -441,9 +443,6 @@ class JobVerdict:
             return f"{contents}; it starts with at most {int(100 * most) / 100:g}{training}"
         return f"{contents}; it starts from {cache.needed:g}, or with a lower max_model_len"
 
-    def _left_out(self) -> str:
-        return f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
-
     def _moved(self) -> str:
         moved = self.job.bytes
         gathered = float(self.job.gathered.mean())
@@ -458,13 +457,6 @@ class JobVerdict:
         if saved >= 0.005:
             text += f", {saved:.0%} less than all weights on every rank ({gib(gathered)})"
         return f"{text}."
-
-    def _time(self) -> str:
-        seconds = self.job.seconds
-        return (
-            f"{seconds.max():.3g} s for the transfers of the slowest rank "
-            f"({seconds.mean():.3g} s on average), at link speeds that are assumed, not measured."
-        )
 
 
 # -- tables ----------------------------------------------------------------------------------------

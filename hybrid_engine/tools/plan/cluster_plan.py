@@ -37,6 +37,7 @@ from hybrid_engine.layouts.parallelism import (
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.planning.costs import link_seconds
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import largest_bucket, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
@@ -224,11 +225,8 @@ class Working:
     def by_rank(self, num_ranks: int) -> Working:
         """Return the estimates by rank; the ranks of a stage are consecutive."""
         times = num_ranks // len(self.activations)
-        return Working(
-            activations=np.repeat(self.activations, times),
-            critic=np.repeat(self.critic, times),
-            gathered=np.repeat(self.gathered, times),
-        )
+        arrays = (self.activations, self.critic, self.gathered)
+        return Working(*(np.repeat(array, times) for array in arrays))
 
 
 def job_phases(
@@ -322,13 +320,13 @@ class JobPlan:
     @cached_property
     def seconds(self) -> np.ndarray:
         """Estimated seconds of each rank's transfers: links in turn, by the larger direction."""
-        rates = {link: rate * 1e9 for link, rate in self.cluster.link_gbps.items()}
         moved = self.bytes
-        return (
-            moved.own / rates[Link.SELF]
-            + np.maximum(moved.host, moved.sent_host) / rates[Link.HOST]
-            + np.maximum(moved.network, moved.sent_network) / rates[Link.NETWORK]
-        )
+        nbytes = {
+            Link.SELF: moved.own,
+            Link.HOST: np.maximum(moved.host, moved.sent_host),
+            Link.NETWORK: np.maximum(moved.network, moved.sent_network),
+        }
+        return link_seconds(nbytes, self.cluster.link_gbps)
 
     @cached_property
     def received_by_host(self) -> np.ndarray:

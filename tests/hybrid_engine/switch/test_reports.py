@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.planning.costs import DEVICE_GBPS
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.switch.report import SLOWEST_RADIX, SwitchTally
+from hybrid_engine.switch.weight_container import FillReport
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 FILL_PARTS = {"allocate", "read", "transfer", "write", "commit"}
@@ -18,6 +22,7 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
     assert (first.bytes_received, first.bytes_least, first.bytes_own) == (0, 0, NBYTES)
     assert (first.bytes_offloaded, first.bytes_onloaded) == (sum(TRAINING_NBYTES.values()), 0)
     assert rig.manager.last_report is first
+    assert "GB/s in the fill (unknown of the bound), slowest rank 0" in str(first)
     back = rig.manager.enter(TRAIN)
     assert set(back.seconds_by_phase) >= {"release", "onload"}
     assert set(back.seconds_by_phase).isdisjoint(FILL_PARTS | {"plan", "layout", "prepare", "resume"})
@@ -27,6 +32,13 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
     again = rig.manager.enter(INFER)
     assert set(again.seconds_by_phase) >= TO_INFER
     assert set(again.seconds_by_phase).isdisjoint({"plan", "layout", "release"})
+
+
+def test_the_bound_is_that_of_the_links():
+    tally = SwitchTally({"fill": 0.25})
+    fill = FillReport(nbytes_by_link={Link.HOST: 900_000_000, Link.NETWORK: 0})
+    tally.add_fill(fill, DEVICE_GBPS["NVIDIA H200"], 7_000_000 * SLOWEST_RADIX + 3)
+    assert [*tally.of_fill.values()] == pytest.approx([3.6, 0.8, 3, 7])
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
