@@ -138,7 +138,6 @@ class WeightContainer:
         weights: this rank's inference weights.
         plan: plan made from their layout.
         router: transports, connected for the plan.
-        sends_ahead: start the next bucket's messages while one is committed; the same on all ranks.
         num_ranks: number of ranks that fill together.
 
     Construction is not collective. It raises PlanError unless the plan's buckets complete every
@@ -151,13 +150,11 @@ class WeightContainer:
         plan: ReshardPlan,
         router: TransportSet,
         *,
-        sends_ahead: bool = True,
         num_ranks: int = 1,
     ) -> None:
         self._weights = weights
         self._plan = plan
         self._router = router
-        self._sends_ahead = sends_ahead
         self._num_ranks = num_ranks
         buffers = weights.layout().buffers
         self._groups = {
@@ -345,12 +342,11 @@ class WeightContainer:
 
         They may not if both buckets use the same relay memory.
         """
-        following: dict[int, Bucket] = {}
-        if self._sends_ahead:
-            for bucket, next_bucket in pairwise(self._buckets):
-                if (next_bucket.index - bucket.index) % NUM_SLOTS:
-                    following[bucket.index] = next_bucket
-        return following
+        return {
+            bucket.index: next_bucket
+            for bucket, next_bucket in pairwise(self._buckets)
+            if (next_bucket.index - bucket.index) % NUM_SLOTS
+        }
 
     def _own_groups(self, bucket: Bucket) -> list[str]:
         return [group for group in bucket.groups if group in self._groups]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hybrid_engine.errors import OffloadError, RemoteError, ReshardError, WeightError
+from hybrid_engine.errors import LostRankError, OffloadError, RemoteError, ReshardError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.sharding_manager import State
 from tests.harness.errors import has_code
@@ -95,6 +95,14 @@ def test_a_failed_switch_between_training_states_restores_the_previous_one(rig: 
     with pytest.raises(OffloadError, match="full"):
         rig.manager.enter(TRAIN)
     rig.assert_is(target)
+
+
+def test_a_rank_lost_on_the_way_back_ends_the_job(rig: Rig):
+    rig.script.arm("commit second", OSError("disk on fire"))
+    rig.script.arm("release", LostRankError("gone"))
+    lost = has_code("rank-lost-while-restoring", "disk on fire", "gone")
+    with pytest.raises(LostRankError, check=lost):
+        rig.manager.enter(INFER)
 
 
 RESTORE_FAILURES = {

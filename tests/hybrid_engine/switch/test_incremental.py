@@ -117,6 +117,7 @@ def test_stale_weights_are_released_before_new_ones_are_allocated(job: None) -> 
     rig = rig_with(2)
     rig.manager.enter(INFER)
     rig.train()
+    assert rig.manager.has_written
     rig.script.take()
     rig.manager.enter(INFER)
     calls = rig.script.take()

@@ -19,6 +19,7 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
     first = rig.fill()
     assert set(first.seconds_by_phase) >= TO_INFER | {"plan", "layout"}
     assert (first.direction, first.version) == ("train->infer", 1)
+    assert 0 < first.seconds < 60
     assert (first.bytes_received, first.bytes_least, first.bytes_own) == (0, 0, NBYTES)
     assert (first.bytes_offloaded, first.bytes_onloaded) == (sum(TRAINING_NBYTES.values()), 0)
     assert rig.manager.last_report is first

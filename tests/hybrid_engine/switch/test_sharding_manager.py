@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.sharding_manager import SwitchContexts
 from hybrid_engine.switch.states import State, call_hook
 from tests.harness.errors import has_code
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
@@ -179,7 +181,7 @@ def test_without_inference_nothing_is_computed_from_the_weights(rig: Rig, target
     rig.manager.enter(target)
     calls = rig.script.take()
     assert "finish pending" in calls
-    assert "prepare" not in calls
+    assert {"prepare", "check"}.isdisjoint(calls)
 
 
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, IDLE])
@@ -221,6 +223,7 @@ def test_a_failed_rank_does_not_wait_for_communicators(suspending: Rig, is_alone
 
 
 def test_order_of_a_switch_and_back(rig: Rig):
+    rig.manager._communicators = ScriptedCommunicators(rig)  # not suspended unless configured
     rig.manager.enter(INFER)
     calls = rig.script.take()
     assert sorted(calls[:2]) == ["offload grad", "offload optimizer"]
@@ -232,6 +235,17 @@ def test_order_of_a_switch_and_back(rig: Rig):
     calls = rig.script.take()
     assert calls[0] == "release"
     assert sorted(calls[1:]) == ["onload grad", "onload optimizer", "onload param"]
+
+
+def test_the_trainer_is_probed_with_its_parameters_on_the_device(rig: Rig):
+    rig.manager.enter(IDLE)
+    check = rig.manager._logprob_check = mock.Mock(is_due=True, is_pending=False)
+    check.must_repeat.return_value = False
+    check.probe_trainer.side_effect = partial(rig.script.reach, "probe")
+    rig.script.take()
+    rig.enter(INFER)
+    assert rig.script.take()[:2] == ["onload param", "probe"]
+    check.must_repeat.assert_called_with(has_trained=False, will_fill=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams")
@@ -304,6 +318,12 @@ def test_an_idle_context_inside_another_frees_the_device(rig: Rig, outer: State)
     rig.assert_is(State.IDLE)
 
 
+def test_a_block_that_ends_without_an_error_leaves_no_job():
+    owner = mock.Mock(**{"job.is_inherited": False})
+    SwitchContexts.__exit__(owner, None, None, None)
+    owner.job.agreement.leave.assert_not_called()
+
+
 # Hooks.
 
 
@@ -360,16 +380,6 @@ def test_values_are_checked_only_with_check_nan(job: None):
     unchecked.script.arm("check", WeightError(["first: 1 NaN"]))
     unchecked.enter(INFER)
     assert "check" not in unchecked.script.calls
-
-    checked = Rig(check_nan=True)
-    checked.script.arm("check", WeightError(["first: 1 NaN"]))
-    with pytest.raises(WeightError, match="first: 1 NaN"):
-        checked.manager.enter(INFER)
-    checked.assert_is(TRAIN)
-    assert not any(call.startswith("allocate") for call in checked.script.calls)
-    checked.script.take()
-    checked.manager.enter(FORWARD)
-    assert "check" not in checked.script.calls  # only weights for inference are checked
 
 
 @pytest.mark.parametrize(("largest", "num_infinite"), [(65519, 0), (65520, 1), (-70000, 1)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -82,10 +83,6 @@ def source_of(rank: int) -> dict[str, torch.Tensor]:
     return {"src": values.repeat_interleave(NUMEL)}
 
 
-def nbytes_by_transport(report: FillReport) -> dict[str, int]:
-    return {name: sum(by_peer.values()) for name, by_peer in report.nbytes_by_peer.items()}
-
-
 def in_process_router(rank: int) -> TransportSet:
     sources = {BufferId(peer, "src"): source_of(peer)["src"] for peer in range(NUM_RANKS)}
     return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
@@ -108,10 +105,11 @@ def assert_filled(weights: Weights) -> None:
     assert weights.in_force == set(weights.tensors)
 
 
+@pytest.mark.parametrize("link", [Link.HOST, Link.NETWORK])
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
+def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int, link: Link):
     weights = Weights(rank)
-    container = WeightContainer(weights, make_plan(), in_process_router(rank))
+    container = WeightContainer(weights, make_plan(link), in_process_router(rank))
     assert container.state is ContainerState.EMPTY
     report = fill(container, source_of(rank))
     expected = ["allocate group0", "allocate group1", "commit group0", "commit group1"]
@@ -121,12 +119,12 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     assert container.state is ContainerState.FILLED
     assert_filled(weights)
     from_peer = 2 if rank == 0 else 1
-    from_host = {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES}
-    assert report.nbytes_by_link == dict.fromkeys(Link, 0) | from_host
+    assert report.nbytes_by_link == dict.fromkeys(Link, 0) | {Link.SELF: 2 * NBYTES, link: from_peer * NBYTES}
     assert report.received_nbytes == from_peer * NBYTES
-    assert nbytes_by_transport(report) == {"in_process": (2 + from_peer) * NBYTES}
+    assert report.nbytes_by_peer == {"in_process": {rank: 2 * NBYTES, 1 - rank: from_peer * NBYTES}}
+    agreement = mock.Mock(**{"gather.side_effect": lambda of_rank, *_: [of_rank] * NUM_RANKS})
+    assert sorted(report.of_all(agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]  # pairs
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
-    assert min(report.seconds.values()) >= 0
     assert report.seconds["transfer"] > 0
 
 
@@ -138,6 +136,9 @@ def test_cycles_and_idempotent_release():
     for _ in range(3):
         fill(container, source_of(0))
         assert_filled(weights)
+        assert container.kept() == set(weights.tensors)
+        with pytest.raises(StateError, check=has_code("fill-without-begin")):
+            container.fill({})
         with pytest.raises(StateError, check=has_code("container-not-empty", "filled")):
             fill(container, source_of(0))
         container.release()
@@ -176,26 +177,28 @@ class Follower:
         self.calls.append("drain")
 
 
-def test_follower_is_called_before_a_bucket_is_in_force():
+def test_a_follower_is_called_before_a_bucket_is_in_force_and_its_errors_are_not_wrapped():
     weights = Weights(0)
+    router = in_process_router(0)
+    container = WeightContainer(weights, make_plan(), router)
     follower = Follower(weights)
-    fill(WeightContainer(weights, make_plan(), in_process_router(0)), source_of(0), follower)
+    fill(container, source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
-
-
-def test_errors_of_the_engine_are_not_wrapped():
-    weights = Weights(0)
-    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    container.release()
+    router.abandon = mock.Mock()
     follower = Follower(weights, fail_at=1)
     with pytest.raises(WeightError, match="tensor0: NaN"):
         fill(container, source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
+    assert [call.args[0].index for call in router.abandon.mock_calls] == [2]
     with pytest.raises(StateError, check=has_code("container-not-empty", "partial")):
         fill(container, source_of(0))
     container.release()
-    with pytest.raises(TransportError, check=has_code("copy-failed", "bucket 0", "phase transfer")):
-        broken = InProcessTransport(0, {})
-        fill(WeightContainer(Weights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)), {})
+    for where, call, phase in ((follower, "begin", "release"), (router, "run", "transfer")):
+        message = f"bucket 0, phase {phase}, groups group0, group1: OSError: odd"
+        with mock.patch.object(where, call, side_effect=OSError("odd")), pytest.raises(ReshardError, match=message):
+            fill(container, source_of(0), follower)
+        container.release()
 
 
 @pytest.mark.parametrize(

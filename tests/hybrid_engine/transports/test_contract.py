@@ -226,6 +226,7 @@ def test_polls_become_rarer() -> None:
     work = mock.Mock(**{"is_completed.side_effect": [False] * 99 + [True]})
     with mock.patch.object(collective.time, "sleep") as sleep:
         collective._finish(work, math.inf, of_nccl=True)
+    work.wait.assert_called_once_with()  # orders the stream after the message
     pauses = [call.args[0] for call in sleep.call_args_list]
     assert max(pauses) == 0.0005
     assert all(pause < 0.00002 + 0.1 * sum(pauses[:number]) for number, pause in enumerate(pauses))

@@ -130,7 +130,8 @@ def test_relay_buffers_of_consecutive_buckets_do_not_overlap():
 
 
 def sender_fails(rank: Rank) -> list[object]:
-    first = rank.run(0, source={} if rank.rank == 0 else rank.source)
+    source = {name: flat.double() for name, flat in rank.source.items()} if rank.rank == 0 else rank.source
+    first = rank.run(0, source=source)
     return [first, rank.run(1), rank.run(2), rank.wrong(1, 2)]
 
 
@@ -298,14 +299,21 @@ with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
 
 
 @with_or_without_deltas
-@pytest.mark.parametrize(("scenario", "bucket"), [("sender_fails", 0), ("sender_fails_ahead", 1)])
-def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: ByRank, kind: str, scenario: str, bucket: int):
+@pytest.mark.parametrize(
+    ("scenario", "bucket", "fault"),
+    [
+        ("sender_fails", 0, "the source is torch.float64, its layout has torch.float32"),
+        ("sender_fails_ahead", 1, "there is no buffer 'src t1 0'"),
+    ],
+)
+def test_a_failed_sender_reaches_readers_of_a_relay_rank(
+    four_ranks: ByRank, kind: str, scenario: str, bucket: int, fault: str
+):
     outcomes = [[*results[f"{scenario}{kind}"]] for results in four_ranks]
     failures = [outcome.pop(bucket) for outcome in outcomes]
-    missing = f"bucket {bucket}", f"there is no buffer 'src t{bucket} 0'"
-    check_error(failures[0], "TransportError", *missing)
+    check_error(failures[0], "TransportError", f"bucket {bucket}", fault)
     for failure in failures[2:]:
-        check_error(failure, "PeerTransportError", *missing)
+        check_error(failure, "PeerTransportError", f"bucket {bucket}", fault)
     (via_relay_rank,) = (failure for failure in failures[2:] if "phase relay arrived" in failure)
     assert re.search(r"phase relay arrived, peer [23]: the peer failed", via_relay_rank)
     assert outcomes == [["ok", "ok", []]] * 4
