@@ -36,8 +36,10 @@ def test_figures_by_hand() -> None:
     new = torch.log(torch.tensor([[0.5, 0.8], [0.3, 0.1]]))
     weights = mean_weights(torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     batch = {"weights": weights, "old_log_probs": old, "advantages": torch.tensor([2.0, -1.0])}
-    _, report = losses.policy_loss(0.2, 0.0)(batch, new)
+    batch["entropy"] = torch.tensor([[1.0, 2.0], [4.0, 9.0]])
+    loss, report = losses.policy_loss(0.2, 0.0, entropy_coefficient=0.5)(batch, new)
     assert report["policy_loss"].item() == pytest.approx(-(2.0 + 2.4 - 0.8) / 3)
+    assert (report["policy_loss"] - loss).item() == pytest.approx(0.5 * (1 + 2 + 4) / 3)
     assert report["clip_fraction"].item() == pytest.approx(2 / 3)
 
 

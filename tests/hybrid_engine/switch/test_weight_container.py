@@ -6,7 +6,6 @@ test_ranks.py fails on one of two ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
 from unittest import mock
 
 import pytest
@@ -119,11 +118,12 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int, link
     assert container.state is ContainerState.FILLED
     assert_filled(weights)
     from_peer = 2 if rank == 0 else 1
-    assert report.nbytes_by_link == dict.fromkeys(Link, 0) | {Link.SELF: 2 * NBYTES, link: from_peer * NBYTES}
+    from_ranks = {Link.SELF: 2 * NBYTES, link: from_peer * NBYTES}
+    assert report.nbytes_by_link == dict.fromkeys(Link, 0) | from_ranks
     assert report.received_nbytes == from_peer * NBYTES
     assert report.nbytes_by_peer == {"in_process": {rank: 2 * NBYTES, 1 - rank: from_peer * NBYTES}}
     agreement = mock.Mock(**{"gather.side_effect": lambda of_rank, *_: [of_rank] * NUM_RANKS})
-    assert sorted(report.of_all(agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]  # pairs
+    assert sorted(report.of_all(agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
     assert report.seconds["transfer"] > 0
 
@@ -196,7 +196,8 @@ def test_a_follower_is_called_before_a_bucket_is_in_force_and_its_errors_are_not
     container.release()
     for where, call, phase in ((follower, "begin", "release"), (router, "run", "transfer")):
         message = f"bucket 0, phase {phase}, groups group0, group1: OSError: odd"
-        with mock.patch.object(where, call, side_effect=OSError("odd")), pytest.raises(ReshardError, match=message):
+        fails = mock.patch.object(where, call, side_effect=OSError("odd"))
+        with fails, pytest.raises(ReshardError, match=message):
             fill(container, source_of(0), follower)
         container.release()
 
@@ -228,7 +229,7 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         if fails_in:
             weights.fail_in(fails_in)
         else:
-            patch.setattr(follower, "finish", lambda: raise_error(MemoryError("finish")))
+            follower.finish = mock.Mock(side_effect=MemoryError("finish"))
         rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
             fill(container, source_of(0), follower, skipped={2})
@@ -238,10 +239,6 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         assert follower.calls[-2:] == ["abandon", "drain"]
         assert container.state is ContainerState.PARTIAL
         router.close()
-
-
-def raise_error(error: BaseException) -> NoReturn:
-    raise error
 
 
 class DeadTransport(InProcessTransport):
@@ -276,9 +273,9 @@ def test_a_dead_transport_prevents_no_other_notification():
     assert dead.abandoned == abandoned == [0, 1, 2]
 
 
-def test_no_fill_follows_an_interrupt_of_the_notification(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fill_follows_an_interrupt_of_the_notification() -> None:
     weights = Weights(0, "allocate group0")
-    monkeypatch.setattr(weights, "abandon", lambda: raise_error(KeyboardInterrupt()))
+    weights.abandon = mock.Mock(side_effect=KeyboardInterrupt)
     container = WeightContainer(weights, make_plan(), in_process_router(0), num_ranks=2)
     with pytest.raises(KeyboardInterrupt):
         fill(container, {})
