@@ -40,7 +40,8 @@ from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes, contiguous_strides, subtract_all
-from hybrid_engine.transports.copies import FlatBuffers, strided
+from hybrid_engine.transports.copies import FlatBuffers
+from hybrid_engine.transports.runs import strided
 
 
 def quantise(adaptor: AdaptorWithSources, quantization: BlockQuantization) -> QuantisedSources:

@@ -26,7 +26,7 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     by_buffers: dict[object, list[Transfer]] = {}
     for transfer in transfers:
         key = (transfer.src.buffer, transfer.dst.buffer)
-        by_buffers.setdefault(key, []).append(_flattened(transfer))
+        by_buffers.setdefault(key, []).append(flattened(transfer))
     coalesced: list[Transfer] = []
     for group in by_buffers.values():
         coalesced += _coalesced(group)
@@ -48,27 +48,27 @@ def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
             by_shape.setdefault(shape, []).append(transfer)
         joined: list[Transfer] = []
         for same_shape in by_shape.values():
-            joined += [_flattened(_join(run)) for run in _runs(same_shape)]
+            joined += map(flattened, _runs(same_shape))
         if len(joined) == len(transfers):
             break
         transfers = joined
     return transfers
 
 
-def _runs(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
-    """Cut transfers of one shape into runs with constant distances in source and destination."""
+def _runs(transfers: list[Transfer]) -> Iterator[Transfer]:
+    """Join transfers of one shape where distances are constant in source and destination."""
     ordered = sorted(transfers, key=lambda transfer: (transfer.dst.offset, transfer.src.offset))
     offsets = [(transfer.src.offset, transfer.dst.offset) for transfer in ordered]
-    for run in regular_runs(offsets):
-        yield ordered[run.start : run.stop]
+    for run, distances in regular_runs(offsets):
+        yield join(ordered[run.start : run.stop], *distances)
 
 
 def regular_runs(
     offsets: Sequence[tuple[int, int]],
     *,
     backwards: bool = False,
-) -> Iterator[range]:
-    """Cut places into runs with constant distances from one place to the next.
+) -> Iterator[tuple[range, tuple[int, int]]]:
+    """Cut places into runs; yield each with the distances from one place to the next.
 
     Args:
         offsets: (source offset, destination offset) of each place, sorted by destination.
@@ -86,18 +86,15 @@ def regular_runs(
         # The second place of a run of two may begin a longer run: in 0, 10, 11, 12 it is the 10.
         if stop - start == 2 and stop < len(distances) and distances[stop - 1] == distances[stop]:
             stop = start + 1
-        yield range(start, stop)
+        yield range(start, stop), distances[start] if stop - start > 1 else (0, 0)
         start = stop
 
 
-def _join(run: Sequence[Transfer]) -> Transfer:
+def join(run: Sequence[Transfer], src_distance: int, dst_distance: int) -> Transfer:
     """Return one transfer for a run: its first box, repeated along a new first dim."""
     first = run[0]
     if len(run) == 1:
         return first
-    second = run[1]
-    src_stride = second.src.offset - first.src.offset
-    dst_stride = second.dst.offset - first.dst.offset
     # A transfer that was joined before is already named "first … last".
     first_name = first.tensor.partition(" … ")[0]
     last_name = run[-1].tensor.rpartition(" … ")[2]
@@ -105,13 +102,13 @@ def _join(run: Sequence[Transfer]) -> Transfer:
         first,
         tensor=f"{first_name} … {last_name}",
         lengths=(len(run), *first.lengths),
-        src=Place(first.src.buffer, first.src.offset, (src_stride, *first.src.strides)),
-        dst=Place(first.dst.buffer, first.dst.offset, (dst_stride, *first.dst.strides)),
+        src=Place(first.src.buffer, first.src.offset, (src_distance, *first.src.strides)),
+        dst=Place(first.dst.buffer, first.dst.offset, (dst_distance, *first.dst.strides)),
         nbytes=sum(transfer.nbytes for transfer in run),
     )
 
 
-def _flattened(transfer: Transfer) -> Transfer:
+def flattened(transfer: Transfer) -> Transfer:
     """Drop dims of length 1 and merge neighbouring dims that are contiguous on both sides."""
     dims = list(zip(transfer.lengths, transfer.src.strides, transfer.dst.strides, strict=True))
     kept: list[tuple[int, int, int]] = []

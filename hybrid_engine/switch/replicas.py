@@ -21,7 +21,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Place
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.runs import strided
 
 MOST_NBYTES = 1 << 20
 """Exclusive limit of the bytes of a whole tensor that is compared."""

@@ -46,7 +46,7 @@ from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.runs import strided
 
 NUM_SAMPLED = 8
 """Number of canonical tensors that "sample" compares per switch.

@@ -1,41 +1,42 @@
 """Thousands of small strided copies in few calls, with their errors and their time.
 
-    transfers --once--> runs: equal boxes at equal distances, in one storage on either side
-    run       --------> a view of the whole run, cut into its boxes only where the source descends
-    all runs  --------> one call, on CUDA one per pair of dtypes, and one kernel per run with gaps
+    transfers --once--> runs (runs.py)
+    runs on a GPU ----> a kernel or two, from tables of numbers (tile_kernel.py)
+    other runs -------> a view of each, cut into its boxes only where the source descends; one call
 
 Only numbers are kept. Views are created at every switch, so they keep no released memory alive, and
-memory may return at another address. Runs pay off for experts: Megatron's buffers hold the last
-expert first, vLLM's the first.
+memory may return at another address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.planning.coalescing import regular_runs
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import copy_each
-from hybrid_engine.records.layout import BufferId, Place
-from hybrid_engine.records.regions import contiguous_strides
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
+from hybrid_engine.transports.runs import (
+    Flats,
+    Origins,
+    TiledCopies,
+    can_tile,
+    origins_of,
+    runs_of,
+    views_of,
+)
 
 FlatBuffers = Mapping[str, torch.Tensor]
 """Flat buffers of a rank, by name."""
 
 FlatOf = Callable[[Transfer], torch.Tensor]
 """Returns the flat buffer that a transfer reads or writes."""
-
-# Widest element that torch copies: 16 bytes, the most that a GPU thread moves at once.
-_WIDE = torch.complex128
-# A dtype that every kernel can move, by its bytes. The kernels do not support float8.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: _WIDE}
 
 
 class CopyError(Exception):
@@ -70,8 +71,9 @@ class BatchedCopies:
         self._destinations = {
             transfer.dst.buffer: transfer for transfer in reversed(self.transfers)
         }
-        self._origins: dict[BufferId, _Origin] = {}
-        self._runs: list[Run] = []
+        self._origins: tuple[Origins, ...] = ()
+        self._runs: list[Transfer] = []
+        self._tiled: TiledCopies | None = None
 
     @torch.no_grad()
     def run(self, source_of: FlatOf, destination_of: FlatOf) -> None:
@@ -81,105 +83,37 @@ class BatchedCopies:
         """
         sources = _flats(self._sources, source_of)
         destinations = _flats(self._destinations, destination_of)
-        origins = _origins_of(sources)
-        # Runs depend only on the transfers and these origins, not on addresses.
-        if origins != self._origins:
-            self._runs = list(runs_of(self.transfers, origins))
-            self._origins = origins
+        origins = (origins_of(sources), origins_of(destinations))
         try:
+            # Runs and tiles depend only on the transfers and these origins, not on addresses.
+            if origins != self._origins:
+                self._plan(*origins)
             _copy(self._runs, sources, destinations)
+            if self._tiled is not None:
+                self._tiled.run(sources, destinations)
         except Exception as error:
             self._raise_failed(sources, destinations, error)
 
-    def _raise_failed(self, sources: _Flats, destinations: _Flats, error: Exception) -> None:
+    def _plan(self, sources: Origins, destinations: Origins) -> None:
+        runs: dict[bool, list[Transfer]] = {True: [], False: []}
+        for run in runs_of(self.transfers, sources):
+            runs[can_tile(sources[run.src.buffer], destinations[run.dst.buffer])].append(run)
+        self._runs = runs[False]
+        self._tiled = TiledCopies(runs[True], sources, destinations) if runs[True] else None
+        self._origins = (sources, destinations)
+
+    def _raise_failed(self, sources: Flats, destinations: Flats, error: Exception) -> None:
         """Raise CopyError for the first transfer that fails alone, or for the first of all."""
         # A failed batch does not name the transfer, so copy them one by one.
         for transfer in self.transfers:
             try:
-                _copy([Run.of(transfer)], sources, destinations)
+                _copy([transfer], sources, destinations)
             except Exception as single_error:
                 raise CopyError(transfer, single_error) from single_error
         raise CopyError(self.transfers[0], error) from error
 
 
-_Flats = dict[BufferId, torch.Tensor]
-
-
-class _Origin(NamedTuple):
-    """Position of a flat buffer: `offset` elements from the start of the storage of this number."""
-
-    storage: int
-    offset: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Boxes of one shape at regular distances, ascending in the destination.
-
-    The source may ascend or descend. All numbers are in elements.
-
-    Attributes:
-        source, destination: the flat buffers.
-        src_start, dst_start: lowest offset of the run in each.
-        lengths, src_strides, dst_strides: shape and strides of the whole run.
-        is_cut: the source descends, which a view cannot; the boxes are copied one by one.
-        is_dense: every copied view is one run of elements on both sides.
-    """
-
-    source: BufferId
-    destination: BufferId
-    src_start: int
-    dst_start: int
-    lengths: tuple[int, ...]
-    src_strides: tuple[int, ...]
-    dst_strides: tuple[int, ...]
-    is_cut: bool
-    is_dense: bool
-
-    @staticmethod
-    def of(first: Transfer, count: int = 1, src_distance: int = 0, dst_distance: int = 0) -> Run:
-        """Return the run of `count` transfers that begins with `first`."""
-        lengths = first.lengths
-        src_strides = first.src.strides
-        dst_strides = first.dst.strides
-        has_dense_boxes = src_strides == contiguous_strides(lengths) == dst_strides
-        if count > 1:
-            lengths = (count, *lengths)
-            src_strides = (abs(src_distance), *src_strides)
-            dst_strides = (dst_distance, *dst_strides)
-        return Run(
-            first.src.buffer,
-            first.dst.buffer,
-            # If the source descends, its lowest box is the last one.
-            first.src.offset + min(0, src_distance * (count - 1)),
-            first.dst.offset,
-            lengths,
-            src_strides,
-            dst_strides,
-            is_cut=src_distance < 0,
-            is_dense=has_dense_boxes and (src_distance < 0 or count == 1),
-        )
-
-
-def _origins_of(flats: _Flats) -> dict[BufferId, _Origin]:
-    # Storages are numbered, because staging memory has another address at every switch.
-    numbers: dict[int, int] = {}
-    origins = {}
-    for buffer, flat in flats.items():
-        offset = int(flat.storage_offset())
-        start = flat.data_ptr() - offset * flat.element_size()
-        number = numbers.setdefault(start, len(numbers))
-        origins[buffer] = _Origin(number, offset, flat.dtype)
-    return origins
-
-
-def origins_at(buffers: Iterable[BufferId], dtype: torch.dtype) -> dict[BufferId, _Origin]:
-    """Return origins of buffers in separate storages; the buffers need not exist."""
-    return {buffer: _Origin(number, 0, dtype) for number, buffer in enumerate(buffers)}
-
-
-def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> _Flats:
+def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> Flats:
     flats = {}
     for buffer, transfer in first.items():
         try:
@@ -189,103 +123,11 @@ def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> _Flats:
     return flats
 
 
-def runs_of(transfers: Iterable[Transfer], origins: Mapping[BufferId, _Origin]) -> Iterator[Run]:
-    """Combine transfers into runs.
-
-    Args:
-        transfers: the transfers.
-        origins: origins of the buffers that they read.
-    """
-    alike: dict[object, list[tuple[int, Transfer]]] = {}
-    for transfer in transfers:
-        src = transfer.src
-        dst = transfer.dst
-        origin = origins[src.buffer]
-        # Buffers of one storage can share a view, so the source buffer is not part of the key.
-        key = (
-            origin.storage,
-            origin.dtype,
-            dst.buffer,
-            transfer.lengths,
-            src.strides,
-            dst.strides,
-        )
-        alike.setdefault(key, []).append((origin.offset + src.offset, transfer))
-    for group in alike.values():
-        # Runs ascend in the destination.
-        group.sort(key=lambda placed: placed[1].dst.offset)
-        offsets = [(offset, transfer.dst.offset) for offset, transfer in group]
-        for run in regular_runs(offsets, backwards=True):
-            _, first = group[run.start]
-            if len(run) == 1:
-                yield Run.of(first)
-            else:
-                src_offset, dst_offset = offsets[run.start]
-                next_src_offset, next_dst_offset = offsets[run.start + 1]
-                yield Run.of(
-                    first, len(run), next_src_offset - src_offset, next_dst_offset - dst_offset
-                )
-
-
-def _copy(runs: Iterable[Run], sources: _Flats, destinations: _Flats) -> None:
-    batches: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    # On CUDA the indices n - 1 to 0, by n.
-    backwards: dict[int, torch.Tensor] = {}
-    for run in runs:
-        destination = destinations[run.destination]
-        source = sources[run.source]
-        dst_start = destination.storage_offset() + run.dst_start
-        src_start = source.storage_offset() + run.src_start
-        into = destination.as_strided(run.lengths, run.dst_strides, dst_start)
-        out_of = source.as_strided(run.lengths, run.src_strides, src_start)
-        if into.is_cuda and not run.is_dense:
-            into, out_of = widened(into, out_of)
-            # `index_copy_` copies a cut run in one kernel, where each of its boxes would take one.
-            # With deterministic algorithms it would sort, and copy twice.
-            is_one_kernel = out_of.is_cuda and not torch.are_deterministic_algorithms_enabled()
-            if run.is_cut and into.dtype == out_of.dtype and is_one_kernel:
-                count = len(into)
-                if count not in backwards:
-                    backwards[count] = torch.arange(count - 1, -1, -1, device=into.device)
-                bits = _BITS[into.element_size()]
-                into.view(bits).index_copy_(0, backwards[count], out_of.view(bits))
-                continue
-        # On CUDA one kernel copies a whole batch, if each of its tensors is dense and all tensors
-        # of a side have the same dtype.
-        key = (run.is_dense, into.dtype, out_of.dtype)
-        into_views, out_of_views = batches.setdefault(key, ([], []))
-        if run.is_cut:
-            # torch has no negative strides.
-            into_views.extend(into.unbind())
-            out_of_views.extend(reversed(out_of.unbind()))
-        else:
-            into_views.append(into)
-            out_of_views.append(out_of)
-    for into_views, out_of_views in batches.values():
-        copy_each(into_views, out_of_views)
-
-
-def widened(into: torch.Tensor, out_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same bytes as views of 16-byte elements, if both sides permit it.
-
-    Sizes, strides and addresses must be multiples of 16 bytes; otherwise the views are returned
-    unchanged. A GPU copies strided views element by element: eight of bfloat16 in the time of one.
-    """
-    if into.dtype != out_of.dtype:
-        return into, out_of
-    ratio = _WIDE.itemsize // into.element_size()
-    for view in (into, out_of):
-        if view.dim() == 0 or view.stride(-1) != 1 or view.data_ptr() % _WIDE.itemsize:
-            return into, out_of
-        numbers = (view.size(-1), *view.stride()[:-1], view.storage_offset())
-        if any(number % ratio for number in numbers):
-            return into, out_of
-    return into.view(_WIDE), out_of.view(_WIDE)
-
-
-def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
-    """Return the box of `lengths` at `place` of a flat buffer as a view, in elements."""
-    return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
+def _copy(runs: Iterable[Transfer], sources: Flats, destinations: Flats) -> None:
+    views = [views_of(run, sources, destinations) for run in runs]
+    if views:
+        into, out_of = (list(chain.from_iterable(side)) for side in zip(*views, strict=True))
+        copy_each(into, out_of)
 
 
 def copy_straight(

@@ -58,6 +58,7 @@ OUTSIDE = {
     "tools": set(),
     "tools.plan": {"numpy"},
     "transports": {"msgspec", "numpy", "torch"},
+    "transports.tile_kernel": {"triton"},  # imported inside a function, on a GPU
     "switch": {"torch"},
     "switch.report": set(),
     "switch.states": set(),

@@ -35,7 +35,8 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.records.sides import Side
-from hybrid_engine.transports.copies import FlatBuffers, strided
+from hybrid_engine.transports.copies import FlatBuffers
+from hybrid_engine.transports.runs import strided
 
 logger = logging.getLogger(__name__)
 

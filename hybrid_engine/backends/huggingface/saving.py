@@ -75,7 +75,8 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
 from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
-from hybrid_engine.transports.copies import FlatBuffers, strided
+from hybrid_engine.transports.copies import FlatBuffers
+from hybrid_engine.transports.runs import strided
 
 FILE_NBYTES = 5 * 10**9
 """Bytes of data per file of a saved checkpoint: the default of transformers."""

@@ -18,7 +18,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Strides
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.runs import strided
 
 _PIECE_NUMEL = 1 << 24
 """Maximum elements that are hashed at once. Each takes 24 bytes of temporary memory."""

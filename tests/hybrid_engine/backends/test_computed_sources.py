@@ -13,7 +13,7 @@ from hybrid_engine.backends.training_side import layout_in
 from hybrid_engine.errors import WeightError
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.runs import strided
 from tests.harness.torch_modes import other_torch_modes
 
 NORM = torch.tensor([1.5, 2.0, 0.25])

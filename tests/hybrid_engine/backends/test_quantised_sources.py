@@ -19,7 +19,7 @@ from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.transports.runs import strided
 from tests.harness.errors import has_violation
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes

@@ -12,7 +12,7 @@ from hybrid_engine import transports
 from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Place
-from hybrid_engine.transports.copies import BatchedCopies, CopyError, widened
+from hybrid_engine.transports.copies import BatchedCopies, CopyError
 
 EXPERTS = 8
 ROWS = 4
@@ -134,33 +134,3 @@ def test_a_failed_transfer_is_named() -> None:
     with pytest.raises(CopyError, match="out of bounds") as failed:
         BatchedCopies([*backwards(), outside]).run(lambda _: torch.ones(100 * SIZE), lambda _: torch.ones(100 * SIZE))
     assert failed.value.transfer is outside
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
-def test_copies_by_16_bytes_write_the_same_bytes(dtype: torch.dtype) -> None:
-    """Tensor parallelism cuts experts' second matrices like this; CUDA only, tested on the CPU."""
-    step = 16 // dtype.itemsize
-    source = torch.randint(0, 2, (3, 4 * 9 * 4 * step), dtype=torch.uint8).to(dtype).view(-1)
-    into = torch.zeros_like(source)
-    views = [flat.as_strided((3, 4, 2 * step), (36 * step, 9 * step, 1), step) for flat in (into, source)]
-    wide = widened(*views)
-    assert [view.dtype for view in wide] == [torch.complex128] * 2
-    assert wide[0].shape == (3, 4, 2)
-    wide[0].copy_(wide[1])
-    assert torch.equal(views[0].contiguous().view(torch.uint8), views[1].contiguous().view(torch.uint8))
-    assert torch.count_nonzero(into.view(torch.uint8)) <= torch.count_nonzero(views[1].contiguous().view(torch.uint8))
-
-
-def test_views_without_16_byte_alignment_are_unchanged() -> None:
-    flat = torch.zeros(1000, dtype=torch.bfloat16)
-    cases = {
-        "start": flat.as_strided((2, 8), (16, 1), 4),
-        "rows": flat.as_strided((2, 12), (16, 1), 0),
-        "stride": flat.as_strided((2, 8), (20, 1), 0),
-        "transposed": flat.as_strided((8, 8), (1, 16), 0),
-        "address": flat[4:].view(torch.uint8).view(torch.bfloat16).as_strided((2, 8), (16, 1), 4),
-        "another dtype": torch.zeros(2, 8),
-        "a number": flat.as_strided((), (), 0),
-    }
-    for name, view in cases.items():
-        assert widened(torch.zeros_like(view, dtype=torch.bfloat16), view)[1] is view, name
