@@ -77,16 +77,17 @@ def regular_runs(
     distances = [
         (after[0] - before[0], after[1] - before[1]) for before, after in pairwise(offsets)
     ]
+    distances.append((0, 0))  # the last place may be a run of its own
     start = 0
     while start < len(offsets):
         stop = start + 1
-        can_extend = start < len(distances) and (distances[start][0] >= 0 or backwards)
+        can_extend = distances[start][0] >= 0 or backwards
         while can_extend and stop < len(offsets) and distances[stop - 1] == distances[start]:
             stop += 1
         # The second place of a run of two may begin a longer run: in 0, 10, 11, 12 it is the 10.
         if stop - start == 2 and stop < len(distances) and distances[stop - 1] == distances[stop]:
             stop = start + 1
-        yield range(start, stop), distances[start] if stop - start > 1 else (0, 0)
+        yield range(start, stop), distances[start]
         start = stop
 
 

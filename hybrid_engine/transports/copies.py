@@ -22,15 +22,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.runs import (
-    Flats,
-    Origins,
-    TiledCopies,
-    can_tile,
-    origins_of,
-    runs_of,
-    views_of,
-)
+from hybrid_engine.transports.runs import Flats, origins_of, runs_of, tiled, views_of
 
 FlatBuffers = Mapping[str, torch.Tensor]
 """Flat buffers of a rank, by name."""
@@ -71,9 +63,9 @@ class BatchedCopies:
         self._destinations = {
             transfer.dst.buffer: transfer for transfer in reversed(self.transfers)
         }
-        self._origins: tuple[Origins, ...] = ()
+        self._origins: object = None
         self._runs: list[Transfer] = []
-        self._tiled: TiledCopies | None = None
+        self._tiled = tiled(self._runs, {}, {})
 
     @torch.no_grad()
     def run(self, source_of: FlatOf, destination_of: FlatOf) -> None:
@@ -87,20 +79,15 @@ class BatchedCopies:
         try:
             # Runs and tiles depend only on the transfers and these origins, not on addresses.
             if origins != self._origins:
-                self._plan(*origins)
-            _copy(self._runs, sources, destinations)
-            if self._tiled is not None:
+                self._runs = list(runs_of(self.transfers, origins[0]))
+                self._tiled = tiled(self._runs, *origins)
+                self._origins = origins
+            if self._tiled is None:
+                _copy(self._runs, sources, destinations)
+            else:
                 self._tiled.run(sources, destinations)
         except Exception as error:
             self._raise_failed(sources, destinations, error)
-
-    def _plan(self, sources: Origins, destinations: Origins) -> None:
-        runs: dict[bool, list[Transfer]] = {True: [], False: []}
-        for run in runs_of(self.transfers, sources):
-            runs[can_tile(sources[run.src.buffer], destinations[run.dst.buffer])].append(run)
-        self._runs = runs[False]
-        self._tiled = TiledCopies(runs[True], sources, destinations) if runs[True] else None
-        self._origins = (sources, destinations)
 
     def _raise_failed(self, sources: Flats, destinations: Flats, error: Exception) -> None:
         """Raise CopyError for the first transfer that fails alone, or for the first of all."""
@@ -126,8 +113,7 @@ def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> Flats:
 def _copy(runs: Iterable[Transfer], sources: Flats, destinations: Flats) -> None:
     views = [views_of(run, sources, destinations) for run in runs]
     if views:
-        into, out_of = (list(chain.from_iterable(side)) for side in zip(*views, strict=True))
-        copy_each(into, out_of)
+        copy_each(*(list(chain.from_iterable(side)) for side in zip(*views, strict=True)))
 
 
 def copy_straight(

@@ -5,9 +5,8 @@
     runs      --> tiles: a table of numbers on the GPU, made once; a kernel copies one per program
     addresses --> a table, made again if one has changed
 
-Runs pay off for experts: Megatron's buffers hold the last expert first, vLLM's the first.
-
-The kernel has one launch for all tiles that permit 16 bytes at a time, and one for those that do
+Runs pay off for experts: Megatron's buffers hold the last expert first, vLLM's the first. The
+kernel is launched once for the tiles that permit 16 bytes at a time, and once for those that do
 not: for each size of elements, and for each pair of dtypes that is cast.
 """
 
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +34,12 @@ _COLUMNS = 8
 _NUM_WARPS = 16
 # Dtypes that the kernel casts, by Triton's names. Others are copied as integers.
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_HAS_TRITON = find_spec("triton") is not None
 
 
 class Origin(NamedTuple):
     """Position of a flat buffer: `offset` elements from the start of the storage of this number.
 
-    `shift`: elements of its address beyond a multiple of 16 bytes.
+    Its address is `shift` elements beyond a multiple of 16 bytes.
     """
 
     storage: int
@@ -69,26 +68,15 @@ def origins_of(flats: Flats) -> Origins:
 
 
 def runs_of(transfers: Iterable[Transfer], origins: Origins) -> Iterator[Transfer]:
-    """Combine transfers into runs.
-
-    Args:
-        transfers: the transfers.
-        origins: origins of the buffers that they read.
-    """
+    """Combine transfers into runs; `origins` are those of the buffers that they read."""
     alike: dict[object, list[tuple[int, Transfer]]] = {}
     for transfer in transfers:
         src = transfer.src
         dst = transfer.dst
         origin = origins[src.buffer]
         # Buffers of one storage can share a view, so the source buffer is not part of the key.
-        key = (
-            origin.storage,
-            origin.dtype,
-            dst.buffer,
-            transfer.lengths,
-            src.strides,
-            dst.strides,
-        )
+        ends = (origin.storage, origin.dtype, dst.buffer)
+        key = (ends, transfer.lengths, src.strides, dst.strides)
         alike.setdefault(key, []).append((origin.offset + src.offset, transfer))
     for group in alike.values():
         # Runs ascend in the destination.
@@ -115,53 +103,44 @@ def views_of(
     if first >= 0:
         return [into], [strided(source, run.lengths, run.src)]
     # torch has no negative strides: from the last box, which is the lowest.
-    lowest = Place(
-        run.src.buffer, run.src.offset + first * (run.lengths[0] - 1), (-first, *strides)
-    )
+    start = run.src.offset + first * (run.lengths[0] - 1)
+    lowest = Place(run.src.buffer, start, (-first, *strides))
     return into.unbind(), strided(source, run.lengths, lowest).unbind()[::-1]
 
 
-def can_tile(source: Origin, target: Origin) -> bool:
-    """Return whether the kernel copies between two buffers: on one GPU, with a cast it knows."""
-    is_known = source.dtype == target.dtype or {source.dtype, target.dtype} <= _TYPES.keys()
-    is_on_gpu = source.device == target.device and target.device.type == "cuda"
-    return is_known and is_on_gpu and _HAS_TRITON
-
-
 def tiles_of(
-    run: Transfer, source: Origin, target: Origin
+    number: int, run: Transfer, source: Origin, target: Origin
 ) -> tuple[tuple[str, str, int], np.ndarray]:
     """Cut a run into tiles.
 
-    Returns the types of the elements, the elements of a unit, and int64 [tiles, 6]: offset in the
-    source and in the destination, rows, length of a row, distance of rows in the source and in the
-    destination. All but the number of rows are in units.
+    Returns the types of the elements, the elements of a unit, and int64 [tiles, 7]: offset in the
+    source and in the destination, rows until the run's end, length of a row, distance of rows in
+    the source and in the destination, number of the run. Offsets, length and distances are in
+    units.
     """
     dtypes = (source.dtype, target.dtype)
     types = (_TYPES.get(dtype, f"int{8 * dtype.itemsize}") for dtype in dtypes)
-    dims = [(1, 0, 0), *zip(run.lengths, run.src.strides, run.dst.strides, strict=True)]
-    width = dims.pop()[0] if dims[-1][1:] == (1, 1) else 1
-    numbers = np.array(
-        [(width, source.shift, target.shift), (1, run.src.offset, run.dst.offset), *dims]
-    )
+    dims = list(zip(run.lengths, run.src.strides, run.dst.strides, strict=True))
+    width = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    others = (0, width, source.shift | target.shift)
+    places = np.array([others, (width, run.src.offset, run.dst.offset), *dims])
     pack = _WIDE_NBYTES // max(dtype.itemsize for dtype in dtypes)
-    if (numbers[:, 1:] % pack).any() or width % pack:
+    if (places[:, 1:] % pack).any():
         pack = 1
     # A tile has rows of `columns` units, and as many rows as fit along the longest dim.
-    units = width // pack
+    units, *start = places[1] // pack
     columns = min(units & -units, _COLUMNS)
-    (_, *offset), *outer = numbers[1:] // (1, pack, pack)
-    steps = np.array([*outer, (units // columns, columns, columns)])
+    steps = np.array([*(places[2:] // (1, pack, pack)), (units // columns, columns, columns)])
     longest = steps[:, 0].argmax()
     height, *distances = steps[longest]
     steps[longest] = (-(-height // _ROWS), *np.multiply(distances, _ROWS))
-    index = np.indices(steps[:, 0]).reshape(len(steps), -1).T
-    offsets = offset + index @ steps[:, 1:]
-    rows = np.minimum(height - _ROWS * index[:, longest], _ROWS)
-    rest = np.broadcast_to((columns, *distances), (len(index), 3))
-    # Bytes of any dtype are moved alike.
-    is_alike = pack > 1 and source.dtype == target.dtype
-    kind = ("int64", "int64", 2) if is_alike else (*types, pack)
+    index = np.argwhere(np.ones(steps[:, 0], dtype=bool))
+    offsets = start + index @ steps[:, 1:]
+    rows = height - _ROWS * index[:, longest]
+    rest = np.full((len(index), 4), (columns, *distances, number))
+    kind = (*types, pack)
+    if pack > 1 and dtypes[0] == dtypes[1]:
+        kind = ("int64", "int64", 2)  # bytes of any dtype
     return kind, np.column_stack((offsets, rows, rest))
 
 
@@ -169,21 +148,18 @@ class TiledCopies:
     """Copies of runs within a GPU. Only numbers are kept.
 
     Attributes:
-        tiles: by class (see `tiles_of`), int64 [tiles, 7]: the tile, and the number of its run.
+        tiles: by class (see `tiles_of`), their table.
     """
 
-    def __init__(self, runs: Sequence[Transfer], sources: Origins, destinations: Origins) -> None:
-        """Make the tables, which take about 0.1 % of the copied bytes."""
+    def __init__(self, runs: Sequence[Transfer], ends: Sequence[tuple[Origin, Origin]]) -> None:
+        """Make the tables, which take about 0.1 % of the copied bytes; `ends` are of each run."""
         self._runs = runs
-        self._device = destinations[runs[0].dst.buffer].device
+        self._device = ends[0][0].device
         parts: dict[tuple[str, str, int], list[np.ndarray]] = {}
-        for number, run in enumerate(runs):
-            kind, tiles = tiles_of(run, sources[run.src.buffer], destinations[run.dst.buffer])
-            parts.setdefault(kind, []).append(np.insert(tiles, 6, number, axis=1))
-        self.tiles = {
-            kind: torch.from_numpy(np.concatenate(tiles)).to(self._device)
-            for kind, tiles in parts.items()
-        }
+        for number, (run, pair) in enumerate(zip(runs, ends, strict=True)):
+            kind, tiles = tiles_of(number, run, *pair)
+            parts.setdefault(kind, []).append(tiles)
+        self.tiles = {kind: self._upload(np.concatenate(part)) for kind, part in parts.items()}
         self._addresses: list[int] = []
         self._located = torch.empty(0)
 
@@ -191,18 +167,28 @@ class TiledCopies:
         """Queue the copies on the current stream."""
         from hybrid_engine.transports.tile_kernel import copy_tiles, tl
 
-        addresses = [
-            flat.data_ptr()
-            for run in self._runs
-            for flat in (sources[run.src.buffer], destinations[run.dst.buffer])
-        ]
+        ends = ((sources[run.src.buffer], destinations[run.dst.buffer]) for run in self._runs)
+        addresses = [flat.data_ptr() for flat in chain(*ends)]
         if addresses != self._addresses:
             for run in self._runs:
                 views_of(run, sources, destinations)  # Raises if the memory ends before the run.
-            on_host = torch.tensor(addresses).pin_memory()
-            self._located = on_host.to(self._device, non_blocking=True)
+            self._located = self._upload(np.array(addresses))
             self._addresses = addresses
         with torch.cuda.device(self._device):
             for (source, target, pack), tiles in self.tiles.items():
                 kind = (getattr(tl, source), getattr(tl, target), pack, _ROWS, _COLUMNS)
                 copy_tiles[(len(tiles),)](self._located, tiles, *kind, num_warps=_NUM_WARPS)
+
+    def _upload(self, numbers: np.ndarray) -> torch.Tensor:
+        """Queue a copy to the GPU, for which nothing waits."""
+        return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
+
+
+def tiled(runs: Sequence[Transfer], sources: Origins, destinations: Origins) -> TiledCopies | None:
+    """Return the copies by the kernel; None without a GPU, without Triton, or for another cast."""
+    ends = [(sources[run.src.buffer], destinations[run.dst.buffer]) for run in runs]
+    devices = {origin.device for origin in chain(*ends)}
+    casts = ({source.dtype, target.dtype} for source, target in ends)
+    can_cast = all(len(dtypes) == 1 or dtypes <= _TYPES.keys() for dtypes in casts)
+    is_on_gpu = [device.type for device in devices] == ["cuda"]
+    return TiledCopies(runs, ends) if is_on_gpu and can_cast and find_spec("triton") else None

@@ -13,14 +13,14 @@ def copy_tiles(
     source_type: tl.constexpr,
     target_type: tl.constexpr,
     pack: tl.constexpr,
-    num_rows: tl.constexpr,
-    num_columns: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
 ):
     """Copy one tile per program, casting. Numbers of a tile are in units of `pack` elements."""
     tile = tiles + tl.program_id(0) * 7
     run = addresses + tl.load(tile + 6) * 2
-    row = tl.arange(0, num_rows)[:, None]
-    column = tl.arange(0, num_columns * pack)[None, :]
+    row = tl.arange(0, rows)[:, None]
+    column = tl.arange(0, columns * pack)[None, :]
     is_inside = (row < tl.load(tile + 2)) & (column < tl.load(tile + 3) * pack)
     read = (tl.load(tile) + row * tl.load(tile + 4)) * pack + column
     written = (tl.load(tile + 1) + row * tl.load(tile + 5)) * pack + column
