@@ -2,11 +2,12 @@
 
     python -m benchmarks.critical_path [--only TEXT] [--json FILE]
     python -m benchmarks.critical_path --measured     # beside what one H100 took
+    python -m tests.software_gpu --gib 300 -- python -m benchmarks.critical_path --host
 
 Nothing is measured and no device is needed. The planner plans each job for rank 0, with parameters
 at the offsets that they have in the memory of both engines, and the work of this plan is counted:
 
-    launches     kernels that `transports/copies.py` queues
+    launches     kernels that `transports/runs.py` queues on a GPU
     mapped       chunks of peers' memory that are mapped, and unmapped, in every switch
     exports      chunks whose descriptors are exported whenever parameters come back
 
@@ -19,16 +20,19 @@ resources work in parallel:
 
 `bound` is the largest of the times that links, HBM and PCIe take alone, at the same rates. For the
 large jobs optimizer state is not included: it moves before and after the fill. With `--measured`
-it is, where the measured switch had it.
+it is, where the measured switch had it. `--host` takes the CPU time of this machine to queue the
+copies of a fill, without the launches themselves; nothing is copied.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -49,8 +53,9 @@ from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.copies import Run, origins_at, runs_of
+from hybrid_engine.transports.copies import BatchedCopies
 from hybrid_engine.transports.pull import source_extents
+from hybrid_engine.transports.runs import Origin, runs_of, tiles_of
 from tests.zoo.published_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 RANKS_PER_HOST = 8
@@ -73,9 +78,8 @@ class Rates:
             per GPU.
         pcie: measured on an H100 and an H200.
         copy: copies of the plan within a GPU, each byte counted once: 400 copies of 512 KiB in one
-            `_foreach_copy_` on an H100.
-        launch: host time to make two views and queue a kernel.
-        view: host time to make one more pair of views for a batch.
+            `_foreach_copy_` on an H100. The kernel of `transports/tile_kernel.py` was not measured.
+        launch: host time to queue a kernel.
         kernel: device time of the shortest kernel.
         mapped: host time to map and unmap a chunk of a peer, between two processes on one H200.
         export: host time to export a chunk's descriptor, on an H200.
@@ -90,7 +94,6 @@ class Rates:
     pcie: float = 55.0
     copy: float = 540.0
     launch: float = 10.0
-    view: float = 2.0
     kernel: float = 3.0
     mapped: float = 250.0
     export: float = 850.0
@@ -151,18 +154,18 @@ class Share:
     Attributes:
         launches, mapped: see the docstring of the module; `mapped` counts those that no earlier
             bucket has mapped.
-        views: pairs of views in batched copies.
         nbytes: received bytes by link, including copies within the rank.
         leaving: bytes of parameters that are offloaded after the bucket is sent.
         segments: bytes of each segment that vLLM's allocator takes for the bucket.
+        copies: the copies, those queued together in one list.
     """
 
     launches: int
     mapped: int
-    views: int
     nbytes: Mapping[Link, int]
     leaving: float
     segments: Sequence[int]
+    copies: Sequence[list[Transfer]]
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,6 @@ class Work:
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _ALIGNMENT = 64
-_PAIRS_OF_A_KERNEL = 64  # limit of torch's kernel for _foreach_copy_
 
 
 def flat_of(buffer: BufferId) -> BufferId:
@@ -316,28 +318,18 @@ class _Counting:
         # as in a job, transfers are merged by their place in vLLM's fused parameters first
         merged = coalesce(self._to_live(transfer) for transfer in pulled)
         live = [self._from_live(transfer) for transfer in merged]
-        runs: list[Run] = []
-        num_indices = 0  # index tensors for copies in reverse order; a kernel makes each
-        for _, group in groupby(sorted(live, key=_is_local), _is_local):
-            of_group = [*_runs(list(group))]
-            indices = {run.lengths[0] for run in of_group if run.is_cut and not run.is_dense}
-            num_indices += len(indices)
-            runs += of_group
-        boxes = [run.lengths[0] if run.is_cut else 1 for run in runs]
-        dense = sum(count for run, count in zip(runs, boxes, strict=True) if run.is_dense)
-        num_with_gaps = sum(not run.is_dense for run in runs)
-        # a kernel per group of dense pairs, per copy with gaps, and per index tensor
-        launches = -(-dense // _PAIRS_OF_A_KERNEL) + num_with_gaps + num_indices
+        copies = [list(group) for _, group in groupby(sorted(live, key=_is_local), _is_local)]
+        launches = sum(map(_num_launches, copies))
         nbytes = dict.fromkeys(Link, 0)
         for transfer in pulled:
             nbytes[transfer.link] += transfer.nbytes
         return Share(
             launches,
             self._map(live),
-            dense,
             nbytes,
             leaving,
             self._segments(bucket),
+            copies,
         )
 
     def _map(self, live: Iterable[Transfer]) -> int:
@@ -389,10 +381,48 @@ def _is_local(transfer: Transfer) -> bool:
     return transfer.link is Link.SELF
 
 
-def _runs(transfers: Sequence[Transfer]) -> Iterator[Run]:
-    return runs_of(
-        transfers, origins_at({transfer.src.buffer for transfer in transfers}, torch.bfloat16)
-    )
+def _num_launches(transfers: Sequence[Transfer]) -> int:
+    """Return the launches of the kernel for copies that are queued together: one per class."""
+    buffers = {transfer.src.buffer for transfer in transfers}
+    # Each buffer is a storage of its own.
+    origins = {buffer: Origin(number, 0, torch.bfloat16) for number, buffer in enumerate(buffers)}
+    target = Origin(0, 0, torch.bfloat16)
+    runs = runs_of(transfers, origins)
+    return len({tiles_of(0, run, origins[run.src.buffer], target)[0] for run in runs})
+
+
+class _NoLaunch:
+    """Stands for the kernel."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_arguments, **_options: None
+
+
+def queueing_seconds(shares: Sequence[Share]) -> tuple[float, float]:
+    """Return the host's CPU seconds to queue the copies of the first fill, and of later ones."""
+    from hybrid_engine.transports import tile_kernel
+
+    groups = [BatchedCopies(copies) for share in shares for copies in share.copies]
+    ends: dict[BufferId, int] = {}
+    for transfer in chain(*(group.transfers for group in groups)):
+        for place in (transfer.src, transfer.dst):
+            stop = place.extent(transfer.lengths).stop
+            ends[place.buffer] = max(stop, ends.get(place.buffer, 0))
+    flats = {
+        buffer: torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+        for buffer, numel in ends.items()
+    }
+    seconds = []
+    with mock.patch.object(tile_kernel, "copy_tiles", _NoLaunch()):
+        for _ in range(10):
+            start = time.process_time()
+            for group in groups:
+                group.run(
+                    lambda transfer: flats[transfer.src.buffer],
+                    lambda transfer: flats[transfer.dst.buffer],
+                )
+            seconds.append(time.process_time() - start)
+    return seconds[0], min(seconds[1:])
 
 
 def fill_seconds(
@@ -418,7 +448,7 @@ def fill_seconds(
     for index, share in enumerate(shares):
         host += sum(driver_costs.seconds_of(TAKE, segment) for segment in share.segments)
         host += (rates.bucket + share.mapped * rates.mapped) / 1e6
-        host += (share.launches * rates.launch + share.views * rates.view) / 1e6
+        host += share.launches * rates.launch / 1e6
         moved = sum(share.nbytes.values())
         pulling = max(
             rates.seconds(share.nbytes),
@@ -535,9 +565,20 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--measured", action="store_true", help="compare with what one H100 took")
+    parser.add_argument("--host", action="store_true", help="time to queue the copies, on a GPU")
     arguments = parser.parse_args()
     rates = Rates()
-    if arguments.measured:
+    if arguments.host:
+        rows = []
+        for job in (replace(_SMALL, bucket_mb=Job.bucket_mb), JOBS[0]):
+            shares = work_of(job).shares
+            launches = sum(share.launches for share in shares)
+            first, later = queueing_seconds(shares)
+            rows.append({"job": job.name, "launches": launches, "first": first, "later": later})
+        table = Table("job", "launches", "first fill, s", "later, s")
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+    elif arguments.measured:
         rows = compared(rates)
         table = _table_of_measured(rows)
     else:

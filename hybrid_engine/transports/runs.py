@@ -119,7 +119,7 @@ def tiles_of(
     units.
     """
     dtypes = (source.dtype, target.dtype)
-    types = (_TYPES.get(dtype, f"int{8 * dtype.itemsize}") for dtype in dtypes)
+    source_type, target_type = (_TYPES.get(dtype, f"int{8 * dtype.itemsize}") for dtype in dtypes)
     dims = list(zip(run.lengths, run.src.strides, run.dst.strides, strict=True))
     width = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
     others = (0, width, source.shift | target.shift)
@@ -138,7 +138,7 @@ def tiles_of(
     offsets = start + index @ steps[:, 1:]
     rows = height - _ROWS * index[:, longest]
     rest = np.full((len(index), 4), (columns, *distances, number))
-    kind = (*types, pack)
+    kind = (source_type, target_type, pack)
     if pack > 1 and dtypes[0] == dtypes[1]:
         kind = ("int64", "int64", 2)  # bytes of any dtype
     return kind, np.column_stack((offsets, rows, rest))
@@ -165,7 +165,9 @@ class TiledCopies:
 
     def run(self, sources: Flats, destinations: Flats) -> None:
         """Queue the copies on the current stream."""
-        from hybrid_engine.transports.tile_kernel import copy_tiles, tl
+        from triton import language
+
+        from hybrid_engine.transports.tile_kernel import copy_tiles
 
         ends = ((sources[run.src.buffer], destinations[run.dst.buffer]) for run in self._runs)
         addresses = [flat.data_ptr() for flat in chain(*ends)]
@@ -176,7 +178,7 @@ class TiledCopies:
             self._addresses = addresses
         with torch.cuda.device(self._device):
             for (source, target, pack), tiles in self.tiles.items():
-                kind = (getattr(tl, source), getattr(tl, target), pack, _ROWS, _COLUMNS)
+                kind = (getattr(language, source), getattr(language, target), pack, _ROWS, _COLUMNS)
                 copy_tiles[(len(tiles),)](self._located, tiles, *kind, num_warps=_NUM_WARPS)
 
     def _upload(self, numbers: np.ndarray) -> torch.Tensor:
