@@ -100,16 +100,21 @@ class CudaDriver:
         After a failure the memory is not mapped.
         """
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
-        access = self._api.CUmemAccessDesc()
-        self._locate(access.location)
-        # Peers only read, but torch, NCCL and others always request both.
-        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         # A mapping without access would be an illegal access at its first use.
         try:
-            self._call("cuMemSetAccess", address, nbytes, [access], 1)
+            self.permit(address, nbytes)
         except BaseException:
             self.unmap(address, nbytes)
             raise
+
+    def permit(self, address: int, nbytes: int, right: str = "READWRITE") -> None:
+        """Let the device read and write mapped memory by this address; "NONE": forbid it."""
+        access = self._api.CUmemAccessDesc()
+        self._locate(access.location)
+        # Peers only read, but torch, NCCL and others always request both.
+        flags = self._api.CUmemAccess_flags
+        access.flags = getattr(flags, f"CU_MEM_ACCESS_FLAGS_PROT_{right}")
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmap whole mappings of an address range, which stays reserved."""

@@ -38,6 +38,7 @@ import resource
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,7 @@ class Chunks:
         self._pieces: dict[int, list[Piece]] = {}
         self._present: set[int] = set()
         self._is_settled = False
+        self._right = "READWRITE"  # of the device to the memory of a pool, by these addresses
         self._is_inherited = False
         _all_chunks.add(self)
 
@@ -314,6 +316,7 @@ class Chunks:
             for index in self.within(start, start + nbytes):
                 self._pieces.setdefault(index, []).append(piece)
             start += nbytes
+        self._permit("NONE")
 
     def lend(self, index: int, piece: Piece) -> None:
         """Note that a resident chunk keeps its memory, as this piece of a pool."""
@@ -336,6 +339,7 @@ class Chunks:
             elif not self._is_settled:
                 self._free(index)
         self._is_settled = False
+        self._right = "READWRITE"
         self._pieces.clear()
 
     def map(self, index: int) -> None:
@@ -369,18 +373,32 @@ class Chunks:
             # A peer that reads it now gets an error, and keeps it mapped.
             self._table[index] = -self._table[index]
             self._leave(index)
+            if not self._present:
+                # Whoever still touches it must not find the contents of inference.
+                self._permit("NONE")
             return
         self._free(index)
 
     def _take(self, index: int) -> None:
         for piece in self._pieces[index]:
             piece.take("training", (self.address, index))
+        self._permit("READWRITE")
         self._present.add(index)
 
     def _leave(self, index: int) -> None:
         self._present.discard(index)
         for piece in self._pieces[index]:
             piece.leave((self.address, index))
+
+    def _permit(self, right: str) -> None:
+        """Give this right to all memory of a pool, in one call for each range without gaps."""
+        if right == self._right:
+            return
+        self._right = right
+        for _, run in groupby(enumerate(sorted(self._pieces)), lambda place: place[1] - place[0]):
+            indexes = [index for _, index in run]
+            nbytes = sum(map(self._nbytes, indexes))
+            self.driver.permit(self._address(indexes[0]), nbytes, right)
 
     def _free(self, index: int) -> None:
         # First, so that a peer that fetches the descriptor later gets an error.

@@ -90,6 +90,12 @@ def no_calls(sides: Sides, *allowed: str) -> Iterator[None]:
     assert set(sides.driver.calls) <= {"finish_stream", *allowed}
 
 
+def touchable(sides: Sides) -> list[bool]:
+    """Return whether gradients and parameters may be touched."""
+    ranges = mapped()
+    return [any(start == buffer.address for start, _ in ranges) for buffer in (sides.grads, sides.params)]
+
+
 def test_both_sides_use_the_memory_in_turn(sides: Sides):
     pool = sides.share()
     weights, cache = (pool.segments[segment.address] for segment in sides.segments)
@@ -104,7 +110,10 @@ def test_both_sides_use_the_memory_in_turn(sides: Sides):
             sides.grads.restore()
         with pytest.raises(StateError, check=has_code("memory-in-use", "training")):
             cache.wake()
+        assert touchable(sides) == [False, True]
         with no_calls(sides, "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease"):
+            sides.params.release(0, CHUNK)
+            assert touchable(sides) == [False, True], "a part has contents"
             sides.params.release()
             cache.wake()
             cache.wake()
@@ -112,11 +121,14 @@ def test_both_sides_use_the_memory_in_turn(sides: Sides):
         sides.cache.fill_(7)
         assert bool((sides.weights == value).all())
         assert sides.params.resident_nbytes() == sides.grads.resident_nbytes() == 0
-        with no_calls(sides, "cuMemUnmap"):
+        assert touchable(sides) == [False, False], "they would show the contents of inference"
+        with no_calls(sides, "cuMemUnmap", "cuMemSetAccess"):
             weights.sleep()
             cache.sleep()
             sides.params.restore()
             sides.grads.restore()
+        assert sides.driver.calls.count("cuMemSetAccess") == 2
+        assert touchable(sides) == [True, True]
         sides.grads.tensor.zero_()
         sides.params.tensor.fill_(value)
         assert sides.params.resident_nbytes() == 4 * GRANULE
