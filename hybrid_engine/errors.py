@@ -34,7 +34,7 @@ import os
 import re
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Self, TypeVar
 
@@ -207,6 +207,9 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}. {self.remedy}"
+
+
+Violations = Iterator[Violation]
 
 
 class ConfigError(_FindingsError[Violation]):

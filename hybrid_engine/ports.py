@@ -47,6 +47,7 @@ import torch.distributed as dist
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
 
 Data = Literal["global", "local"]
@@ -59,7 +60,7 @@ Batch = Mapping[str, torch.Tensor]
 is not 1; the experts `routed_experts` [B, S, layers, k] of each token, which routers of the trained
 Megatron model take; and any tensors that a loss function reads.
 """
-Report = dict[str, torch.Tensor]
+Report = TensorDict
 """Name -> scalar."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]

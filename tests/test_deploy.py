@@ -17,18 +17,19 @@ import yaml
 from examples.gpt_rl.served import server_arguments
 from examples.gpt_rl.settings import load_settings
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 
 DEPLOY = REPO_ROOT / "deploy"
 IN_IMAGE = "/opt/hybrid-engine"
 
 
-def pod() -> dict[str, Any]:
+def pod() -> Values:
     job = yaml.safe_load((DEPLOY / "served.yaml").read_text())
-    template: dict[str, Any] = job["spec"]["template"]["spec"]
+    template: Values = job["spec"]["template"]["spec"]
     return template
 
 
-def containers() -> dict[str, dict[str, Any]]:
+def containers() -> dict[str, Values]:
     template = pod()
     return {container["name"]: container for container in (*template["initContainers"], *template["containers"])}
 

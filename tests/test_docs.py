@@ -17,6 +17,7 @@ from markdown.extensions.toc import slugify
 
 import hybrid_engine.rl
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 
 PAGES = [
     str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
@@ -71,7 +72,7 @@ def test_code_of_a_page_fits_the_site(page: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def site() -> dict[str, Any]:
+def site() -> Values:
     """Return the names that the site's hook defines."""
     return runpy.run_path(str(REPO_ROOT / "docs" / "site_pages.py"))
 
@@ -83,7 +84,7 @@ def pages_in(navigation: Any) -> list[str]:
     return [page for part in parts for page in pages_in(part)]
 
 
-def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
+def test_every_page_is_in_the_navigation_once(site: Values) -> None:
     listed = pages_in(yaml.safe_load((REPO_ROOT / "mkdocs.yml").read_text())["nav"])
     pages = [path.name for path in (REPO_ROOT / "docs").glob("*.md")]
     assert sorted(listed) == sorted([*pages, *site["OUTSIDE"], site["REFERENCE_PAGE"]])
@@ -100,7 +101,7 @@ def test_pages_of_the_site_load_no_external_scripts() -> None:
     assert [name for name in files if not (REPO_ROOT / "docs" / name).is_file()] == []
 
 
-def test_the_reference_contains_every_public_name(site: dict[str, Any]) -> None:
+def test_the_reference_contains_every_public_name(site: Values) -> None:
     named = set[str]()
     in_modules = set[str]()
     for section in site["reference"]().split("\n## "):
@@ -112,7 +113,7 @@ def test_the_reference_contains_every_public_name(site: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_documented_names_of_the_reference_exist(site: dict[str, Any]) -> None:
+def test_documented_names_of_the_reference_exist(site: Values) -> None:
     for name in re.findall(r"^::: ([\w.]+)$", site["reference"](), re.MULTILINE):
         assert pkgutil.resolve_name(name) is not None
 
@@ -146,7 +147,7 @@ def test_the_table_of_abilities_lists_the_duties_of_a_loop() -> None:
         ("gpu.md", "[a](https://arxiv.org/abs/1), [b](#here)", "[a](https://arxiv.org/abs/1), [b](#here)"),
     ],
 )
-def test_links_of_the_site_stay_on_it(site: dict[str, Any], page: str, written: str, on_the_site: str) -> None:
+def test_links_of_the_site_stay_on_it(site: Values, page: str, written: str, on_the_site: str) -> None:
     assert site["with_links_of_the_site"](written, page) == on_the_site
 
 

@@ -6,7 +6,7 @@ The training side of the configuration is read from the live model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hybrid_engine.attaching.config_check import (
 )
 from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
+from hybrid_engine.errors import ConfigError, DependencyError, Violation, Violations, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.memory import gib
@@ -140,7 +140,7 @@ def live_config(
     return config, table
 
 
-def _contradictions(actor_keys: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Violation]:
+def _contradictions(actor_keys: Mapping[str, Any], live: Mapping[str, Any]) -> Violations:
     for key in _BUILT_HERE:
         if actor_keys.get(key) is not None:
             problem = "is for models that are built here"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from hybrid_engine.compute_check.attention import Attention, Difference, Rotary, differences
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, Violations
 from hybrid_engine.models.table import Extras, ModelTable, RotaryScaling
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
@@ -175,7 +175,7 @@ def vocabulary_mismatches(
     return [Violation(key, problem, remedy, code="vocabulary-too-small")]
 
 
-def _sizes(table: ModelTable, config: Any, names: SettingNames, source: str) -> Iterator[Violation]:
+def _sizes(table: ModelTable, config: Any, names: SettingNames, source: str) -> Violations:
     """Yield sizes of Megatron's layers that differ from those of the config."""
     dims = table.dims
     expected = {
@@ -194,7 +194,7 @@ def _sizes(table: ModelTable, config: Any, names: SettingNames, source: str) -> 
 
 def _layers(
     table: ModelTable, config: Any, has_pattern: bool, names: SettingNames, source: str
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield fields of layers that differ from those that megatron-core derives from the table."""
     from hybrid_engine.backends.megatron.megatron_config import described_config
 
@@ -219,7 +219,7 @@ def _layers(
 
 def _latent_attention(
     table: ModelTable, args: Namespace, config: Any, names: SettingNames, source: str
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield differences in the scale and the rotary frequencies of latent attention.
 
     They are those of live modules, or of modules that would be built. A field is named if the
@@ -332,7 +332,7 @@ def _activation(config: Any) -> str:
     return getattr(function, "__name__", repr(function))
 
 
-def _outside_layers(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator[Violation]:
+def _outside_layers(table: ModelTable, args: Namespace, names: SettingNames) -> Violations:
     """Yield differences in embeddings, positions, head and multi-token prediction."""
     keywords = dict(table.gpt)
     if keywords.get("position_embedding_type") == "rope":
@@ -349,9 +349,7 @@ def _outside_layers(table: ModelTable, args: Namespace, names: SettingNames) -> 
         yield _mismatch(key, num_mtp_layers, table.dims.num_mtp_layers)
 
 
-def _tied_embeddings(
-    table: ModelTable, args: Namespace, names: SettingNames
-) -> Iterator[Violation]:
+def _tied_embeddings(table: ModelTable, args: Namespace, names: SettingNames) -> Violations:
     is_tied = not args.untie_embeddings_and_output_weights
     if is_tied != table.dims.tied_embeddings:
         key = names.argument("untie_embeddings_and_output_weights")
@@ -362,7 +360,7 @@ def _tied(is_tied: bool) -> str:
     return "tied" if is_tied else "untied"
 
 
-def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator[Violation]:
+def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Violations:
     """Yield differences in rotary frequencies: of live layers, or of Megatron's arguments."""
     is_rotary = table.gpt.get("position_embedding_type") == "rope"
     if not is_rotary or table.transformer.get("multi_latent_attention"):
@@ -387,7 +385,7 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Iterator
 
 def _rotary_arguments(
     scaling: RotaryScaling | None, args: Namespace, names: SettingNames
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield differences between the config's rotary scaling and Megatron's arguments for it.
 
     Megatron's scripts have one flag for Llama 3's scaling and one for the linear kind.
@@ -420,7 +418,7 @@ def _frequencies(table: ModelTable) -> torch.Tensor:
     return frequencies if scaling is None else scaled_frequencies(frequencies, scaling)
 
 
-def _beyond_megatron(table: ModelTable) -> Iterator[Violation]:
+def _beyond_megatron(table: ModelTable) -> Violations:
     """Yield computations of the architecture that Megatron's own models have no setting for."""
     for computation in table.not_built:
         yield _beyond(computation)

@@ -34,7 +34,7 @@ from hybrid_engine.backends.training_side import (
     require_usable_values,
 )
 from hybrid_engine.models.block_quantization import BlockQuantization
-from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.ranks.torch_internals import TensorDict, torch_defaults
 from hybrid_engine.records.layout import Extent, Layout
 from hybrid_engine.records.regions import Region
 from hybrid_engine.transports.copies import FlatBuffers
@@ -77,7 +77,7 @@ class ComputedSources(Generic[Key]):
         parts = elastic_parts(list(shapes.values()), device)
         self.tensors: Mapping[Key, torch.Tensor] = dict(zip(shapes, parts, strict=True))
         self.homes: dict[Key, Home] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: TensorDict = {}
         for key, part in self.tensors.items():
             if part.numel():
                 name = f"{label} in {dtype_name(part)}"

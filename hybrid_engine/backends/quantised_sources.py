@@ -38,6 +38,7 @@ from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes, contiguous_strides, subtract_all
 from hybrid_engine.transports.copies import FlatBuffers
@@ -242,7 +243,7 @@ class QuantisedSources:
                 of_shard = self._spread(divisors[_slices(scales)], shard.region)
                 tensors[values].copy_(elements(self._values(shard) / of_shard, self._format))
 
-    def _largest(self) -> dict[str, torch.Tensor]:
+    def _largest(self) -> TensorDict:
         """Return the largest magnitude in every block and group. Collective if shared.
 
         Blocks of which this rank holds nothing are zero.

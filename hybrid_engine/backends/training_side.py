@@ -30,6 +30,7 @@ from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes
 from hybrid_engine.transports.copies import FlatBuffers
@@ -254,11 +255,11 @@ class WholeTensors:
     ) -> None:
         self.rank = rank
         first_names: dict[int, str] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: TensorDict = {}
         for name, tensor in tensors.items():
             if first_names.setdefault(id(tensor), name) == name:
                 self.tensors[name] = tensor
-        self._flat: dict[str, torch.Tensor] = {}
+        self._flat: TensorDict = {}
         self._places: dict[str, Place] = {}
         parts = parts_in_elastic_buffers([tensor.data for tensor in self.tensors.values()])
         for (name, tensor), part in zip(self.tensors.items(), parts, strict=True):

@@ -23,6 +23,7 @@ import torch
 
 from hybrid_engine.errors import ReshardError, clipped
 from hybrid_engine.ranks.digests import box_digests
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 NUM_NAMED = 4
 """Maximum number of tensors or differences in a message."""
@@ -198,7 +199,7 @@ class Fingerprint:
     def _snapshot(self) -> tuple[dict[str, dict[str, object]], Mapping[str, int]]:
         """Return the properties of modules and configs, and the digests of unsent tensors."""
         seen: dict[str, dict[str, object]] = {}
-        unsent: dict[str, torch.Tensor] = {}
+        unsent: TensorDict = {}
         configs = set()
         for name, module, _ in self._nodes():
             kind: Any = type(module)
@@ -219,7 +220,7 @@ class Fingerprint:
         return seen, dict(zip(unsent, box_digests(unsent.values()), strict=True))
 
     def _properties(
-        self, owner: str, attributes: Mapping[str, object], tensors: dict[str, torch.Tensor]
+        self, owner: str, attributes: Mapping[str, object], tensors: TensorDict
     ) -> dict[str, object]:
         """Return the compared attributes of a module or config, and add tensors to `tensors`."""
         names = tuple(attributes)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hybrid_engine.config.keys import TRAINED_DRAFT, FromProgram, GenerateConfig
 from hybrid_engine.config.rules import Constraint, JobContext, constraint, size_constraints
-from hybrid_engine.errors import Violation, nearest, shortened
+from hybrid_engine.errors import Violation, Violations, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import linear_modules, parameters_of
 from hybrid_engine.layouts.size_rules import INFER_RULES
@@ -34,7 +34,7 @@ NARROWER = frozenset({("float32", "bfloat16"), ("float32", "float16")})
     "generate_config.infer_data_parallel_size",
     "If given, DP satisfies TP x PP x DP == number of ranks.",
 )
-def _inference_replicas(context: JobContext) -> Iterator[Violation]:
+def _inference_replicas(context: JobContext) -> Violations:
     sizes = context.infer_sizes
     replicas = context.generate.infer_data_parallel_size
     if replicas is not None and sizes.ranks_per_replica * replicas != context.world_size:
@@ -48,7 +48,7 @@ def _inference_replicas(context: JobContext) -> Iterator[Violation]:
 
 
 @constraint(INFERENCE, "generate_config.dtype", "dtype is the dtype in which weights are sent.")
-def _dtype(context: JobContext) -> Iterator[Violation]:
+def _dtype(context: JobContext) -> Violations:
     if context.generate.dtype not in (None, context.served_dtype):
         yield Violation(
             "generate_config.dtype",
@@ -63,7 +63,7 @@ def _dtype(context: JobContext) -> Iterator[Violation]:
     "generate_config.servers",
     "Servers get whole weights: with servers, lora_delivery is merge.",
 )
-def _servers(context: JobContext) -> Iterator[Violation]:
+def _servers(context: JobContext) -> Violations:
     if context.generate.servers and context.generate.lora_delivery == "adapter":
         yield Violation(
             "generate_config.servers",
@@ -79,7 +79,7 @@ def _servers(context: JobContext) -> Iterator[Violation]:
     "router_replay needs a model with experts, Megatron as the trainer, and vLLM in the training "
     "ranks, with infer_pipeline_parallel_size 1 and prefix caching.",
 )
-def _router_replay(context: JobContext) -> Iterator[Violation]:
+def _router_replay(context: JobContext) -> Violations:
     generate = context.generate
     if not generate.router_replay:
         return
@@ -111,7 +111,7 @@ def _router_replay(context: JobContext) -> Iterator[Violation]:
     "generate_config.compression_dtype",
     "compression_dtype is narrower than params_dtype.",
 )
-def _compression(context: JobContext) -> Iterator[Violation]:
+def _compression(context: JobContext) -> Violations:
     dtypes = (context.actor.params_dtype, context.served_dtype)
     if context.generate.compress_reshard and dtypes not in NARROWER:
         yield Violation(
@@ -129,7 +129,7 @@ def _compression(context: JobContext) -> Iterator[Violation]:
     "With Megatron, check_compute is not off for a model without a name table: "
     "names do not show what is computed.",
 )
-def _check_of_derived_rules(context: JobContext) -> Iterator[Violation]:
+def _check_of_derived_rules(context: JobContext) -> Violations:
     is_megatron = context.actor.fsdp is None
     if is_megatron and context.table.is_derived and context.generate.check_compute == "off":
         yield Violation(
@@ -146,7 +146,7 @@ def _check_of_derived_rules(context: JobContext) -> Iterator[Violation]:
     "generate_config.check_compute",
     "check_compute: exact needs vLLM in the ranks, in the trainer's dtype, without quantisation.",
 )
-def _exact_check(context: JobContext) -> Iterator[Violation]:
+def _exact_check(context: JobContext) -> Violations:
     generate = context.generate
     if generate.check_compute != "exact":
         return
@@ -190,7 +190,7 @@ UNQUANTISED: Final = "none"
     "quantised before they are sent; servers take none of the latter. The engine checks its "
     "device's methods.",
 )
-def _quantization(context: JobContext) -> Iterator[Violation]:
+def _quantization(context: JobContext) -> Violations:
     method = context.generate.quantization
     known = {name for names in QUANTIZATIONS.values() for name in names} | set(BLOCK_METHODS)
     if method is not None and method not in known | {UNQUANTISED}:
@@ -215,7 +215,7 @@ def _quantization(context: JobContext) -> Iterator[Violation]:
     "adapter needs actor_config.lora (with fsdp, LoRA in the model) of a rank that vLLM supports, "
     "on weights that are neither stored transposed nor in experts.",
 )
-def _lora_delivery(context: JobContext) -> Iterator[Violation]:
+def _lora_delivery(context: JobContext) -> Violations:
     if context.generate.lora_delivery != "adapter":
         return
     lora = context.actor.lora
@@ -386,7 +386,7 @@ WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
     "vllm has no argument that another key decides, or that takes weights, "
     "ranks or KV cache from the switch.",
 )
-def _arguments(context: JobContext) -> Iterator[Violation]:
+def _arguments(context: JobContext) -> Violations:
     for name in context.generate.vllm:
         path = f"generate_config.vllm.{name}"
         key = _KEYS.get(name, name)
@@ -407,7 +407,7 @@ def _arguments(context: JobContext) -> Iterator[Violation]:
     "vllm has arguments whose values are numbers or words of vLLM's own; "
     "a program may give others as FromProgram.",
 )
-def _arguments_in_files(context: JobContext) -> Iterator[Violation]:
+def _arguments_in_files(context: JobContext) -> Violations:
     arguments = context.generate.vllm
     if isinstance(arguments, FromProgram):
         return
@@ -441,7 +441,7 @@ def _dotted(arguments: Mapping[str, Any]) -> Iterator[str]:
     "generate_config.vllm",
     "Speculative decoding has no draft model but the MTP layers that Megatron trains.",
 )
-def _speculation(context: JobContext) -> Iterator[Violation]:
+def _speculation(context: JobContext) -> Violations:
     arguments = context.generate.vllm
     config = arguments.get("speculative_config")
     methods = {"spec_method": arguments.get("spec_method")}
@@ -464,7 +464,7 @@ def _speculation(context: JobContext) -> Iterator[Violation]:
             )
 
 
-def _trained_draft(context: JobContext, path: str) -> Iterator[Violation]:
+def _trained_draft(context: JobContext, path: str) -> Violations:
     generate = context.generate
     config = generate.vllm.get("speculative_config")
     num_stages = generate.infer_pipeline_parallel_size

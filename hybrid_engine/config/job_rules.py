@@ -10,13 +10,12 @@ modules that transformers builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, constraint
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, Violations
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -79,7 +78,7 @@ CRITIC: list[Constraint[CriticContext]] = []
 
 
 @constraint(WITH_FSDP, "critic_config", "Megatron trains a critic, and therefore also its actor.")
-def _trained_by_megatron(context: CriticContext) -> Iterator[Violation]:
+def _trained_by_megatron(context: CriticContext) -> Violations:
     if context.job.actor.fsdp is not None:
         yield Violation(
             "critic_config",
@@ -94,7 +93,7 @@ def _trained_by_megatron(context: CriticContext) -> Iterator[Violation]:
     "critic_config.pipeline_model_parallel_layout",
     "A layout of stages needs critic_config.model.",
 )
-def _layout_without_model(context: CriticContext) -> Iterator[Violation]:
+def _layout_without_model(context: CriticContext) -> Violations:
     config = context.config
     if config.pipeline_model_parallel_layout is not None and config.model is None:
         yield Violation(
@@ -111,7 +110,7 @@ def _layout_without_model(context: CriticContext) -> Iterator[Violation]:
     "The critic has as many model chunks on each stage as the actor: "
     "Megatron has one schedule for both.",
 )
-def _as_many_chunks(context: CriticContext) -> Iterator[Violation]:
+def _as_many_chunks(context: CriticContext) -> Violations:
     sizes = context.train_sizes
     if sizes.pipeline == 1:
         return
@@ -237,7 +236,7 @@ def memory_plan(
 
 def memory_violations(
     config: HybridConfig, world_size: int, num_mtp_layers: int | None
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield the phases over the budget of a configuration that satisfies all other rules."""
     budget_gib = config.device_budget_gib
     if budget_gib is None:
@@ -257,7 +256,7 @@ def memory_violations(
         )
 
 
-def _not_planned(config: HybridConfig) -> Iterator[Violation]:
+def _not_planned(config: HybridConfig) -> Violations:
     """Yield the reasons why memory cannot be planned."""
     if config.actor_config.fsdp is not None:
         yield Violation(

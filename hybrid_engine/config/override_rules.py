@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from types import UnionType
@@ -15,7 +14,7 @@ import pydantic
 
 from hybrid_engine.config.keys import ActorConfig, Dtype, OptimizerConfig
 from hybrid_engine.config.rules import Constraint, TrainingContext, constraint
-from hybrid_engine.errors import Violation, nearest, shortened
+from hybrid_engine.errors import Violation, Violations, nearest, shortened
 
 if TYPE_CHECKING:
     from megatron_patches.refused_fields import DeclaredFields
@@ -71,7 +70,7 @@ def _declared_fields() -> DeclaredFields | None:
     "with values of their types, that are compatible with a switch and that neither the model, "
     "the layout nor another key decides.",
 )
-def _overrides(context: TrainingContext) -> Iterator[Violation]:
+def _overrides(context: TrainingContext) -> Violations:
     for part in CLASSES:
         for name, value in getattr(context.actor.overrides, part).items():
             declared = _declared_fields()
@@ -187,7 +186,7 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     "With EP > 1, moe_token_dispatcher_type is not allgather.",
     computing="here",
 )
-def _token_dispatcher(context: TrainingContext) -> Iterator[Violation]:
+def _token_dispatcher(context: TrainingContext) -> Violations:
     ep = context.train_sizes.expert
     dispatcher = context.actor.overrides.transformer.get("moe_token_dispatcher_type")
     if ep > 1 and dispatcher == "allgather":

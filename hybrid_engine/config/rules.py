@@ -6,13 +6,13 @@ sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, HybridConfig
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violations
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule
 from hybrid_engine.models.families import read_model, require_rules
@@ -94,16 +94,16 @@ class Constraint(Generic[Context]):
 
     key: str
     rule: str
-    find: Callable[[Context], Iterator[Violation]]
+    find: Callable[[Context], Violations]
     computing: Computing = ""
 
 
 def constraint(
     table: list[Constraint[Context]], key: str, rule: str, *, computing: Computing = ""
-) -> Callable[[Callable[[Context], Iterator[Violation]]], None]:
+) -> Callable[[Callable[[Context], Violations]], None]:
     """Return a decorator that adds the rule checked by a function to `table`; see `Constraint`."""
 
-    def register(find: Callable[[Context], Iterator[Violation]]) -> None:
+    def register(find: Callable[[Context], Violations]) -> None:
         table.append(Constraint(key, rule, find, computing))
 
     return register
@@ -125,8 +125,8 @@ def size_constraints(
     """
     keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
 
-    def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Iterator[Violation]]:
-        def find(context: Context) -> Iterator[Violation]:
+    def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Violations]:
+        def find(context: Context) -> Violations:
             for violation in rule.find(sizes(context), context.table):
                 yield replace(violation, key=keys[violation.key])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybrid_engine.config.keys import (
@@ -17,7 +16,7 @@ from hybrid_engine.config.keys import (
 )
 from hybrid_engine.config.override_rules import OVERRIDES
 from hybrid_engine.config.rules import Constraint, TrainingContext, constraint, size_constraints
-from hybrid_engine.errors import Violation, shortened
+from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import linear_modules, parameters_of
 from hybrid_engine.layouts.size_rules import TRAIN_RULES
@@ -40,7 +39,7 @@ FSDP: list[Constraint[TrainingContext]] = []
     "build_model() implements every feature that config.json enables.",
     computing="here",
 )
-def _model_is_built(context: TrainingContext) -> Iterator[Violation]:
+def _model_is_built(context: TrainingContext) -> Violations:
     for feature in context.table.not_built:
         yield Violation(
             "model",
@@ -56,7 +55,7 @@ def _model_is_built(context: TrainingContext) -> Iterator[Violation]:
     "A HybridModel consists of Megatron's own layers, without windows, soft caps and post norms.",
     computing="here",
 )
-def _hybrid_model_is_built(context: TrainingContext) -> Iterator[Violation]:
+def _hybrid_model_is_built(context: TrainingContext) -> Violations:
     has_pattern = context.train_sizes.hybrid_layer_pattern is not None
     if has_pattern and context.table.layer_spec != "default":
         yield Violation(
@@ -82,7 +81,7 @@ MEGATRON += size_constraints(
     "the experts' gradients over the wrong ranks.",
     computing="anywhere",
 )
-def _expert_tensor_alone(context: TrainingContext) -> Iterator[Violation]:
+def _expert_tensor_alone(context: TrainingContext) -> Violations:
     sizes = context.train_sizes
     if not context.table.dims.num_experts or sizes.expert != 1:
         return
@@ -116,7 +115,7 @@ def _megatron_core_version() -> str:
     "With tied embeddings, MTP layers must be on the last pipeline stage: "
     "Megatron keeps only two copies equal.",
 )
-def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
+def _tied_mtp_layers(context: TrainingContext) -> Violations:
     sizes = context.train_sizes
     dims = context.table.dims
     if sizes.pipeline_layout is None or not dims.tied_embeddings:
@@ -141,7 +140,7 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
     "CP is 1 where TrainEngine trains; Megatron's own training loop may use more.",
     computing="here",
 )
-def _context_parallel(context: TrainingContext) -> Iterator[Violation]:
+def _context_parallel(context: TrainingContext) -> Violations:
     cp = context.train_sizes.context
     if cp > 1:
         yield Violation(
@@ -153,7 +152,7 @@ def _context_parallel(context: TrainingContext) -> Iterator[Violation]:
 
 
 @constraint(MEGATRON, "actor_config.sequence_parallel", "Sequence parallelism needs TP > 1.")
-def _sequence_parallel(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_parallel(context: TrainingContext) -> Violations:
     if context.actor.sequence_parallel and context.train_sizes.tensor == 1:
         yield Violation(
             "actor_config.sequence_parallel",
@@ -169,7 +168,7 @@ def _sequence_parallel(context: TrainingContext) -> Iterator[Violation]:
     "Training experts with TP > 1 needs sequence parallelism.",
     computing="here",
 )
-def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_parallel_of_experts(context: TrainingContext) -> Violations:
     tp = context.train_sizes.tensor
     if context.table.dims.num_experts and tp > 1 and not context.actor.sequence_parallel:
         yield Violation(
@@ -181,7 +180,7 @@ def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Violatio
 
 
 @constraint(MEGATRON, "actor_config.seq_length", "With sequence parallelism, seq_length % TP == 0.")
-def _sequence_length(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_length(context: TrainingContext) -> Violations:
     if not context.actor.sequence_parallel:
         return
     tp = context.train_sizes.tensor
@@ -200,7 +199,7 @@ def _sequence_length(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.seq_length",
     "seq_length is at most the number of learned positions.",
 )
-def _learned_positions(context: TrainingContext) -> Iterator[Violation]:
+def _learned_positions(context: TrainingContext) -> Violations:
     positions = context.table.gpt.get("max_sequence_length")
     if positions is not None and context.actor.seq_length > positions:
         yield Violation(
@@ -216,7 +215,7 @@ def _learned_positions(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.frozen_parameters",
     "Every pattern matches a parameter, by one of its names in megatron-core's layer specs.",
 )
-def _frozen_parameters(context: TrainingContext) -> Iterator[Violation]:
+def _frozen_parameters(context: TrainingContext) -> Violations:
     names = _parameter_names(context)
     patterns = context.actor.frozen_parameters
     unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
@@ -235,7 +234,7 @@ def _frozen_parameters(context: TrainingContext) -> Iterator[Violation]:
     "At least one trained parameter is not frozen.",
     computing="here",
 )
-def _frozen_all(context: TrainingContext) -> Iterator[Violation]:
+def _frozen_all(context: TrainingContext) -> Violations:
     names = _parameter_names(context)
     patterns = context.actor.frozen_parameters
     if context.actor.lora is not None:
@@ -288,7 +287,7 @@ def _parameter_names(context: TrainingContext) -> list[str]:
     "actor_config.overlap_param_gather",
     "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce.",
 )
-def _overlapped_gather(context: TrainingContext) -> Iterator[Violation]:
+def _overlapped_gather(context: TrainingContext) -> Violations:
     actor = context.actor
     if actor.overlap_param_gather and not actor.use_distributed_optimizer:
         yield Violation(
@@ -311,7 +310,7 @@ def _overlapped_gather(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.lora",
     "target_modules are linear layers of the model.",
 )
-def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
+def _lora_targets(context: TrainingContext) -> Violations:
     if context.actor.lora is None:
         return
     modules = linear_modules(context.table)
@@ -340,7 +339,7 @@ def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
     "recompute_granularity full needs recompute_method and recompute_num_layers; "
     "recompute_modules go with selective.",
 )
-def _recomputation(context: TrainingContext) -> Iterator[Violation]:
+def _recomputation(context: TrainingContext) -> Violations:
     actor = context.actor
     granularity = actor.recompute_granularity
     values: dict[str, object] = {
@@ -379,7 +378,7 @@ def _recomputation(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.recompute_num_layers",
     "With recompute_method uniform, recompute_num_layers divides the layers of every chunk.",
 )
-def _uniform_groups(context: TrainingContext) -> Iterator[Violation]:
+def _uniform_groups(context: TrainingContext) -> Violations:
     group_size = context.actor.recompute_num_layers
     if context.actor.recompute_method != "uniform" or group_size is None:
         return
@@ -405,7 +404,7 @@ def _uniform_groups(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.recompute_modules",
     "recompute_modules are parts that the model has.",
 )
-def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
+def _recomputed_modules(context: TrainingContext) -> Violations:
     settings = context.table.sizes
     lacking = {}
     if not settings.get("multi_latent_attention"):
@@ -430,16 +429,14 @@ def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
     "A schedule's warm-up and decays fit into lr_decay_steps; "
     "no learning rate is above optimizer.lr; weight decay does not fall.",
 )
-def _schedule(context: TrainingContext) -> Iterator[Violation]:
+def _schedule(context: TrainingContext) -> Violations:
     optimizer = context.actor.optimizer
     if optimizer.schedule is not None:
         yield from _learning_rate_violations(optimizer, optimizer.schedule)
         yield from _weight_decay_violations(optimizer, optimizer.schedule)
 
 
-def _learning_rate_violations(
-    optimizer: OptimizerConfig, schedule: ScheduleConfig
-) -> Iterator[Violation]:
+def _learning_rate_violations(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Violations:
     section = "actor_config.optimizer.schedule"
     style = schedule.lr_decay_style
     num_steps = schedule.lr_decay_steps
@@ -506,9 +503,7 @@ def _learning_rate_violations(
         )
 
 
-def _weight_decay_violations(
-    optimizer: OptimizerConfig, schedule: ScheduleConfig
-) -> Iterator[Violation]:
+def _weight_decay_violations(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Violations:
     section = "actor_config.optimizer.schedule"
     start, end = optimizer.weight_decays
     style = schedule.weight_decay_incr_style
@@ -555,7 +550,7 @@ _OF_ANY_TRAINER = frozenset(
 
 
 @constraint(FSDP, "actor_config.fsdp", "With fsdp, keys that only Megatron reads are left out.")
-def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
+def _megatron_keys(context: TrainingContext) -> Violations:
     for key, field in ActorConfig.model_fields.items():
         value = getattr(context.actor, key)
         if key in _OF_ANY_TRAINER or value == field.default:
@@ -570,7 +565,7 @@ def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
         )
 
 
-def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Iterator[Violation]:
+def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Violations:
     """Yield the violations of FSDP2's number of replicas, under `key`."""
     if world_size % fsdp.replicas:
         yield Violation(
@@ -594,7 +589,7 @@ def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Iterator[
     "replicas divides the number of ranks, "
     "is more than 1 with HYBRID_SHARD, and 1 with FULL_SHARD.",
 )
-def _replicas(context: TrainingContext) -> Iterator[Violation]:
+def _replicas(context: TrainingContext) -> Violations:
     fsdp = context.actor.fsdp
     if fsdp is not None:
         yield from replica_violations(fsdp, context.world_size, "actor_config.fsdp.replicas")
@@ -606,7 +601,7 @@ def _replicas(context: TrainingContext) -> Iterator[Violation]:
     "With fsdp, params_dtype is float32: the optimizer steps on the parameters themselves.",
     computing="here",
 )
-def _params_dtype(context: TrainingContext) -> Iterator[Violation]:
+def _params_dtype(context: TrainingContext) -> Violations:
     if context.actor.params_dtype != "float32":
         yield Violation(
             "actor_config.params_dtype",
@@ -624,7 +619,7 @@ def _params_dtype(context: TrainingContext) -> Iterator[Violation]:
     "mixed_precision is not fp16: losses are not scaled.",
     computing="here",
 )
-def _mixed_precision(context: TrainingContext) -> Iterator[Violation]:
+def _mixed_precision(context: TrainingContext) -> Violations:
     fsdp = context.actor.fsdp
     if fsdp is not None and fsdp.mixed_precision == "fp16":
         yield Violation(

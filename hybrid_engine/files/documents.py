@@ -6,13 +6,20 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    Violation,
+    Violations,
+    clipped,
+    shortened,
+)
 from hybrid_engine.files.reading import read_regular
 
 if TYPE_CHECKING:
@@ -139,7 +146,7 @@ def section_at(values: dict[Any, Any], names: Iterable[str]) -> Any:
     return section
 
 
-def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Iterator[Violation]:
+def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Violations:
     """Insert each `section.key=value` into a file's values, as if the file contained it.
 
     Yields a violation for each invalid override.

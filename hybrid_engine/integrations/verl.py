@@ -35,7 +35,7 @@ from typing import Any
 
 from hybrid_engine.attaching import attach, prepare
 from hybrid_engine.config.loading import generate_values
-from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation, Violations
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
 from hybrid_engine.switch.report import ReshardReport
@@ -238,7 +238,7 @@ class Publisher(CheckpointEngine):
         return attach(engine.module, engine.optimizer, config)
 
 
-def _violations(engine: Any, servers: Sequence[str]) -> Iterator[Violation]:
+def _violations(engine: Any, servers: Sequence[str]) -> Violations:
     """Report settings of verl that a switch cannot honour."""
     if engine is None:
         # These weights do not come from one of our engines.
@@ -254,7 +254,7 @@ def _violations(engine: Any, servers: Sequence[str]) -> Iterator[Violation]:
         yield Violation("servers", problem, remedy, code="no-servers")
 
 
-def _engine_violations(engine: Any) -> Iterator[Violation]:
+def _engine_violations(engine: Any) -> Violations:
     """Report settings of verl's training engine that a switch cannot honour."""
     config = engine.engine_config
     if config.strategy not in ("fsdp2", "megatron"):

@@ -7,11 +7,11 @@ same records under the keys of the configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hybrid_engine.errors import Violation, shortened
+from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,
@@ -43,7 +43,7 @@ class SizeRule(Generic[_Sizes]):
 
     size: str
     text: str
-    find: Callable[[_Sizes, ModelTable], Iterator[Violation]]
+    find: Callable[[_Sizes, ModelTable], Violations]
 
 
 def violations(sizes: Parallelism, table: ModelTable) -> list[Violation]:
@@ -60,7 +60,7 @@ def violations(sizes: Parallelism, table: ModelTable) -> list[Violation]:
     return invalid
 
 
-def count_violations(sizes: Parallelism) -> Iterator[Violation]:
+def count_violations(sizes: Parallelism) -> Violations:
     """Yield a violation for each count below 1. No rule can be applied to these."""
     for name in ("world_size", *(size.name for size in sizes_of(type(sizes)))):
         value = getattr(sizes, name)
@@ -77,7 +77,7 @@ def count_violations(sizes: Parallelism) -> Iterator[Violation]:
 # -- training -------------------------------------------------------------------------------------
 
 
-def _train_ranks(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _train_ranks(sizes: TrainParallelism, table: ModelTable) -> Violations:
     factors = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}
     yield from _product("tensor", factors, sizes)
     if table.dims.num_experts:
@@ -87,7 +87,7 @@ def _train_ranks(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violati
         yield from _product("expert", factors, sizes, remedy)
 
 
-def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Violations:
     num_experts = table.dims.num_experts
     if not num_experts:
         for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor or 1)):
@@ -107,7 +107,7 @@ def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Viola
         )
 
 
-def _train_cuts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _train_cuts(sizes: TrainParallelism, table: ModelTable) -> Violations:
     num_parts = {over: sizes.num_parts(over) for over in Over}
     keys = {
         Over.TENSOR: "tensor",
@@ -124,7 +124,7 @@ def _train_cuts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violatio
     yield from _cuts(table, num_parts, keys, must_divide)
 
 
-def _noop_positions(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _noop_positions(sizes: TrainParallelism, table: ModelTable) -> Violations:
     num_positions = table.dims.num_layers + len(sizes.noop_layers)
     too_large = [noop for noop in sizes.noop_layers if noop >= num_positions]
     if too_large:
@@ -143,7 +143,7 @@ def _noop_positions(sizes: TrainParallelism, table: ModelTable) -> Iterator[Viol
         )
 
 
-def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Violations:
     pattern = sizes.hybrid_layer_pattern
     if pattern is None:
         return
@@ -188,7 +188,7 @@ def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
     )
 
 
-def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Violations:
     if sizes.hybrid_layer_pattern is not None:
         return iter(())
     return split_violations(sizes, table.dims.num_layers, table.dims.num_mtp_layers)
@@ -197,7 +197,7 @@ def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violat
 # -- inference ------------------------------------------------------------------------------------
 
 
-def infer_rank_violations(sizes: InferenceParallelism) -> Iterator[Violation]:
+def infer_rank_violations(sizes: InferenceParallelism) -> Violations:
     """Yield the violations of sizes that do not divide the ranks into replicas and instances.
 
     They are violations for any model.
@@ -222,7 +222,7 @@ def infer_rank_violations(sizes: InferenceParallelism) -> Iterator[Violation]:
         )
 
 
-def _infer_counts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
+def _infer_counts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
     num_layers = table.dims.num_layers
     num_experts = table.dims.num_experts
     if sizes.pipeline > num_layers:
@@ -241,7 +241,7 @@ def _infer_counts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Vi
         )
 
 
-def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
+def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
     rows = sizes.padded_vocabulary(table.dims.vocab_size)
     if rows % sizes.tensor:
         yield Violation(
@@ -275,7 +275,7 @@ def _product(
     factors: Mapping[str, int],
     sizes: Parallelism,
     remedy: str = "",
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield a violation if the product of sizes does not divide the number of ranks."""
     product = math.prod(factors.values())
     if sizes.world_size % product:
@@ -288,7 +288,7 @@ def _product(
         )
 
 
-def _heads(sizes: Parallelism, table: ModelTable) -> Iterator[Violation]:
+def _heads(sizes: Parallelism, table: ModelTable) -> Violations:
     tensor = sizes.tensor
     num_heads = table.dims.num_heads
     num_kv_heads = table.dims.num_kv_heads
@@ -314,7 +314,7 @@ def _cuts(
     num_parts: Mapping[Over, int],
     keys: Mapping[Over, str],
     must_divide: Callable[[Parameter], bool],
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield a violation for each rule of the table and length that cannot be cut evenly.
 
     Args:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_engine.errors import Violation, clipped, shortened
+from hybrid_engine.errors import Violation, Violations, clipped, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
@@ -145,7 +145,7 @@ def split_violations(
     sizes: TrainParallelism,
     num_layers: int,
     num_mtp_layers: int,
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield the violations of sizes that cannot divide a model's layers into stages.
 
     Keys are attributes of `TrainParallelism`.
@@ -235,7 +235,7 @@ def _num_counted(sizes: TrainParallelism) -> int:
     return sizes.account_for_embedding_in_pipeline_split + sizes.account_for_loss_in_pipeline_split
 
 
-def _count_violations(sizes: TrainParallelism, num_positions: int) -> Iterator[Violation]:
+def _count_violations(sizes: TrainParallelism, num_positions: int) -> Violations:
     first = sizes.num_layers_in_first_pipeline_stage
     last = sizes.num_layers_in_last_pipeline_stage
     lengths = _stage_lengths(sizes, num_positions)
@@ -284,7 +284,7 @@ def _layout_violations(
     sizes: TrainParallelism,
     num_positions: int,
     num_mtp_layers: int,
-) -> Iterator[Violation]:
+) -> Violations:
     key = "pipeline_layout"
     try:
         chunks = parse_layout(sizes.pipeline_layout or "")
@@ -422,7 +422,7 @@ def pattern_violations(
     virtual: int | None,
     experts: list[bool],
     has_latent: bool,
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield the violations of a pattern that does not fit a model and its stages.
 
     Args:
@@ -462,7 +462,7 @@ def pattern_violations(
     yield from stage_violations(pattern, pipeline, virtual)
 
 
-def stage_violations(pattern: str, pipeline: int, virtual: int | None) -> Iterator[Violation]:
+def stage_violations(pattern: str, pipeline: int, virtual: int | None) -> Violations:
     """Yield the violations of a pattern that does not fit the stages."""
     symbols = _symbols(pattern)
     num_segments = pattern.count(_PIPE) + 1

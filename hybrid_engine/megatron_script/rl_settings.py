@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, Violations
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.patch import check_version
 from megatron_patches.rl import PATCHES
@@ -45,7 +45,7 @@ def rl_refusals(
     options: ReshardingOptions,
     content: Mapping[str, Any],
     model_limit: object = None,
-) -> Iterator[Violation]:
+) -> Violations:
     """Report settings that do not go with `--perform-rl-step`.
 
     Args:

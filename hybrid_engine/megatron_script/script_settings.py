@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hybrid_engine.attaching.config_check import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, clipped, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, collect, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
@@ -160,7 +160,7 @@ def actor_values(args: Namespace) -> dict[str, Any]:
     return values
 
 
-def _argument_violations(args: Namespace) -> Iterator[Violation]:
+def _argument_violations(args: Namespace) -> Violations:
     """Report arguments of Megatron's training loop that do not go with a switch."""
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
@@ -179,7 +179,7 @@ def _core_violations(args: Namespace, transformer_config: Any) -> list[Violation
     return list(dict.fromkeys(violations))
 
 
-def _layout_violations(config: HybridConfig, world_size: int) -> Iterator[Violation]:
+def _layout_violations(config: HybridConfig, world_size: int) -> Violations:
     """Report an inference layout that cannot complete prompts, though it can receive weights."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     problem = generation_problem(config.generate_config.sizes(world_size), device_type)

@@ -55,7 +55,7 @@ from hybrid_engine.memory.host_pages import (
     round_up,
     tensor_over,
 )
-from hybrid_engine.memory.pool import Piece
+from hybrid_engine.memory.pieces import Part, PoolPiece
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
@@ -278,7 +278,7 @@ class Chunks:
         # Descriptors of exported chunks, by number.
         self._descriptors: dict[int, Descriptor] = {}
         # Pieces of a pool behind the chunks, and those of these chunks that have contents.
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[PoolPiece]] = {}
         self._present: set[int] = set()
         self._is_settled = False
         self._right = "READWRITE"  # of the device to the memory of a pool, by these addresses
@@ -305,7 +305,7 @@ class Chunks:
     def resident_nbytes(self) -> int:
         return sum(nbytes for _, nbytes, _ in self.resident())
 
-    def settle(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+    def settle(self, pieces: Sequence[Part]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.
 
         `pieces`: bytes and piece, in order of addresses.
@@ -318,7 +318,7 @@ class Chunks:
             start += nbytes
         self._permit("NONE")
 
-    def lend(self, index: int, piece: Piece) -> None:
+    def lend(self, index: int, piece: PoolPiece) -> None:
         """Note that a resident chunk keeps its memory, as this piece of a pool."""
         self._pieces[index] = [piece]
         if self._table[index] != AWAY:

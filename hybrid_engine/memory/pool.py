@@ -6,8 +6,9 @@
     pool.give_back()                           as before: neither side has memory
 
 In between a release or a wake-up of shared memory only notes whose contents it has: nothing is
-mapped, unmapped or allocated, and peers keep their mappings. A `Piece` refuses the second side
-while the first has contents there.
+mapped, unmapped or allocated, and peers keep their mappings. A `PoolPiece` refuses the second side
+while the first has contents there. A training buffer without contents cannot be touched by its
+addresses: an illegal access, as where it has no memory.
 
     room      a training buffer that is off the device before inference gets contents (gradients,
               optimizer state): it is cut to the sizes of inference's segments
@@ -24,45 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import CudaDriver
-
-if TYPE_CHECKING:
-    from hybrid_engine.memory.device_pages import Chunks
-
-
-class Piece:
-    """Physical memory with contents of one side at a time.
-
-    It counts the parts of that side's address range that have contents in it.
-    """
-
-    __slots__ = ("_parts", "_side")
-
-    def __init__(self) -> None:
-        self._side = ""
-        self._parts: set[object] = set()
-
-    def take(self, side: str, part: object) -> None:
-        """Note that a part of `side` has contents here. Raises StateError if another side has."""
-        if self._parts and self._side != side:
-            raise StateError(
-                f"memory of {side} still has contents of {self._side} ({len(self._parts)} parts): "
-                "they must leave first",
-                code="memory-in-use",
-            )
-        self._side = side
-        self._parts.add(part)
-
-    def leave(self, part: object) -> None:
-        """Note that a part has no contents here any more."""
-        self._parts.discard(part)
+from hybrid_engine.memory.device_pages import Chunks
+from hybrid_engine.memory.pieces import Part, PoolPiece
 
 
-class Segment(NamedTuple):
+class AddressRange(NamedTuple):
     """A range of inference's addresses.
 
     Attributes:
@@ -85,7 +56,7 @@ class Cut(NamedTuple):
 
 
 def share_out(
-    rooms: Sequence[int], chunks: Sequence[int], segments: Sequence[Segment]
+    rooms: Sequence[int], chunks: Sequence[int], segments: Sequence[AddressRange]
 ) -> list[Cut]:
     """Return the cuts of rooms, segments and chunks that share memory, in order of addresses.
 
@@ -128,7 +99,7 @@ class SharedSegment:
     """
 
     def __init__(
-        self, driver: CudaDriver, address: int, parts: Sequence[tuple[int, int, Piece | None]]
+        self, driver: CudaDriver, address: int, parts: Sequence[tuple[int, int, PoolPiece | None]]
     ) -> None:
         """
         Args:
@@ -145,7 +116,7 @@ class SharedSegment:
     def wake(self) -> None:
         """Give the segment its memory, uninitialised. After a failure it sleeps.
 
-        Raises ChunksError for lack of memory, and StateError as `Piece.take`.
+        Raises DeviceMemoryError for lack of memory, and StateError as `PoolPiece.take`.
         """
         try:
             for start, nbytes, piece in self._parts:
@@ -198,7 +169,7 @@ class Pool:
         driver: CudaDriver,
         rooms: Sequence[Chunks],
         lenders: Sequence[Chunks],
-        segments: Sequence[Segment],
+        segments: Sequence[AddressRange],
     ) -> None:
         """Map memory of training at addresses of inference as well, until `give_back`.
 
@@ -208,7 +179,7 @@ class Pool:
             lenders: memories with resident chunks, which keep their contents.
             segments: without memory, of the same device.
 
-        Raises ChunksError if there is too little memory for the rooms; then nothing has
+        Raises DeviceMemoryError if there is too little memory for the rooms; then nothing has
         changed.
         """
         self.segments: dict[int, SharedSegment] = {}
@@ -219,11 +190,12 @@ class Pool:
         for memory in self._memories:
             memory.leave_pool()
         chunks = [(memory, *chunk) for memory in lenders for chunk in memory.resident()]
-        chunk_sizes = [nbytes for _, _, nbytes, _ in chunks]
-        cuts = share_out([room.reserved_nbytes for room in rooms], chunk_sizes, segments)
-        in_rooms: list[list[tuple[int, Piece]]] = [[] for _ in rooms]
-        in_segments: list[list[tuple[int, int, Piece | None]]] = [[] for _ in segments]
-        lent: list[tuple[Chunks, int, Piece]] = []
+        cuts = share_out(
+            [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], segments
+        )
+        in_rooms: list[list[Part]] = [[] for _ in rooms]
+        in_segments: list[list[tuple[int, int, PoolPiece | None]]] = [[] for _ in segments]
+        lent: list[tuple[Chunks, int, PoolPiece]] = []
         ends = [room.address for room in rooms]
         with ExitStack() as handles, ExitStack() as undo:
 
@@ -232,7 +204,7 @@ class Pool:
                 undo.callback(driver.unmap, address, nbytes)
 
             for nbytes, room, chunk, segment in cuts:
-                piece = None if room is None and chunk is None else Piece()
+                piece = None if room is None and chunk is None else PoolPiece()
                 handle = None
                 if room is not None and piece is not None:
                     handle = driver.create(nbytes)

@@ -14,14 +14,14 @@ import, compared with 0.35 s for all of `config/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, Field
 
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, shortened
 from hybrid_engine.files.model_files import HfConfig
 
 # The bounds exceed any model. They keep numbers that are computed from the sizes from overflowing,
@@ -74,7 +74,7 @@ class Schema(pydantic.BaseModel):
     implied: ClassVar[Mapping[str, Any]] = {}
     """Keys with the only value that both engines compute; vLLM gets it if the file lacks it."""
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         """Yield the violations between keys that are valid individually."""
         return iter(())
 
@@ -131,7 +131,7 @@ def longest_of(config: HfConfig) -> int | None:
     return int(positions * factor) if isinstance(factor, int | float) else None
 
 
-def _contradictions(config: HfConfig, schema: type[Schema]) -> Iterator[Violation]:
+def _contradictions(config: HfConfig, schema: type[Schema]) -> Violations:
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):
             yield Violation(
@@ -194,7 +194,7 @@ class Rope(Schema):
         """Type of the scaling."""
         return self.rope_type or self.type or "default"
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         required = []
         if self.kind in ("linear", "yarn", "llama3"):
             required.append("factor")
@@ -252,21 +252,21 @@ class Decoder(Schema):
         """Name of the activation in transformers."""
         return self.hidden_act or "silu"
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         for key in ("rope_scaling", "rope_parameters"):
             rope: Rope | None = getattr(self, key)
             if rope is not None:
                 yield from self._rope_relations(key, rope)
                 yield from self._rope_by_layers(key, rope)
 
-    def _rope_relations(self, key: str, rope: Rope) -> Iterator[Violation]:
+    def _rope_relations(self, key: str, rope: Rope) -> Violations:
         for violation in rope.relations():
             yield replace(violation, key=f"{key}.{violation.key}")
         original = rope.original_max_position_embeddings or self.max_position_embeddings
         if rope.kind == "llama3" and not original:
             yield _missing(f"{key}.original_max_position_embeddings")
 
-    def _rope_by_layers(self, key: str, rope: Rope) -> Iterator[Violation]:
+    def _rope_by_layers(self, key: str, rope: Rope) -> Violations:
         if rope.full_attention or rope.sliding_attention:
             yield Violation(
                 key,
@@ -289,7 +289,7 @@ class GroupedQuery(Decoder):
         """Rotated share of each head; None if the file does not contain it."""
         return self.rope.partial_rotary_factor or self.partial_rotary_factor
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads
@@ -341,7 +341,7 @@ class Windowed(GroupedQuery):
     sliding_window: Window | None = None
     layer_types: LayerTypes | None = None
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             yield Violation(
@@ -377,7 +377,7 @@ class Gemma2(Windowed):
     final_logit_softcapping: Positive | None = 30.0
     use_bidirectional_attention: Flag = None
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         if self.use_bidirectional_attention:
             yield Violation(
@@ -421,7 +421,7 @@ class Gemma3(Gemma2):
         windowed = self.rope_parameters.sliding_attention
         return (windowed.rope_theta if windowed else None) or 10000.0
 
-    def _rope_by_layers(self, key: str, rope: Rope) -> Iterator[Violation]:
+    def _rope_by_layers(self, key: str, rope: Rope) -> Violations:
         kinds = {
             "full_attention": rope.full_attention,
             "sliding_attention": rope.sliding_attention,
@@ -455,7 +455,7 @@ class ExpertKeys(Schema):
         """Routed experts per layer; 0 if the file has none of the three keys."""
         return self.num_experts or self.num_local_experts or self.n_routed_experts or 0
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         count = self.expert_count
         if count == 0:
@@ -499,7 +499,7 @@ class Qwen3Moe(ExpertKeys, Qwen):
     decoder_sparse_step: Size = 1
     mlp_only_layers: Annotated[list[Index], Field(max_length=1000)] | None = None
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         layers = self.mlp_only_layers or ()
         outside = [layer for layer in layers if layer >= self.num_hidden_layers]
@@ -552,7 +552,7 @@ class DeepseekV3(ExpertKeys, Decoder):
         """Number of groups of experts; a token uses experts of some of them."""
         return self.n_group or 1
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         if self.qk_rope_head_dim % 2:
             yield Violation(
@@ -570,7 +570,7 @@ class DeepseekV3(ExpertKeys, Decoder):
         if self.num_groups > 1 and self.expert_count:
             yield from self._group_relations()
 
-    def _group_relations(self) -> Iterator[Violation]:
+    def _group_relations(self) -> Violations:
         groups = self.num_groups
         count = self.expert_count
         chosen = self.topk_group
@@ -621,7 +621,7 @@ class DeepseekV2(DeepseekV3):
     def num_groups(self) -> int:
         return super().num_groups if self.topk_method == "group_limited_greedy" else 1
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         yield from super().relations()
         if self.topk_method == "group_limited_greedy" and self.n_group is None:
             yield _missing(
@@ -660,7 +660,7 @@ class Gpt2(Schema):
     eos_token_id: Tokens = None
     pad_token_id: Tokens = None
 
-    def relations(self) -> Iterator[Violation]:
+    def relations(self) -> Violations:
         if self.n_embd % self.n_head:
             yield Violation(
                 "n_head",

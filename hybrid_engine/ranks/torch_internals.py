@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+TensorDict = dict[str, torch.Tensor]
+"""Tensors by name."""
+
 _MOST_GROUPS_OF_CALLS = 8
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -188,7 +191,7 @@ def make_workspaces(device: torch.device) -> None:
     int8_product(ones.to(torch.int8), ones.to(torch.int8).t())
 
 
-def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def wrapped_tensors(tensor: torch.Tensor) -> TensorDict:
     """Return the inner tensors of a wrapper subclass, by attribute; empty for other tensors."""
     wrapper: Any = tensor
     names = wrapper.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(wrapper) else ()

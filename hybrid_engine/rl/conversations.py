@@ -14,11 +14,11 @@ before the next. With servers each conversation goes on when its reply is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hybrid_engine.errors import ArgumentError, Violation, nearest, shortened
+from hybrid_engine.errors import ArgumentError, Violation, Violations, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.rl.conversation_state import (
     Conversation,
@@ -215,7 +215,7 @@ def _checked(
     return samplings
 
 
-def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Iterator[Violation]:
+def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Violations:
     """Report keyword arguments that a conversation does not take.
 
     Args:

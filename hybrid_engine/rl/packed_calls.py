@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, Violations
 from hybrid_engine.ports import Batch
 from hybrid_engine.rl.config import LoopConfig
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
@@ -16,7 +16,7 @@ from hybrid_engine.trainer.batches.row_packing import pack_rows
 from hybrid_engine.trainer.ports import Figures
 
 
-def packing_violations(config: LoopConfig, no_packing: str) -> Iterator[Violation]:
+def packing_violations(config: LoopConfig, no_packing: str) -> Violations:
     """Yield a violation if rows are to be packed for a model that cannot compute them.
 
     `no_packing`: `BatchLimits.no_packing` of the model.

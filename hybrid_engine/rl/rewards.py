@@ -15,13 +15,13 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, Violation, first_of, shortened
+from hybrid_engine.errors import ArgumentError, Violation, Violations, first_of, shortened
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.losses import are_agreeing
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
@@ -287,7 +287,7 @@ def argument_of(name: str) -> str:
     return name if name == "reward" else f"reward {name}"
 
 
-def reward_violations(rewards: Any, config: LoopConfig) -> Iterator[Violation]:
+def reward_violations(rewards: Any, config: LoopConfig) -> Violations:
     """Yield what is wrong with the functions, and with their settings."""
     functions = named_rewards(rewards)
     if isinstance(rewards, Mapping | Sequence) and not isinstance(rewards, str):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, collect, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import chunks_of
@@ -32,8 +32,8 @@ from hybrid_engine.rl.user_callbacks import is_coroutine_function
 from hybrid_engine.serving.clients import silent_servers
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.engine_settings import TokenIds
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer
-    from hybrid_engine.backends.vllm.replica_exchange import TokenIds
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
 _UNBOUNDED = 2**31
@@ -319,9 +319,7 @@ class DrawsAhead(Protocol):
     def minibatches(self) -> int: ...
 
 
-def staleness_violations(
-    config: DrawsAhead, generate: GenerateConfig, name: str
-) -> Iterator[Violation]:
+def staleness_violations(config: DrawsAhead, generate: GenerateConfig, name: str) -> Violations:
     """Yield settings with which no step can be drawn while another is learned.
 
     `name`: section of `config` in messages.
@@ -376,7 +374,7 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
         raise ConfigError([Violation("prompts", problem, remedy, code="prompts-too-long")])
 
 
-def _callback_violations(arguments: RunArguments) -> Iterator[Violation]:
+def _callback_violations(arguments: RunArguments) -> Violations:
     """Yield functions that cannot be called with the arguments that they will get."""
     for name, function in arguments.callbacks.items():
         # Only environments and rewards are awaited.
@@ -392,9 +390,7 @@ def _callback_violations(arguments: RunArguments) -> Iterator[Violation]:
             yield from _signature_violations(key, reward, ("prompt", "completion"))
 
 
-def _signature_violations(
-    name: str, function: Any, parameters: Sequence[str]
-) -> Iterator[Violation]:
+def _signature_violations(name: str, function: Any, parameters: Sequence[str]) -> Violations:
     if not callable(function):
         return
     try:
@@ -414,7 +410,7 @@ def _signature_violations(
         yield Violation(name, problem, remedy, code="wrong-signature")
 
 
-def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
+def _setting_violations(arguments: RunArguments) -> Violations:
     """Yield settings that contradict other arguments."""
     config = arguments.config
     callbacks = arguments.callbacks
@@ -479,16 +475,14 @@ def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
             yield Violation(config.key("reward_failures"), problem, remedy, code="conflicting-keys")
 
 
-def _critic_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
+def _critic_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:
     if isinstance(config, PpoConfig) and not limits.has_critic:
         problem = "PPO needs a critic"
         remedy = "Set critic_config, for example {}, or use GrpoConfig"
         yield Violation("critic_config", problem, remedy, code="needs-critic")
 
 
-def _stop_violations(
-    config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer
-) -> Iterator[Violation]:
+def _stop_violations(config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer) -> Violations:
     """Yield a violation if there is no tokenizer, by which vLLM finds strings."""
     try:
         tokenizer.loaded  # noqa: B018 - it is read from files at the first access
@@ -498,7 +492,7 @@ def _stop_violations(
         yield Violation(config.key("stop"), problem, remedy, code="needs-tokenizer")
 
 
-def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
+def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:
     """Yield sizes by which completions cannot be cut into minibatches and micro batches."""
     sizes = dict(limits.micro_batch_sizes)
     if not isinstance(config, PpoConfig):
@@ -518,9 +512,7 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Itera
             yield Violation(config.key("minibatches"), problem, remedy, code="not-divisible")
 
 
-def _schedule_violations(
-    engines: HybridConfig, config: GrpoConfig | PpoConfig
-) -> Iterator[Violation]:
+def _schedule_violations(engines: HybridConfig, config: GrpoConfig | PpoConfig) -> Violations:
     """Yield schedules of the engines, in place of which the run sets learning rates."""
     optimizers = {"actor_config": engines.actor_config.optimizer}
     if isinstance(config, PpoConfig) and engines.critic_config is not None:
@@ -533,7 +525,7 @@ def _schedule_violations(
             yield Violation(key, problem, remedy, code="conflicting-keys")
 
 
-def _disk_violations(engines: HybridConfig, out: Path) -> Iterator[Violation]:
+def _disk_violations(engines: HybridConfig, out: Path) -> Violations:
     """Yield a violation if one checkpoint of the run does not fit onto the disk."""
     actor = engines.actor_config
     num_elements = sum(map(prod, engines.table().shapes.values()))

@@ -204,10 +204,12 @@ def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool) 
 
 def _seconds_of_switches(switches: Sequence[ReshardReport]) -> Figures:
     """Return the seconds of each phase of the switches as columns, and those of late copies."""
-    seconds: Figures = {}
+    seconds: Figures = {
+        "reshard_hidden_seconds": sum(report.seconds_hidden for report in switches),
+        "reshard_exposed_seconds": sum(report.seconds_exposed for report in switches),
+    }
     for report in switches:
-        late = {"hidden": report.seconds_hidden, "exposed": report.seconds_exposed}
-        for phase, duration in {**report.seconds_by_phase, **late}.items():
+        for phase, duration in report.seconds_by_phase.items():
             column = f"reshard_{phase.replace(' ', '_')}_seconds"
             seconds[column] = seconds.get(column, 0.0) + duration
     return seconds

@@ -18,7 +18,7 @@ import os
 import queue
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -26,7 +26,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_engine.errors import Violation, first_of
+from hybrid_engine.errors import Violation, Violations, first_of
 from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.ranks.background import in_background
@@ -196,7 +196,7 @@ _NEEDED = {
 """Trackers and the modules that they need. TensorBoard is left out where it is not installed."""
 
 
-def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Violation]:
+def tracker_violations(names: Sequence[str], out: Path | None) -> Violations:
     """Yield trackers that are unknown, not installed, or without the directory that they need."""
     if isinstance(names, str):
         problem = f"{names!r} is a text"

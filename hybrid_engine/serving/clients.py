@@ -17,7 +17,7 @@ import os
 import socket
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -31,6 +31,7 @@ from hybrid_engine.errors import (
     HybridEngineError,
     ServerError,
     Violation,
+    Violations,
     clipped,
     shortened,
 )
@@ -163,7 +164,7 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
 
 def silent_servers(
     names: Sequence[str], timeout_seconds: float, *, allow_public: bool = False
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield a violation for every server that does not respond to a request."""
     for name in names:
         try:

@@ -13,10 +13,8 @@ next switch     digests   of the bytes to be read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from hybrid_engine.memory.offload_items import Spans
 from hybrid_engine.planning.buckets import Releases, Residency, release_schedule
@@ -24,6 +22,7 @@ from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.transports.copies import FlatBuffers
 
 Digests = Sequence[tuple[int, ...]]
 """Bucket -> digest of each contiguous run of its bytes on this rank.
@@ -98,7 +97,7 @@ class Incremental:
         # Departure of the parameters from the device, and their digests before it.
         self._departed: tuple[object | None, Digests] = (None, ())
 
-    def digests(self, buffers: Mapping[str, torch.Tensor]) -> Digests:
+    def digests(self, buffers: FlatBuffers) -> Digests:
         """Return digests of these training buffers' present contents. Reads all bytes."""
         digests = []
         for runs in self._runs:

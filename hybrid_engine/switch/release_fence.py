@@ -38,11 +38,12 @@ from hybrid_engine.planning.buckets import Releases
 from hybrid_engine.ranks.agreement import Pace
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.tracing import span
+from hybrid_engine.transports.copies import FlatBuffers
 
 logger = logging.getLogger(__name__)
 
 
-def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
+def parts_of(buffers: FlatBuffers, releases: Releases) -> list[Part]:
     """Return the parts of these buffers that `releases` names."""
     return [
         Part(buffers[name], extent.start, extent.stop)
@@ -75,7 +76,7 @@ class ReleaseFence:
         group: RankGroup,
         pace: Pace,
         offloader: Offloader,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: FlatBuffers,
         schedule: Mapping[int, Releases],
         before_release: Callable[[int], None] = lambda nbytes: None,
         *,

@@ -48,6 +48,7 @@ from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import (
     CONFIG_KEY,
@@ -384,7 +385,7 @@ def _transfer_group(
     return connect_parts(owner, parts)
 
 
-def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
+def _require_device(job: Job, buffers: FlatBuffers) -> None:
     """Raise ConfigError unless all training buffers are on the job's device.
 
     A device without an index stands for any device of its type. Transports, relay buffers and

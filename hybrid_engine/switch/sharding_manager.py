@@ -54,6 +54,7 @@ from hybrid_engine.switch.states import (
 )
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.tracing import count, span, timeline_of
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
@@ -423,9 +424,7 @@ class ShardingManager(Switch):
             if self.job.device.type == "cuda":
                 torch.cuda.current_stream(self.job.device).synchronize()
 
-    def _fence(
-        self, buffers: Mapping[str, torch.Tensor], selection: Selection
-    ) -> ReleaseFence | None:
+    def _fence(self, buffers: FlatBuffers, selection: Selection) -> ReleaseFence | None:
         """Return a fence that offloads parameters by bucket; None if they stay on the device."""
         if not self.config.offload_train_param:
             return None

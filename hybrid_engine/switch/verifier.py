@@ -46,6 +46,7 @@ from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ
 from hybrid_engine.tracing import timed_span
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.runs import strided
 
 NUM_SAMPLED = 8
@@ -142,8 +143,8 @@ class Verification:
     def filled(
         self,
         bucket: Bucket,
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
+        destination: FlatBuffers,
     ) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
         with timed_span(self._seconds, "verify"):
@@ -196,7 +197,7 @@ class Verification:
         return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds["verify"])
 
     def _boxes(
-        self, names: Sequence[str], regions: OwnRegions, buffers: Mapping[str, torch.Tensor]
+        self, names: Sequence[str], regions: OwnRegions, buffers: FlatBuffers
     ) -> Iterator[_ComparedBox]:
         """Yield this rank's regions of these tensors, as views of the buffers."""
         for name in names:
@@ -422,9 +423,7 @@ class ValueRanges:
                 findings.append(self._finding(buffers, shard, dtype))
         raise WeightError(findings)
 
-    def _finding(
-        self, buffers: Mapping[str, torch.Tensor], shard: Shard, dtype: torch.dtype
-    ) -> str:
+    def _finding(self, buffers: FlatBuffers, shard: Shard, dtype: torch.dtype) -> str:
         values = self._view(buffers, shard)
         name = str(dtype).removeprefix("torch.")
         num_infinite = int(values.to(dtype).isinf().sum())
@@ -437,7 +436,7 @@ class ValueRanges:
         )
 
     @staticmethod
-    def _view(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+    def _view(buffers: FlatBuffers, shard: Shard) -> torch.Tensor:
         return strided(buffers[shard.place.buffer.name].detach(), shard.region.lengths, shard.place)
 
 

@@ -40,6 +40,7 @@ from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
 from hybrid_engine.tracing import span, timed_span
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import DeltaCount
 from hybrid_engine.transports.router import RunReport, TransportSet
 
@@ -237,7 +238,7 @@ class WeightContainer:
     @torch.no_grad()
     def fill(
         self,
-        source: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
         fence: ReleaseFence | None = None,
         verification: Verification | None = None,
     ) -> FillReport:
@@ -283,7 +284,7 @@ class WeightContainer:
 
     def _fill(
         self,
-        source: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
         fence: ReleaseFence | None,
         verification: Verification | None,
         report: FillReport,
@@ -354,7 +355,7 @@ class WeightContainer:
     def _fill_bucket(
         self,
         bucket: Bucket,
-        source: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
         fence: ReleaseFence | None,
         verification: Verification | None,
         report: FillReport,

@@ -48,6 +48,7 @@ from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming, sync, write_text
 from hybrid_engine.files.reading import open_regular, read_regular
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.checkpoint_metadata import METADATA, REMEDY, naming_damage, read_metadata
 
 LATEST = "latest"
@@ -60,7 +61,7 @@ _MAX_POINTER_NBYTES = 1000
 # -- random generators of a rank -------------------------------------------------------------------
 
 
-def generator_states() -> dict[str, torch.Tensor]:
+def generator_states() -> TensorDict:
     """Return the states of torch's default generators: `cpu`, and `cuda` with a GPU."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

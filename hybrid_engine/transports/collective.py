@@ -33,7 +33,7 @@ from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
-from hybrid_engine.ranks.torch_internals import abort_group, end_batch
+from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import (
@@ -160,7 +160,7 @@ class CollectiveTransport:
         self._device = _staging_device(self._group)
         self._notify_device = _staging_device(self._notify_group)
         self._clock = PhaseClock()
-        self._staging: dict[str, torch.Tensor] = {}
+        self._staging: TensorDict = {}
         # Both by bucket.
         self._shares: dict[int, _BucketMessages] = {}
         self._in_flight: dict[int, InFlight] = {}

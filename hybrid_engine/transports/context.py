@@ -18,6 +18,7 @@ from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buff
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId
 
 Group = dist.ProcessGroup | RankGroup
@@ -94,7 +95,7 @@ class RelayBuffers:
         slots = sorted({int(bucket) % NUM_SLOTS for bucket in ends})
         nbytes = len(slots) * slot_nbytes
         self._arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: TensorDict = {}
         for name, buffer in local.items():
             slot = slots.index(int(buffer.group) % NUM_SLOTS)
             start = slot * slot_nbytes + starts[name]

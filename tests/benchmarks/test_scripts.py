@@ -60,7 +60,7 @@ def test_the_experts_of_a_large_model_are_copied_by_few_kernels() -> None:
 @pytest.mark.slow
 def test_the_errors_against_an_h100_are_the_published_ones() -> None:
     rows = critical_path.compared(critical_path.Rates())
-    assert [round(row["error"]) for row in rows] == [-52, -23, -22, -9]
+    assert [round(row["error"]) for row in rows] == [-53, -24, -22, -9]
 
 
 @pytest.mark.slow

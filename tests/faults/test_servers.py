@@ -22,6 +22,7 @@ import requests
 from tests.conftest import SHARED_MEMORY, is_mapped
 from tests.faults.faulty_server import fail_in_commit, faulty
 from tests.faults.publishing import TIMEOUT, Fault, Result, Trainers
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_numbers
@@ -55,7 +56,7 @@ class Servers:
         model, *arguments = self._arguments
         directory = self.directory / f"server{self._number}"
         self._number += 1
-        options: dict[str, Any] = {"environment": faulty(self.directory), "port": self._port}
+        options: Values = {"environment": faulty(self.directory), "port": self._port}
         self.now = self._ends.enter_context(serving(model, directory, *FILLED, *PLAIN, *arguments, **options))
         self._port = int(self.now.url.rpartition(":")[2])
         return self.now
@@ -184,10 +185,10 @@ def processes_of(session: int) -> list[int]:
     return [pid for pids in Server("", session, Path()).processes().values() for pid in pids]
 
 
-def status_of(server: Server) -> dict[str, Any]:
+def status_of(server: Server) -> Values:
     """Return replies of a server before and after a resume, and whether it draws tokens."""
     started = time.monotonic()
-    status: dict[str, Any] = {}
+    status: Values = {}
     queries = (("GET", "weight_info"), ("GET", "is_paused"))
     for method, route in (*queries, ("POST", "resume"), *queries):
         try:
@@ -206,7 +207,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
 def draws_tokens(server: Server) -> bool | str:
     """Return True for a completion, False if the server does not respond, or else the error."""
-    body: dict[str, Any] = {"prompt": [40, 41], "max_tokens": 2, "temperature": 0.0}
+    body: Values = {"prompt": [40, 41], "max_tokens": 2, "temperature": 0.0}
     try:
         response = requests.post(f"{server.url}/v1/completions", json=body, timeout=NO_TOKENS)
         return True if response.ok else response.text[:200]
@@ -246,7 +247,7 @@ def check_failed(results: list[Result | None], most_seconds: float) -> None:
         assert result.seconds < most_seconds, rows_of(results)
 
 
-def check_whole_or_silent(status: dict[str, Any]) -> None:
+def check_whole_or_silent(status: Values) -> None:
     """Check that a server has whole weights, or stays paused and gives the reason."""
     code, reason = status["resume"]
     if code == 200:
@@ -293,7 +294,7 @@ def publish_twice(
     server = servers.now
     stopped = servers.pids("Worker") if fault is None else fault.pids
     results = trainers.do("publish", fault)
-    row: dict[str, Any] = {"fault": name, "trainers": rows_of(results)}
+    row: Values = {"fault": name, "trainers": rows_of(results)}
     try:
         if how == "kill":
             time.sleep(5)  # vLLM ends its remaining processes.
@@ -371,7 +372,7 @@ def test_a_trainer_is_lost(
         servers.renew()
     server = servers.now
     processes = server.processes()
-    row: dict[str, Any] = {"fault": f"{moment}, trainer {rank}, {how}, {action}"}
+    row: Values = {"fault": f"{moment}, trainer {rank}, {how}, {action}"}
     try:
         with Trainers(tmp_path / "lost", model, server.url) as trainers:
             pair = Pair(servers, trainers)
@@ -409,7 +410,7 @@ def test_new_trainers_fail_after_taking_the_weights_of_a_running_server(
     if not servers.is_up():
         servers.renew()
     server = servers.now
-    row: dict[str, Any] = {"fault": "rollout, all trainers, kill; within, new trainer 1, raise"}
+    row: Values = {"fault": "rollout, all trainers, kill; within, new trainer 1, raise"}
     try:
         with Trainers(tmp_path / "lost", model, server.url) as trainers:
             pair = Pair(servers, trainers)
@@ -440,7 +441,7 @@ def test_new_trainers_fail_after_taking_the_weights_of_a_running_server(
 def test_one_of_two_workers_raises(model: str, tmp_path: Path, record: Callable[..., None]) -> None:
     """Later replies of the workers belong to later requests of the engine core."""
     servers = Servers(model, tmp_path, "--tensor-parallel-size", "2")
-    row: dict[str, Any] = {"fault": "commit, one of two Workers, raise"}
+    row: Values = {"fault": "commit, one of two Workers, raise"}
     try:
         with Trainers(tmp_path / "trainers", model, servers.now.url) as trainers:
             Pair(servers, trainers)

@@ -35,6 +35,7 @@ from hybrid_engine.tools.verify.machine import facts_of, this_machine
 from tests.gpu.needs import lacking
 from tests.gpu.sizes import is_software_gpu, sizes_of
 from tests.harness import marks
+from tests.harness.values import Values
 
 SECONDS_ON_ONE_GPU = 600.0
 SECONDS_ON_SEVERAL = 3000.0
@@ -98,7 +99,7 @@ def _require_no_reports(_reports: Any) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def vllm_arguments(device: str, pytestconfig: pytest.Config) -> dict[str, Any]:
+def vllm_arguments(device: str, pytestconfig: pytest.Config) -> Values:
     return {**sizes_of(device).vllm, **vllm_arguments_of(pytestconfig)}
 
 
@@ -279,7 +280,7 @@ class _Process:
         text = path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
         return text[-_MAX_TEXT:] + (self._ended.output[-_MAX_TEXT:] if self._ended else "")
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _lines(self) -> Iterator[Values]:
         """Yield complete lines; the process may be writing one, or have died while writing."""
         path = self._directory / REPORTS
         text = path.read_text() if path.is_file() else ""
@@ -376,7 +377,7 @@ def _run_of(config: pytest.Config) -> _Run:
     return config.stash[_RUN]
 
 
-def vllm_arguments_of(config: pytest.Config) -> dict[str, Any]:
+def vllm_arguments_of(config: pytest.Config) -> Values:
     """Return the engine arguments of `--vllm`. Raises UsageError unless each is name=value."""
     try:
         return engine_arguments(config.getoption("vllm", []))

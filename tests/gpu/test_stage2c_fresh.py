@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from hybrid_engine.backends.vllm.isolation import set_environment
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.backends.vllm.version import require_vllm
 from tests.gpu.small_job import GREEDY, SmallJob, differences
+from tests.harness.values import Values
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def fresh_completions(
     from vllm.platforms import current_platform
 
     settings = replace(settings, model_dir=checkpoint)
-    arguments: dict[str, Any] = llm_arguments(settings, current_platform.device_type)
+    arguments: Values = llm_arguments(settings, current_platform.device_type)
     llm = LLM(**{name: value for name, value in arguments.items() if name not in _OURS})
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, sampling_params(sampling), use_tqdm=False)
@@ -53,11 +53,11 @@ def differences_of(job: SmallJob) -> str:
 
 
 class TestEager:
-    def test_the_same_completions(self, device: str, shared: Path, vllm_arguments: dict[str, Any]) -> None:
+    def test_the_same_completions(self, device: str, shared: Path, vllm_arguments: Values) -> None:
         assert differences_of(SmallJob(shared, device, eager=True, vllm=vllm_arguments)) == ""
 
 
 @pytest.mark.gpu
 class TestGraphs:
-    def test_the_same_completions(self, device: str, shared: Path, vllm_arguments: dict[str, Any]) -> None:
+    def test_the_same_completions(self, device: str, shared: Path, vllm_arguments: Values) -> None:
         assert differences_of(SmallJob(shared, device, eager=False, vllm=vllm_arguments)) == ""

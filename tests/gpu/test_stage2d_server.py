@@ -24,6 +24,7 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 from tests.gpu.conftest import Note
 from tests.gpu.sizes import MEMORY_SHARE, NUM_SWITCHES, SLACK, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences_of_answers
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
@@ -54,7 +55,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def config_of(job: SmallJob, url: str) -> HybridConfig:
-    values: dict[str, Any] = job.config().model_dump(exclude_unset=True)
+    values: Values = job.config().model_dump(exclude_unset=True)
     del values["random_weights"]
     keys = ("verify", "bucket_mb", "timeout_seconds")
     generate = {key: value for key, value in values["generate_config"].items() if key in keys}
@@ -113,11 +114,11 @@ def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
 
 
 class TestEager:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], note: Note) -> None:
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: Values, note: Note) -> None:
         fill_and_empty(SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", note)
 
 
 @pytest.mark.gpu
 class TestGraphs:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], note: Note) -> None:
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: Values, note: Note) -> None:
         fill_and_empty(SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", note)

@@ -59,6 +59,7 @@ OUTSIDE = {
     "tools.plan": {"numpy"},
     "transports": {"msgspec", "numpy", "torch"},
     "transports.tile_kernel": {"triton"},  # imported inside a function, on a GPU
+    "transports.runs": {"numpy", "torch", "triton"},
     "switch": {"torch"},
     "switch.report": set(),
     "switch.states": set(),

@@ -26,6 +26,7 @@ from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.switch.states import State
 from tests.harness.imports import left_out
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.ranks.test_agreement import refusal_of
 from tests.zoo import sharded_models
 from tests.zoo.abilities import stored_and_loaded
@@ -46,7 +47,7 @@ SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FU
 
 
 @left_out("hybrid_engine.trainer")  # the loop is the user's
-def the_seed(directory: str) -> dict[str, Any]:
+def the_seed(directory: str) -> Values:
     """Run the flow of the source document: generate, train on the completions, repeat."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = HybridEngine(
@@ -112,7 +113,7 @@ ODD: Mapping[str, Callable[[Path], torch.nn.Module]] = {
 }
 
 
-def forms(directory: str) -> dict[str, Any]:
+def forms(directory: str) -> Values:
     """Generate from all forms of prompts with a sharded model, and make calls that are refused."""
     dist.init_process_group("gloo")
     path = Path(directory)
@@ -150,13 +151,13 @@ def forms(directory: str) -> dict[str, Any]:
     return results
 
 
-def copies(directory: str, with_engine: bool) -> dict[str, Any]:
+def copies(directory: str, with_engine: bool) -> Values:
     """Train a model in DDP with or without switches; each rank's vLLM holds a half of it."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = sharded_models.from_config(Path(directory))
     wrapped = DistributedDataParallel(model)
-    results: dict[str, Any] = {}
+    results: Values = {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ExitStack() as ends:
         if with_engine:
@@ -196,7 +197,7 @@ def _gap(directory: str) -> float:
     return float((scored - expected).abs().max())
 
 
-def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
+def _with_sampling_params(engine: HybridEngine[Any]) -> Values:
     """Generate with vLLM's parameters, some of which need a tokenizer inside vLLM.
 
     vLLM has a tokenizer only during these requests.
@@ -226,7 +227,7 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
     }
 
 
-def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
+def _with_local_data(engine: HybridEngine[Any]) -> Values:
     """Generate from each rank's prompts, none on one rank; pass different arguments, which are
     refused.
     """
@@ -250,7 +251,7 @@ def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
     }
 
 
-REFUSED: Mapping[str, dict[str, Any]] = {
+REFUSED: Mapping[str, Values] = {
     "not resharded": {"enable_reshard": False},
     "an unknown key": {"rollout_config": {"tp_sise": 2}},
     "a size twice": {"rollout_config": {"tp_size": 2, "infer_tensor_parallel_size": 2}},
@@ -290,12 +291,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def seed_by_rank(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+def seed_by_rank(engines: Ranks, directory: str) -> list[Values]:
     return engines.launch(the_seed, 2, directory)
 
 
 @pytest.fixture(scope="module")
-def forms_by_rank(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+def forms_by_rank(engines: Ranks, directory: str) -> list[Values]:
     return engines.launch(forms, 2, directory)
 
 
@@ -304,7 +305,7 @@ def errors(engines: Ranks, directory: str) -> list[dict[str, str]]:
     return engines.launch(refusals, 2, directory)
 
 
-def test_the_seed_learns_what_it_generated(seed_by_rank: list[dict[str, Any]]) -> None:
+def test_the_seed_learns_what_it_generated(seed_by_rank: list[Values]) -> None:
     for results in seed_by_rank:
         assert results["losses"][2] < results["losses"][1] < results["losses"][0]
         assert results["surplus"] == [0, 0, 0]
@@ -326,18 +327,18 @@ def test_copies_of_a_model_train_the_same_as_without_an_engine(engines: Ranks, d
             assert torch.equal(results[f"answer {step}"], outcomes["with"][1 - rank][f"answer {step}"])
 
 
-def test_the_engine_stores_weights(seed_by_rank: list[dict[str, Any]]) -> None:
+def test_the_engine_stores_weights(seed_by_rank: list[Values]) -> None:
     for results in seed_by_rank:
         assert results["stored"]
         assert results["tokens"] == [[5, 6]]
 
 
-def test_hooks_can_omit_the_argument(seed_by_rank: list[dict[str, Any]]) -> None:
+def test_hooks_can_omit_the_argument(seed_by_rank: list[Values]) -> None:
     once = ["resharding begins", "train->infer", "resharding begins", "infer->train"]
     assert all(results["lines"] == 3 * once for results in seed_by_rank)
 
 
-def test_completions_have_the_form_of_the_prompts(forms_by_rank: list[dict[str, Any]]) -> None:
+def test_completions_have_the_form_of_the_prompts(forms_by_rank: list[Values]) -> None:
     for results in forms_by_rank:
         ids = [list(tokens) for (tokens,) in results["ids"]]
         assert [row[5:].tolist() for row in results["rows"]] == ids
@@ -370,7 +371,7 @@ def test_vllm_computes_the_same_as_the_live_model(errors: list[dict[str, str]]) 
     assert all(float(messages["gap"]) < 1e-4 for messages in errors)
 
 
-def test_chats_are_completed_after_their_template(forms_by_rank: list[dict[str, Any]]) -> None:
+def test_chats_are_completed_after_their_template(forms_by_rank: list[Values]) -> None:
     for results in forms_by_rank:
         ((text,),) = results["chats"]
         assert text == results["of the template"][0].text
@@ -378,7 +379,7 @@ def test_chats_are_completed_after_their_template(forms_by_rank: list[dict[str, 
         assert text == results["in its middle"][0].text
 
 
-def test_completions_contain_prompts_and_log_probabilities(forms_by_rank: list[dict[str, Any]]) -> None:
+def test_completions_contain_prompts_and_log_probabilities(forms_by_rank: list[Values]) -> None:
     for results in forms_by_rank:
         free = results["free"]
         assert free.prompt_token_ids == (3, 4, 5, 6, 7)
@@ -395,7 +396,7 @@ def test_completions_contain_prompts_and_log_probabilities(forms_by_rank: list[d
             assert len(top) in (2, 3)
 
 
-def test_requests_can_use_a_tokenizer_in_vllm(forms_by_rank: list[dict[str, Any]]) -> None:
+def test_requests_can_use_a_tokenizer_in_vllm(forms_by_rank: list[Values]) -> None:
     for results in forms_by_rank:
         free = results["free"]
         stopped = results["stopped"]
@@ -411,7 +412,7 @@ def test_requests_can_use_a_tokenizer_in_vllm(forms_by_rank: list[dict[str, Any]
         assert len(results["unlimited"].token_ids) == 4, "max_model_len minus 60 tokens"
 
 
-def test_ranks_can_have_different_prompts(forms_by_rank: list[dict[str, Any]]) -> None:
+def test_ranks_can_have_different_prompts(forms_by_rank: list[Values]) -> None:
     first, second = forms_by_rank
     assert first["local"] == []
     assert second["local"] == [list(tokens) for (tokens,) in second["ids"]]
@@ -431,7 +432,7 @@ def test_ranks_can_have_different_prompts(forms_by_rank: list[dict[str, Any]]) -
         ("training", "StateError: "),
     ],
 )
-def test_invalid_calls_are_refused(forms_by_rank: list[dict[str, Any]], call: str, message: str) -> None:
+def test_invalid_calls_are_refused(forms_by_rank: list[Values], call: str, message: str) -> None:
     assert all(message in results[call] for results in forms_by_rank)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.tools.verify.comparison import Comparison
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.data_parallel import DataParallelRanks
@@ -49,7 +50,7 @@ def test_counts_of_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_engine.trainer.megatron import build
 
     monkeypatch.setattr(build, "model_device", lambda: DEVICE)
-    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))
+    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=TensorDict))
     expect_sent(lambda: build._freeze([], None, ["embedding.*"], ()))
 
 

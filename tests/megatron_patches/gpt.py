@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQ_LENGTH = 16
@@ -194,7 +195,7 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
     output = model(rows[:, :-1], torch.arange(SEQ_LENGTH)[None], mask, labels=rows[:, 1:].contiguous())
 
-    def mean_over_tokens(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def mean_over_tokens(output: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
         loss = output.float().mean()
         return loss, {"loss": loss.detach().clone()}
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine
 from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.states import State
 from hybrid_engine.tools.launching import run_ranks
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -222,7 +223,7 @@ def held() -> Counter[str]:
     return Counter({**asdict(virtual_memory()), **Counter(files)})
 
 
-def contents(engine: HybridEngine[Any]) -> dict[str, torch.Tensor]:
+def contents(engine: HybridEngine[Any]) -> TensorDict:
     return {name: flat.cpu() for name, flat in engine.sharding.training.buffers().items()}
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.transports.copies import BatchedCopies, CopyError
 from tests.hybrid_engine.transports.cases import Shape, build_case, differing
@@ -80,7 +81,7 @@ def test_any_boxes_are_copied_as_on_a_cpu(seed: int, dtypes: tuple[str, ...], nu
         for moved in case.buckets[0].transfers
     )
 
-    def copied_on(device: str) -> dict[str, torch.Tensor]:
+    def copied_on(device: str) -> TensorDict:
         sources = {buffer: flat.repeat_interleave(step).to(device) for buffer, flat in case.sources.items()}
         targets = {name: flat.repeat(step).to(device) for name, flat in case.new_destinations(0).items()}
         copies.run(lambda moved: sources[moved.src.buffer], lambda moved: targets[moved.dst.buffer.name])

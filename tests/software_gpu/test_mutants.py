@@ -28,7 +28,7 @@ from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
 from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Storage
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.memory.pool import Pool, Segment
+from hybrid_engine.memory.pool import AddressRange, Pool
 from tests.software_gpu import mutants_on_ranks as on_ranks
 from tests.software_gpu.device import Reports
 from tests.software_gpu.mutants import Mutant
@@ -200,7 +200,7 @@ def shared() -> None:
     driver = driver_of(0)
     nbytes = 4 * CHUNK_NBYTES
     address = driver.reserve(nbytes)
-    pool = Pool(driver, chunks["grad"], chunks["param"], [Segment(address, nbytes, is_late=True)])
+    pool = Pool(driver, chunks["grad"], chunks["param"], [AddressRange(address, nbytes, is_late=True)])
     cache = tensor_over(address, nbytes, DEVICE, None)
     data = SimpleNamespace(handle=(0, nbytes, address, 0), tag="kv_cache", is_asleep=False)
     sleep_mode = SleepMode(lambda: None)

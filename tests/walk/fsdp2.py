@@ -22,6 +22,7 @@ from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.walk.inference import inference_for
@@ -70,15 +71,15 @@ class Fsdp2(Subject):
             "optimizer.state_dict": self._optimizer_state_dict,
         }
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def named(self) -> TensorDict:
         # An interrupted forward pass leaves gathered parameters.
         reshard(self.model)
         return dict(self.model.named_parameters())
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> TensorDict:
         return _locals(self.named())
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
+    def optimizer_state(self) -> TensorDict:
         names = {parameter: name for name, parameter in self.named().items()}
         return {
             f"{key} of {names[parameter]}": _local(value)
@@ -86,7 +87,7 @@ class Fsdp2(Subject):
             for key, value in state.items()
         }
 
-    def canonical(self) -> dict[str, torch.Tensor]:
+    def canonical(self) -> TensorDict:
         whole = {name: _whole(tensor) for name, tensor in self.named().items()}
         if self.saves:
             return {name: whole[name] for name in self.inference.tensors}
@@ -155,7 +156,7 @@ class Fsdp2(Subject):
         for state in self.optimizer.state.values():
             state["exp_avg"].mul_(_factor(chance))
 
-    def _scaled(self, factor: float) -> dict[str, torch.Tensor]:
+    def _scaled(self, factor: float) -> TensorDict:
         return {name: tensor.detach() * factor for name, tensor in self.model.state_dict().items()}
 
     def _part(self, chance: random.Random) -> torch.Tensor:
@@ -195,11 +196,11 @@ class Fsdp2(Subject):
             maximize=False,
         )
 
-    def _as_state(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _as_state(self, parts: Mapping[str, torch.Tensor]) -> TensorDict:
         parameters = self.named()
         return {name: _sharded_like(parameters[name], part) for name, part in parts.items()}
 
-    def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+    def _optimizer_state_dict(self) -> TensorDict:
         state = self.optimizer.state_dict()
         names = {p: name for name, p in self.named().items()}
         order = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
@@ -223,7 +224,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def _locals(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _locals(tensors: Mapping[str, Any]) -> TensorDict:
     return {name: _local(tensor) for name, tensor in tensors.items()}
 
 

@@ -12,6 +12,7 @@ from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.setup import gather_side
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.zoo import workers
@@ -35,7 +36,7 @@ class MemoryInference(FakeInference):
         self.adaptor = self
         self.dtype = dtype
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def whole(self) -> TensorDict:
         return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
 
 
@@ -53,11 +54,11 @@ class Served:
         with torch.no_grad():
             self.engine.adaptor.model.get_submodule("model.norm").weight.data[:4] *= 2
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def whole(self) -> TensorDict:
         return {"log-probabilities": torch.stack(self.engine.prompt_logprobs(scored_batch()["tokens"].tolist()))}
 
 
-def scored_batch() -> dict[str, torch.Tensor]:
+def scored_batch() -> TensorDict:
     return workers.batch(seed=0)
 
 

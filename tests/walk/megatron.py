@@ -16,6 +16,7 @@ from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.walk.inference import inference_for
 from tests.walk.oracle import Subject, Write
 from tests.zoo import workers
@@ -47,18 +48,18 @@ class Megatron(Subject):
             "optimizer.state_dict": self._optimizer_state_dict,
         }
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def named(self) -> TensorDict:
         return {
             f"chunk{number}.{name.replace('module.', '')}": tensor
             for number, chunk in enumerate(self.chunks)
             for name, tensor in chunk.named_parameters()
         }
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> TensorDict:
         return {name: tensor.detach() for name, tensor in self.named().items()}
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = {}
+    def optimizer_state(self) -> TensorDict:
+        state: TensorDict = {}
         model_storages = {parameter.untyped_storage().data_ptr() for parameter in self.named().values()}
         for number, optimizer in enumerate(self._members()):
             adam = optimizer.optimizer
@@ -72,7 +73,7 @@ class Megatron(Subject):
                         state[f"{key} of main parameter {number}.{index}"] = value
         return state
 
-    def canonical(self) -> dict[str, torch.Tensor]:
+    def canonical(self) -> TensorDict:
         weights = self.engine.train.weights.merged
         weights.prepare()  # Adds LoRA adapters, if any.
         whole = whole_weights(weights)
@@ -85,7 +86,7 @@ class Megatron(Subject):
     def step(self) -> None:
         self.optimizer.step()
 
-    def _share(self) -> dict[str, torch.Tensor]:
+    def _share(self) -> TensorDict:
         """Return this rank's share of a new batch, the same on all tensor parallel ranks."""
         self._seed += 1
         limits = self.trainer.engine.limits
@@ -188,10 +189,10 @@ class Megatron(Subject):
         for flat in self.engine.train.weights.base.buffers().values():
             flat.mul_(factor)
 
-    def _shown(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _shown(self, state: Mapping[str, Any]) -> TensorDict:
         return {f"chunk0.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
-    def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+    def _optimizer_state_dict(self) -> TensorDict:
         """Return the inner optimizers' state dicts, from which Megatron makes checkpoints."""
         if any(optimizer.optimizer.state for optimizer in self._members()):  # Megatron fails without state.
             self.optimizer.state_dict()

@@ -19,12 +19,13 @@ import torch
 
 from hybrid_engine import HybridEngine
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.walk.inference import MemoryInference, Served, scored_batch
 
 Write = Callable[[random.Random], object]
 """An action of a user. It is the same on all ranks, which draw the same random numbers."""
 
-Tensors = dict[str, torch.Tensor]
+Tensors = TensorDict
 Kept = tuple[Tensors, Tensors, Tensors | None]
 
 
@@ -74,7 +75,7 @@ class Subject(ABC):
         """Return moments, step counters and main parameters."""
 
     @abstractmethod
-    def canonical(self) -> dict[str, torch.Tensor]:
+    def canonical(self) -> TensorDict:
         """Return the whole canonical tensors that the inference side must hold. Collective."""
 
     @abstractmethod
@@ -85,7 +86,7 @@ class Subject(ABC):
     def step(self) -> object:
         """Step the optimizer. Collective."""
 
-    def expected(self) -> dict[str, torch.Tensor]:
+    def expected(self) -> TensorDict:
         """Return the tensors that the inference side must hold or compute. Collective."""
         if not isinstance(self.inference, Served):
             return self.canonical()
@@ -104,9 +105,9 @@ class Subject(ABC):
 class Shadow:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.optimizer: dict[str, torch.Tensor] = {}
-        self.canonical: dict[str, torch.Tensor] | None = None
+        self.parameters: TensorDict = {}
+        self.optimizer: TensorDict = {}
+        self.canonical: TensorDict | None = None
 
     def read(self, kinds: Collection[str] = ("param", "optimizer")) -> None:
         """Copy the current tensors. Collective. Raises AssertionError if a tensor has no memory."""
@@ -170,7 +171,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copied(tensors: Mapping[str, torch.Tensor]) -> TensorDict:
     if released := [name for name, tensor in tensors.items() if not has_memory(tensor)]:
         raise AssertionError(f"{len(released)} tensors have no memory, such as {', '.join(released[:3])}")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.states import State
 from tests.walk.inference import Served
 from tests.walk.interruptions import Cancelled, Interruption, Points
@@ -363,7 +364,7 @@ class Walk(Attempts):
         else:
             self.subject.steps[name](self.chance)
 
-    def _known(self) -> dict[str, torch.Tensor]:
+    def _known(self) -> TensorDict:
         names = self.chance.sample(sorted(self._shadow.parameters), 3)
         factor = self.chance.uniform(0.8, 1.2)
         return {name: self._shadow.parameters[name] * factor for name in names}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine import HybridEngine
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 BY_THE_OWNER = (
     "update",
@@ -53,7 +54,7 @@ def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool
     return is_equal and stored.keys() == loaded.keys() and not is_overwritten
 
 
-def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+def _tensors_of(directory: Path) -> TensorDict:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 

@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch
 
+from hybrid_engine.ranks.torch_internals import TensorDict
+
 BLOCK = 128
 PUBLISHED_FP8 = {
     **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"},
@@ -50,7 +52,7 @@ def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> 
     return json.loads(json.dumps({**config.to_dict(), "quantization_status": "compressed"}, default=str))
 
 
-def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -> dict[str, torch.Tensor]:
+def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -> TensorDict:
     """Return the tensors of a published checkpoint for a weight, by the ends of their names.
 
     `largest`: largest magnitude of the weights that vLLM fuses with this one, for nvfp4.
@@ -62,7 +64,7 @@ def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -
     return _by_compressed_tensors(method, weight.float(), largest)
 
 
-def _in_fp8(weight: torch.Tensor, powers_of_two: bool) -> dict[str, torch.Tensor]:
+def _in_fp8(weight: torch.Tensor, powers_of_two: bool) -> TensorDict:
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales = torch.ones(-(-rows // BLOCK), -(-columns // BLOCK))
@@ -79,7 +81,7 @@ def _in_fp8(weight: torch.Tensor, powers_of_two: bool) -> dict[str, torch.Tensor
     return {"weight": values, "weight_scale_inv": scales}
 
 
-def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | None) -> dict[str, torch.Tensor]:
+def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | None) -> TensorDict:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -99,7 +101,7 @@ def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | N
         return dict(BaseCompressor.get_value_from_registry(FORMATS[method]).compress(tensors, scheme))
 
 
-def _by_modelopt(weight: torch.Tensor, largest: float | None) -> dict[str, torch.Tensor]:
+def _by_modelopt(weight: torch.Tensor, largest: float | None) -> TensorDict:
     """Quantise by the formulas of NVFP4QTensor, ModelOpt 0.47."""
     most = weight.abs().max() if largest is None else torch.tensor(largest)
     of_tensor = most / (6.0 * 448.0)
@@ -146,9 +148,7 @@ FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules that vLLM fuses, for which llm-compressor writes one tensor-wide scale."""
 
 
-def quantised_checkpoint(
-    method: str, weights: Mapping[str, torch.Tensor], names: Collection[str]
-) -> dict[str, torch.Tensor]:
+def quantised_checkpoint(method: str, weights: Mapping[str, torch.Tensor], names: Collection[str]) -> TensorDict:
     """Return the tensors of a published checkpoint, in which the weights `names` are quantised."""
     tensors = {name: tensor for name, tensor in weights.items() if name not in names}
     for name in names:
@@ -161,7 +161,7 @@ def quantised_checkpoint(
     return tensors
 
 
-def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> TensorDict:
     """Return the weights, in float32, of a published checkpoint."""
     ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
     weights = {}

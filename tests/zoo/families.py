@@ -15,43 +15,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.values import Values
 from tests.zoo import published_configs as published
 
 # Megatron must pad 130 tokens to any multiple. head_dim differs from hidden_size /
 # num_attention_heads.
-SIZES: dict[str, Any] = {
+SIZES: Values = {
     **{"vocab_size": 130, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
-SERVED_SIZES: dict[str, Any] = {
+SERVED_SIZES: Values = {
     **SIZES,
     **{"hidden_size": 64, "intermediate_size": 96},
     "head_dim": 32,  # The minimum of vLLM's attention on CPU.
     **{"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000.0},
     "torch_dtype": "bfloat16",
 }
-YARN: dict[str, Any] = {
+YARN: Values = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9},
 }
 
 # With the published values soft caps and windows would have no effect in tiny models.
-_GEMMA: dict[str, Any] = {"sliding_window": 5, "query_pre_attn_scalar": 6, "pad_token_id": None}
-_SERVED_GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 32, "sliding_window": 64}
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_GEMMA: Values = {"sliding_window": 5, "query_pre_attn_scalar": 6, "pad_token_id": None}
+_SERVED_GEMMA: Values = {"query_pre_attn_scalar": 32, "sliding_window": 64}
+_EXPERTS: Values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Latent attention: a query has 8 rotary and 6 other elements, a value has 10.
-_LATENT: dict[str, Any] = {
+_LATENT: Values = {
     **{"num_key_value_heads": 4, "moe_intermediate_size": 12, "num_hidden_layers": 3, "n_routed_experts": 8},
     **{"num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 20},
     **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10},
     "routed_scaling_factor": 1.7,
 }
-_SERVED_LATENT: dict[str, Any] = {
+_SERVED_LATENT: Values = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 304, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16},
     **{"v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
 }
-_GPT2: dict[str, Any] = {
+_GPT2: Values = {
     **{"vocab_size": 130, "n_embd": 32, "n_inner": 40, "n_layer": 2, "n_head": 4},
     **{"n_positions": 64, "n_ctx": 64, "bos_token_id": 1, "eos_token_id": 2},
 }
@@ -74,7 +75,7 @@ class Family:
     served: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
-    def config(self, sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
         merged = {**self.published, **sizes}
         return {**{name: value for name, value in merged.items() if name not in self.without}, **changes}
 
@@ -141,7 +142,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-SERVED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+SERVED_VARIANTS: dict[str, tuple[str, Values]] = {
     **{name: (name, {}) for name in FAMILIES if name != "qwen2_moe"},
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama one kv head": ("llama", {"num_key_value_heads": 1}),
@@ -152,11 +153,11 @@ SERVED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families that vLLM serves, and variants that it shards differently: name -> (family, changes)."""
 
 
-def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+def tiny_config(family: str, **changes: Any) -> Values:
     return FAMILIES[family].config({**SIZES, **FAMILIES[family].tiny}, changes)
 
 
-def served_config(variant: str, **changes: Any) -> dict[str, Any]:
+def served_config(variant: str, **changes: Any) -> Values:
     """Return a config for vLLM's kernels; `variant` is one of SERVED_VARIANTS."""
     family, changed = SERVED_VARIANTS[variant]
     return FAMILIES[family].config({**SERVED_SIZES, **FAMILIES[family].served}, {**changed, **changes})
@@ -169,5 +170,5 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> Path:
     return directory
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> Values:
     return json.loads((directory / "config.json").read_text())

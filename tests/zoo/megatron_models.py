@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Layout, Shard
 from tests.zoo.families import read_config
 from tests.zoo.tiny_models import read_canonical
@@ -90,7 +91,7 @@ def load_canonical(run: Run, path: Path) -> None:
         run.actor.optimizer.reload_model_params()
 
 
-def whole_weights(weights: Any) -> dict[str, torch.Tensor]:
+def whole_weights(weights: Any) -> TensorDict:
     """Assemble the checkpoint tensors from all ranks' training weights, through the records.
 
     Returns them on every rank, in host memory. Raises AssertionError if ranks hold different values
@@ -125,7 +126,7 @@ def region_slices(shard: Shard) -> tuple[slice, ...]:
 
 def negative_log_likelihood(
     _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, TensorDict]:
     """Return the loss, and a report that shares its memory, as reports of users may."""
     loss = -log_probs.mean()
     return loss, {"loss": loss.detach()}

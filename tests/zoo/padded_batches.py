@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import positions_in
 from hybrid_engine.trainer.batches.token_outputs import Outputs
 from tests.zoo.shares import share_of
@@ -23,7 +24,7 @@ WIDTH = 24
 TOP_K = 3
 OUTPUTS = Outputs(entropy=True, top_k=TOP_K)
 VOCAB_SIZE = 130
-Batch = dict[str, torch.Tensor]
+Batch = TensorDict
 
 
 def batches() -> dict[str, Batch]:
@@ -68,7 +69,7 @@ def by_sequence(values: torch.Tensor, way: str) -> torch.Tensor:
     return values[batches()[way]["weights"] > 0]
 
 
-def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> TensorDict:
     """Return a loss over all tokens with an entropy bonus; "ratio gap" is max |ratio - 1|."""
     weights = micro_batch["weights"]
     ratio = (log_probs - micro_batch["old_log_probs"]).exp()
@@ -88,7 +89,7 @@ class Read:
         padding: whether a score of padding is not 0.
     """
 
-    scores: dict[str, torch.Tensor]
+    scores: TensorDict
     report: dict[str, float]
     padding: bool
 

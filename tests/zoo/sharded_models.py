@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybrid_engine.backends.fsdp.names import transformers_model
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 
 def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:
@@ -66,7 +67,7 @@ def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
 
 def save(model: torch.nn.Module, path: Path, dtype: torch.dtype) -> None:
     """Write the weights by transformers on rank 0 and keep the existing config.json. Collective."""
-    state: dict[str, torch.Tensor] = {}
+    state: TensorDict = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:  # A tied head is the embedding.

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.models import table_for
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.zoo.families import FAMILIES, SIZES, read_config, tiny_config
 
 
@@ -70,11 +71,11 @@ def save_model(directory: Path, family: str, mtp_layers: int = 0, **overrides: A
     return directory
 
 
-def read_canonical(path: Path) -> dict[str, torch.Tensor]:
+def read_canonical(path: Path) -> TensorDict:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.Tensor]:
+def token_batch(seed: int, num_sequences: int, length: int) -> TensorDict:
     """Return random tokens and their labels [num_sequences, length], the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(SIZES["vocab_size"], (num_sequences, length + 1), generator=generator)

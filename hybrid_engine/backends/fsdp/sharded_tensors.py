@@ -25,6 +25,7 @@ from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import exported_buffer_of
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.regions import Offsets, Shape
 
 _COMPUTE_DTYPES = {
@@ -71,7 +72,7 @@ class ShardedTensors:
         reshard(model)
         _move_into_elastic_buffers(model)
         self.tensors = dict(model.state_dict(keep_vars=True))
-        self.flat_buffers: dict[str, torch.Tensor] = {}
+        self.flat_buffers: TensorDict = {}
         self.parts: dict[str, LocalBox] = {}
         self.buffer_of: dict[str, str] = {}
         for name, tensor in self.tensors.items():

@@ -71,6 +71,7 @@ from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
 from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.sides import Side
@@ -348,7 +349,7 @@ def write_files(
         # In each round rank i writes the i-th file.
         for start in range(0, len(files), job.world_size):
             files_of_round = files[start : start + job.world_size]
-            tensors: dict[str, dict[str, torch.Tensor]] = {}
+            tensors: dict[str, TensorDict] = {}
             with (
                 job.agreement.phase("collecting the weights", SHORT_PATIENCE),
                 torch.no_grad(),

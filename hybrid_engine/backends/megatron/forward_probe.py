@@ -27,6 +27,7 @@ from hybrid_engine.compute_check.probes import (
 )
 from hybrid_engine.compute_check.routes import LayerRoutes, RouteWatch
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.torch_internals import TensorDict
 from megatron_patches.refused_fields import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
 _TRAINING_CALLBACKS = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
@@ -126,7 +127,7 @@ def _forward_step(
         model = unwrap_model(chunk)
 
         # Megatron calls this "loss function" on the last stage only.
-        def result(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def result(output: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
             is_split = output.shape[-1] < model.vocab_size
             logits = gather_from_tensor_model_parallel_region(output) if is_split else output
             log_probs = following_log_probs(logits, tokens, vocab_size)

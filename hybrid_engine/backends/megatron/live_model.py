@@ -64,7 +64,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
 from hybrid_engine.backends.training_side import GuardedState, Modules, dtype_name, is_frozen
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, Violations
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
@@ -304,7 +304,7 @@ def _shared_caches() -> Iterator[OffloadItem]:
 # -- description of the model ----------------------------------------------------------------------
 
 
-def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation]:
+def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Violations:
     """Yield a violation for each argument that is not a Megatron model or a supported optimizer."""
     if not chunks:
         remedy = "Pass the model chunks of this rank"

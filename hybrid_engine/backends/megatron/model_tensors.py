@@ -37,6 +37,7 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.regions import Shape, Strides
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
@@ -123,7 +124,7 @@ class ModelTensors:
             Over.TENSOR: (tensor_group.rank(), tensor_group.size()),
             Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
         }
-        self.flat_buffers: dict[str, torch.Tensor] = {}
+        self.flat_buffers: TensorDict = {}
         self.homes: dict[torch.Tensor, Home] = {}
         # Global name of a grouped parameter -> numbers of its experts.
         self._grouped: dict[str, Sequence[int]] = {}

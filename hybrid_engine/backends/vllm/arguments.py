@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.config.inference_rules import QUANTIZATIONS, UNQUANTISED
-from hybrid_engine.errors import ConfigError, Violation, nearest
+from hybrid_engine.errors import ConfigError, Violation, Violations, nearest
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.models.quantization_configs import format_in
@@ -408,7 +407,7 @@ def scoring_problem(sizes: InferenceParallelism, device_type: str) -> str | None
     )
 
 
-def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Iterator[Violation]:
+def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Violations:
     """Yield reasons why this engine could not complete a single request of maximum length.
 
     `drafts`: see `heads_without_kernel`.
@@ -422,9 +421,7 @@ def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Iter
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
 
-def heads_without_kernel(
-    size: int, *, latent: bool = False, drafts: bool = False
-) -> Iterator[Violation]:
+def heads_without_kernel(size: int, *, latent: bool = False, drafts: bool = False) -> Violations:
     """Yield a violation if vLLM cannot compute heads of `size` elements on CPU.
 
     On GPUs FlexAttention takes any size.
@@ -445,7 +442,7 @@ def heads_without_kernel(
         yield Violation("model", problem, remedy, code="no-kernel")
 
 
-def _windows_of_some_layers(config: Any) -> Iterator[Violation]:
+def _windows_of_some_layers(config: Any) -> Violations:
     """Yield a violation for windows of some layers: vLLM's Qwen2 and Qwen3 need all or none."""
     num_layers = config.num_hidden_layers
     first = getattr(config, "max_window_layers", None)
@@ -458,7 +455,7 @@ def _windows_of_some_layers(config: Any) -> Iterator[Violation]:
         yield Violation("model", problem, "Use such a model", code="mixed-sliding-windows")
 
 
-def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
+def _cache_too_small(config: VllmConfig, available: int) -> Violations:
     """Yield a violation if `available` bytes are less than vLLM's minimum for the KV cache.
 
     The minimum is the blocks of one sequence in every layer of this stage, and a spare block.

@@ -34,7 +34,7 @@ import torch
 
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
-from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, TokenIds
 from hybrid_engine.backends.vllm.images import (
     ImagePrompt,
     image_faults,
@@ -203,7 +203,7 @@ class InferenceEngine:
     # -- completions -------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Samplings, lora: str | None = None
+        self, prompts: TokenIds, sampling: Samplings, lora: str | None = None
     ) -> list[list[Completion]]:
         """Complete token-id prompts: per prompt, `n` completions of its sampling.
 
@@ -222,9 +222,7 @@ class InferenceEngine:
         ]
         return self._complete(prompts, params, lora)
 
-    def prompt_logprobs(
-        self, token_ids: Sequence[Sequence[int]], lora: str | None = None
-    ) -> list[torch.Tensor]:
+    def prompt_logprobs(self, token_ids: TokenIds, lora: str | None = None) -> list[torch.Tensor]:
         """Return log-probabilities of each token given the tokens before it.
 
         Per sequence a float32 tensor [length - 1].
@@ -236,7 +234,7 @@ class InferenceEngine:
         ]
 
     def prompt_distributions(
-        self, token_ids: Sequence[Sequence[int]], lora: str | None = None
+        self, token_ids: TokenIds, lora: str | None = None
     ) -> list[torch.Tensor]:
         """Return log-probabilities of the whole vocabulary. Slow; for tests.
 
@@ -341,7 +339,7 @@ class InferenceEngine:
         """See `probes.ProbedWithImages`."""
         return self._probe([image.prompt], image.tokens.numel())
 
-    def _probe(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> ProbeAnswer:
+    def _probe(self, prompts: TokenIds, num_tokens: int) -> ProbeAnswer:
         state = self._generator_state
         model = internals.model_runner_of(self.llm).model
         try:
@@ -590,7 +588,7 @@ class InferenceEngine:
         return params
 
     def _complete(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], lora: str | None
+        self, prompts: TokenIds, params: Sequence[Any], lora: str | None
     ) -> list[list[Completion]]:
         outputs = self._run(prompts, params, lora)
         return [
@@ -599,9 +597,7 @@ class InferenceEngine:
         ]
 
     @one_thread
-    def _run(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], lora: str | None
-    ) -> list[Any]:
+    def _run(self, prompts: TokenIds, params: Sequence[Any], lora: str | None) -> list[Any]:
         """Return vLLM's outputs of prompts, given the parameters of each."""
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
@@ -637,9 +633,7 @@ class InferenceEngine:
             self._generator_state = process_state.get_state()
         return outputs
 
-    def _score(
-        self, token_ids: Sequence[Sequence[int]], num_logprobs: int, lora: str | None = None
-    ) -> list[Any]:
+    def _score(self, token_ids: TokenIds, num_logprobs: int, lora: str | None = None) -> list[Any]:
         """Return vLLM's `prompt_logprobs` of each sequence; -1 asks for the whole vocabulary."""
         from vllm import SamplingParams
 
@@ -650,9 +644,7 @@ class InferenceEngine:
         outputs = self._run(token_ids, [params] * len(token_ids), lora)
         return [output.prompt_logprobs for output in outputs]
 
-    def check_prompts(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]
-    ) -> None:
+    def check_prompts(self, prompts: TokenIds, max_tokens: int | Sequence[int]) -> None:
         """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
         config = self.llm.llm_engine.model_config
         check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())

@@ -23,6 +23,9 @@ from hybrid_engine.errors import (
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
+TokenIds = Sequence[Sequence[int]]
+"""Token ids of each sequence."""
+
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a layer that LoRA usually changes; a model need not have them all."""
 

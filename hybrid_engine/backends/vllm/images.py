@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, Violation
+from hybrid_engine.backends.vllm.engine_settings import TokenIds
+from hybrid_engine.errors import ArgumentError, Violation, Violations
 from hybrid_engine.messages import Record
 
 
@@ -160,9 +161,7 @@ def image_refusal(layers: Iterable[Any]) -> str:
     )
 
 
-def image_faults(
-    prompts: Sequence[Sequence[int]], placeholders: Collection[int], refusal: str
-) -> Iterator[Violation]:
+def image_faults(prompts: TokenIds, placeholders: Collection[int], refusal: str) -> Violations:
     """Yield prompts whose images vLLM cannot compute, or that have tokens of images without them.
 
     Args:
@@ -182,7 +181,7 @@ def image_faults(
             yield Violation(key, problem, remedy, code="tokens-without-images")
 
 
-def require_text(prompts: Sequence[Sequence[int]], engine: str) -> None:
+def require_text(prompts: TokenIds, engine: str) -> None:
     """Raise ArgumentError naming every prompt with images, which `engine` does not take."""
     violations = [
         Violation(

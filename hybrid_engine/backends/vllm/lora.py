@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,10 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 
@@ -145,7 +146,7 @@ class DeliveredLoras:
 
     def _violations(
         self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
-    ) -> Iterator[Violation]:
+    ) -> Violations:
         limit = self._manager.lora_config.max_lora_rank
         if settings.largest_rank > limit:
             problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
@@ -219,7 +220,7 @@ class WeightsWithLora:
         self._loras = loras
         self._lora = lora
         self._dtype = dtype
-        self._arriving: dict[str, torch.Tensor] = {}
+        self._arriving: TensorDict = {}
         self._is_delivered = False
 
     def layout(self) -> Layout:

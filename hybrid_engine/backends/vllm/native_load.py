@@ -20,14 +20,13 @@ from hybrid_engine.backends.vllm.arguments import engine_config
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.isolation import forget_models, register_model_class
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.engine import InferenceEngine
 
 
-def native_parameters(
-    engine: InferenceEngine, checkpoint_dir: str, **changes: Any
-) -> dict[str, torch.Tensor]:
+def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: Any) -> TensorDict:
     """Return the parameters that vLLM's own loader fills in a new model of this rank, by name.
 
     Post-load processing has not run, so weights that the engine quantises after loading are not
@@ -65,7 +64,7 @@ def native_parameters(
 
 def _loaded(
     model: torch.nn.Module, config: Any, model_config: Any, written: Collection[str]
-) -> dict[str, torch.Tensor]:
+) -> TensorDict:
     """Return the parameters, buffers `written` and other buffers that vLLM's loader fills."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 

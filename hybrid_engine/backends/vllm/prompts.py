@@ -23,7 +23,14 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
 from hybrid_engine.backends.vllm.tool_calls import Tool
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    Violation,
+    Violations,
+    nearest,
+    shortened,
+)
 
 Message = Mapping[str, Any]
 Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
@@ -356,7 +363,7 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
 
 def _invalid_variables(
     variables: Mapping[str, Any], tools: Sequence[Any], tokenizer: ModelTokenizer
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield violations of names that the template does not read, and so would ignore."""
     is_read = variables or tools
     template = variables.get("chat_template") or (is_read and tokenizer.template(tools))

@@ -7,11 +7,11 @@ for example, int8_per_channel_weight_only quantises experts only. The tensors sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.tracing import NamedModules
 from hybrid_engine.errors import ConfigError, Violation, first_of
 
 logger = logging.getLogger("hybrid_engine")
@@ -19,7 +19,7 @@ logger = logging.getLogger("hybrid_engine")
 _MOST_NAMED = 5
 
 
-def require_quantised(modules: Mapping[str, torch.nn.Module], method: str, *, logs: bool) -> None:
+def require_quantised(modules: NamedModules, method: str, *, logs: bool) -> None:
     """Raise ConfigError if no layer of a model has quantised weights; log which ones have none.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.backends.vllm.engine_settings import Completion, TokenIds
 from hybrid_engine.backends.vllm.images import ImagePrompt, PackedImage, unpacked
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
@@ -36,7 +36,6 @@ from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 
 T = TypeVar("T")
-TokenIds = Sequence[Sequence[int]]
 Completions = list[list[Completion]]
 
 

@@ -24,6 +24,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
     RoutedExperts,
     Sampling,
     TokenDecoder,
+    TokenIds,
 )
 from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
@@ -34,6 +35,7 @@ from hybrid_engine.errors import (
     GenerationError,
     StateError,
     Violation,
+    Violations,
     first_of,
     shortened,
 )
@@ -229,7 +231,7 @@ def _from_ours(sampling: Sampling) -> Any:
         return SamplingParams(**fields)
 
 
-def _unsupported(params: SamplingParams) -> Iterator[Violation]:
+def _unsupported(params: SamplingParams) -> Violations:
     if params.output_kind.name == "DELTA":
         problem = "DELTA, but completions are returned whole"
         yield Violation("sampling.output_kind", problem, STREAMING, code="no-streaming")
@@ -437,9 +439,7 @@ def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def require_answers(
-    outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: Sequence[int]
-) -> None:
+def require_answers(outputs: Sequence[Any], prompts: TokenIds, num_each: Sequence[int]) -> None:
     """Raise StateError unless `outputs` answer `prompts`, in order, with `num_each` completions.
 
     Raises GenerationError for NaN among the requested log-probabilities.

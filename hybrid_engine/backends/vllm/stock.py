@@ -16,6 +16,8 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.requests import cache_storages, distributions_of_prompt
 from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.tracing import NamedModules
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 _DEFAULTS = (
     *("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4"),
@@ -114,7 +116,7 @@ def look(worker: Any, directory: str) -> None:
     modules = dict(runner.model.named_modules())
     contents = postload.module_tensors(modules, modules)
     caches = {storage.data_ptr() for storage in cache_storages(runner)}
-    copies: dict[str, torch.Tensor] = {}
+    copies: TensorDict = {}
     places: dict[str, str] = {}
     for path, tensor in contents.tensors.items():
         if not tensor.numel() or tensor.is_meta:
@@ -138,7 +140,7 @@ def look(worker: Any, directory: str) -> None:
 
 
 @torch.no_grad()
-def _packed(modules: Mapping[str, torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _packed(modules: NamedModules) -> tuple[TensorDict, list[str]]:
     """Return weights [inputs, outputs] of oneDNN's packed copies, and paths of sealed objects.
 
     The product of a packed weight with unit vectors is exactly the weight: each element of it is a

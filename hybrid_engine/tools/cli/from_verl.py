@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, Violation, nearest, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, nearest, shortened
 from hybrid_engine.files.documents import apply_overrides, read_yaml, section_at
 from hybrid_engine.tools.cli.options import check_config, split_words
 
@@ -396,7 +396,7 @@ class _Reading:
         name = str(self.get(path, default))
         return _DTYPES.get(name, name)
 
-    def misspelt(self) -> Iterator[Violation]:
+    def misspelt(self) -> Violations:
         """Yield keys that are misspellings of keys that were read, after all have been read."""
         for path in self._unread(self.values):
             section, _, name = f".{path}".rpartition(".")

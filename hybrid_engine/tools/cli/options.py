@@ -19,6 +19,7 @@ from hybrid_engine.errors import (
     ModelError,
     ReshardError,
     Violation,
+    Violations,
     collect,
     shortened,
 )
@@ -114,7 +115,7 @@ def check_config(
         raise ConfigError([violation]) from error
 
 
-def _rank_violations(ranks: int) -> Iterator[Violation]:
+def _rank_violations(ranks: int) -> Violations:
     if not 1 <= ranks <= MOST_RANKS:
         remedy = f"Use 1 to {MOST_RANKS}"
         yield Violation("--ranks", f"{ranks} ranks", remedy, code="out-of-range")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, collect, shortened
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.quantization_configs import block_config, format_in
@@ -216,7 +216,7 @@ def _has_elastic_buffers() -> bool:
 
 def _option_violations(
     hosts_of: int | None, device_gib: float | None, host_gib: float | None
-) -> Iterator[Violation]:
+) -> Violations:
     numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:

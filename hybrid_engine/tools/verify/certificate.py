@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from hybrid_engine.ranks.torch_internals import TensorDict
+
 
 class Cause(Enum):
     """Cause of a tensor's difference from a cold load."""
@@ -53,7 +55,7 @@ class EngineSnapshot:
     def read(cls, directory: Path) -> EngineSnapshot:
         """Read the snapshot of all ranks."""
         files = sorted(directory.glob("rank*.pt"))
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: TensorDict = {}
         places: dict[str, str] = {}
         unseen: list[str] = []
         for file in files:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from hybrid_engine.errors import StateError
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import copy_companions
@@ -218,7 +219,7 @@ class Comparison:
         """Switch, and compare vLLM's parameters with those that vLLM loads from the checkpoint."""
         from hybrid_engine.backends.vllm.native_load import native_parameters
 
-        switched: dict[str, torch.Tensor] = {}
+        switched: TensorDict = {}
 
         def keep(name: str, tensor: torch.Tensor) -> None:
             switched[name] = tensor.detach().clone()

@@ -18,14 +18,14 @@ are converted to sequence ids. A batch may have several of them if they agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.errors import BatchError, Violation, Violations
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.image_rows import ImageRows, images_in
 
@@ -81,7 +81,7 @@ def positions_in(sequence_ids: torch.Tensor) -> torch.Tensor:
     return columns - starts
 
 
-def sequence_faults(batch: Batch) -> Iterator[Violation]:
+def sequence_faults(batch: Batch) -> Violations:
     """Yield violations of `KEYS`, which have the shape of `tokens` and hold integers."""
     mask = batch.get("attention_mask")
     positions = batch.get("position_ids")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.errors import BatchError, Violation, Violations, shortened
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
 from hybrid_engine.trainer.batches.image_rows import with_images
 
-NewBatch = dict[str, torch.Tensor]
+NewBatch = TensorDict
 """A `Batch` that its maker may add to."""
 
 # -- checks of arguments ---------------------------------------------------------------------------
@@ -52,9 +53,7 @@ def require_alike(num_dims: int | None, remedies: Mapping[str, str], **tensors: 
         raise BatchError(violations)
 
 
-def required_whole(
-    value: object, key: str, remedy: str, least: int | None = None
-) -> Iterator[Violation]:
+def required_whole(value: object, key: str, remedy: str, least: int | None = None) -> Violations:
     """Yield a violation unless `value` is a whole number, and at least `least` if that is given."""
     # Python counts True as 1
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -11,12 +11,12 @@ would find.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.errors import BatchError, Violation, Violations, shortened
 from hybrid_engine.ports import Batch, Data
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.digests import box_digest, text_digest
@@ -109,7 +109,7 @@ def own_share(
 
 def _violations(
     batch: object, limits: BatchLimits, data: Data, outputs: Outputs, needs_labels: bool
-) -> Iterator[Violation]:
+) -> Violations:
     """Yield all violations of a batch. Values are read only if all shapes are valid."""
     # `object`, because a caller may pass anything
     top_k: object = outputs.top_k
@@ -152,7 +152,7 @@ def _violations(
         yield Violation(key, problem, remedy, code="packing-unsupported")
 
 
-def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Iterator[Violation]:
+def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Violations:
     """Yield violations unless every value is a tensor with one row per sequence.
 
     Keys that the engine reads must have the shape of `tokens`; all of these but `mask` must hold
@@ -219,7 +219,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Iterator[Violation]:
+def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Violations:
     num_rows, length = shape
     rows_per_step = num_parts * limits.rows_of_rank
     if num_rows % rows_per_step:
@@ -248,7 +248,7 @@ def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> 
         yield Violation("tokens", problem, remedy, code="not-divisible")
 
 
-def _token_violations(batch: Batch, vocab_size: int) -> Iterator[Violation]:
+def _token_violations(batch: Batch, vocab_size: int) -> Violations:
     """Yield violations for tokens and labels that are not in the vocabulary."""
     for key in ("tokens", "labels"):
         values = batch.get(key)
@@ -270,7 +270,7 @@ def _token_violations(batch: Batch, vocab_size: int) -> Iterator[Violation]:
             yield Violation(key, problem, f"Pass token ids{ignored}", code="not-a-token")
 
 
-def _temperature_violations(batch: Batch) -> Iterator[Violation]:
+def _temperature_violations(batch: Batch) -> Violations:
     temperature = batch.get("temperature")
     if temperature is None:
         return
@@ -287,7 +287,7 @@ def _temperature_violations(batch: Batch) -> Iterator[Violation]:
         yield Violation("temperature", problem, remedy, code="out-of-range")
 
 
-def _routing_violations(batch: Batch, limits: BatchLimits) -> Iterator[Violation]:
+def _routing_violations(batch: Batch, limits: BatchLimits) -> Violations:
     """Yield violations of `routed_experts` [B, S, layers, k]."""
     experts = batch.get(ROUTED_EXPERTS)
     if experts is None:
@@ -416,7 +416,7 @@ def _contents(tensors: Batch) -> Contents:
     return contents
 
 
-def _differences(by_rank: Sequence[_Arguments]) -> Iterator[Violation]:
+def _differences(by_rank: Sequence[_Arguments]) -> Violations:
     """Yield a violation for each argument that differs, with the first two ranks that differ.
 
     All ranks yield the same.

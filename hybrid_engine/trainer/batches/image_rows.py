@@ -9,6 +9,7 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 IMAGES = "images"
 """Key of a batch for its `ImageRows`."""
@@ -37,7 +38,7 @@ class ImageRows:
             return ImageRows([self.rows[row] for row in rows.tolist()])
         return ImageRows(self.rows[rows])
 
-    def joined(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def joined(self, device: torch.device) -> TensorDict:
         """Return copies on `device` of all rows' tensors, each name's concatenated along dim 0."""
         distinct = {id(tensor): tensor for row in self.rows for tensor in row.values()}
         copies = {key: tensor.to(device) for key, tensor in distinct.items()}

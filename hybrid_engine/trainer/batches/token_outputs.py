@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.torch_internals import TensorDict
+
 Group = dist.ProcessGroup | None
-Scores = dict[str, torch.Tensor]
+Scores = TensorDict
 """Name of an output -> its values [B, S, ...]."""
 
 ENTROPY = "entropy"

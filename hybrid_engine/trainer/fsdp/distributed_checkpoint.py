@@ -21,6 +21,7 @@ from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.checkpoint_directory import (
     SavedCheckpoint,
     below,
@@ -118,7 +119,7 @@ class ShardedCheckpoints:
 # -- contents of a checkpoint ----------------------------------------------------------------------
 
 
-def _tensors_of(engine: FsdpTrainEngine, rank: int) -> dict[str, torch.Tensor]:
+def _tensors_of(engine: FsdpTrainEngine, rank: int) -> TensorDict:
     """Return all tensors to save: views of live memory."""
     state = {_MODEL + name: tensor.detach() for name, tensor in _model_tensors(engine).items()}
     optimizer_state = engine.optimizer.inner.state
@@ -145,7 +146,7 @@ def _values_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _model_tensors(engine: FsdpTrainEngine) -> dict[str, torch.Tensor]:
+def _model_tensors(engine: FsdpTrainEngine) -> TensorDict:
     """Return parameters and persistent buffers, tied ones under the first of their names."""
     tensors = engine.model.weights.tensors.tensors
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}

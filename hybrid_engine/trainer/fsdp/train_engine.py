@@ -23,6 +23,7 @@ from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.chunked_scores import chunk_length, score_in_chunks
@@ -174,7 +175,7 @@ class FsdpTrainEngine:
         return ""
 
     def _logits(self, rows: Rows) -> Any:
-        inputs: dict[str, torch.Tensor] = {}
+        inputs: TensorDict = {}
         if rows.images is not None:
             inputs = self.model.image_inputs(rows.tokens, rows.images.joined(self._device))
         if rows.sequence_ids is not None:

@@ -7,6 +7,7 @@ import torch
 
 from hybrid_engine.backends.block_arithmetic import block_scales, elements, power_of_two, tensor_scale
 from hybrid_engine.models.block_quantization import MXFP4, MXFP8, NVFP4, NVFP4_OF_MODELOPT, BlockFormat, fp8
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.zoo import block_formats
 
 FORMATS = {"fp8": fp8(128, 128), "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -25,7 +26,7 @@ def weights(dtype: torch.dtype, largest: float = 1e3) -> torch.Tensor:
     return weight.to(dtype)
 
 
-def quantised(weight: torch.Tensor, form: BlockFormat) -> dict[str, torch.Tensor]:
+def quantised(weight: torch.Tensor, form: BlockFormat) -> TensorDict:
     rows, columns = form.blocks.rows, form.blocks.columns
     largest = weight.float().abs().unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
     tensors = {}

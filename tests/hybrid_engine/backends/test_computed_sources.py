@@ -11,6 +11,7 @@ import torch
 from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
 from hybrid_engine.backends.training_side import layout_in
 from hybrid_engine.errors import WeightError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.transports.runs import strided
@@ -60,7 +61,7 @@ class ShiftedNorm(AdaptorWithSources):
             shards.append(Shard(Region(name, (0,) * tensor.dim(), shapes[name]), place))
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
-    def read(self) -> dict[str, torch.Tensor]:
+    def read(self) -> TensorDict:
         """Return the tensors as a switch reads them: by their records."""
         buffers = self.buffers()
         return {

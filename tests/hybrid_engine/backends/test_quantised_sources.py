@@ -17,6 +17,7 @@ from hybrid_engine.backends.training_side import layout_in
 from hybrid_engine.errors import ConfigError, HybridEngineError, WeightError
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.runs import strided
@@ -34,7 +35,7 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 """Offsets and lengths."""
 
 
-def values(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def values(dtype: torch.dtype = torch.bfloat16) -> TensorDict:
     """Return weights with a block of zeros, one of tiny values, and one with an outlier."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -87,7 +88,7 @@ def quantised(weights: Parts, method: str) -> QuantisedSources:
     return quantise(weights, BlockQuantization(GROUPS, FORMATS[method]))
 
 
-def stored(weights: Parts, method: str) -> dict[str, torch.Tensor]:
+def stored(weights: Parts, method: str) -> TensorDict:
     """Return the tensors of a published checkpoint."""
     tensors = {"norm.weight": weights.whole["norm.weight"]}
     largest = max(float(weights.whole[name].abs().max()) for name in ("a.weight", "b.weight"))

@@ -21,6 +21,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.tools.verify.small_models import reduced_config
+from tests.harness.values import Values
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
@@ -47,12 +48,12 @@ class Break:
 
     rule: str
     world_size: int = 4
-    actor: dict[str, Any] = field(default_factory=dict)
-    generate: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=lambda: DENSE)
-    critic: dict[str, Any] | None = None
+    actor: Values = field(default_factory=dict)
+    generate: Values = field(default_factory=dict)
+    model: Values = field(default_factory=lambda: DENSE)
+    critic: Values | None = None
     key: str = ""
-    valid: dict[str, Any] = field(default_factory=dict)
+    valid: Values = field(default_factory=dict)
 
 
 TP2, TP3 = ({"tensor_model_parallel_size": size} for size in (2, 3))
@@ -311,7 +312,7 @@ def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     return broken
 
 
-def values_of(case: Break, directory: Path) -> dict[str, Any]:
+def values_of(case: Break, directory: Path) -> Values:
     """Return the configuration; a critic with its own model gets the same directory."""
     values = {"model": directory, "random_weights": True}
     values |= {"actor_config": case.actor, "generate_config": case.generate}
@@ -374,9 +375,9 @@ def test_keys_of_rules_exist() -> None:
     ],
 )
 def test_a_drafter_of_mtp_layers_is_refused_by_name(
-    actor: dict[str, Any],
-    generate: dict[str, Any],
-    model: dict[str, Any],
+    actor: Values,
+    generate: Values,
+    model: Values,
     num_mtp_layers: int | None,
     reason: str,
     tmp_path: Path,

@@ -12,6 +12,7 @@ from hybrid_engine.config.job_rules import critic_of, memory_plan
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.table import VALUE_HEAD
 from tests.harness.errors import has_violations
+from tests.harness.values import Values
 from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import write_config
@@ -24,7 +25,7 @@ def dense(tmp_path: Path) -> Path:
     return write_config(tmp_path / "dense", DENSE)
 
 
-def configured(model: Path, actor: dict[str, Any], critic: dict[str, Any], **others: Any) -> HybridConfig:
+def configured(model: Path, actor: Values, critic: Values, **others: Any) -> HybridConfig:
     return HybridConfig(model=model, actor_config=actor, critic_config=critic, **others)
 
 
@@ -127,7 +128,7 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     ],
     ids=["lora", "fsdp", "blocks", "experts in one tensor"],
 )
-def test_a_budget_needs_planned_memory(dense: Path, tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+def test_a_budget_needs_planned_memory(dense: Path, tmp_path: Path, changes: Values, name: str) -> None:
     model = write_config(tmp_path / name, small_config(name)) if name else dense
     config = HybridConfig(model=model, device_budget_gib=1, **changes)
     assert [violation.key for violation in find_violations(config, 2, own_loop=True)] == ["device_budget_gib"]

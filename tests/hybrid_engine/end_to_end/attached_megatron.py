@@ -20,6 +20,7 @@ from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.switch.states import State
 from tests.harness.errors import violations_of
 from tests.harness.imports import left_out
+from tests.harness.values import Values
 from tests.zoo.abilities import stored_and_loaded
 
 NUM_ROUNDS = 2
@@ -34,13 +35,13 @@ WRONG = {
 
 
 @left_out("hybrid_engine.trainer")  # the loop is the user's
-def attach_and_train() -> dict[str, Any]:
+def attach_and_train() -> Values:
     """Return losses after each round of steps, log messages, and refusals.
 
     "attached" and "unprepared" have switches that compare all weights, "loose" parameters that own
     their memory. Runs on two ranks, and ends all process groups.
     """
-    observed: dict[str, Any] = {"loose": {}, "warned": [], "warned_if_prepared": []}
+    observed: Values = {"loose": {}, "warned": [], "warned_if_prepared": []}
     hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
     with built() as (model, optimizer):
         observed["plain"] = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
@@ -55,7 +56,7 @@ def attach_and_train() -> dict[str, Any]:
     return observed
 
 
-def rounds(model: torch.nn.Module, optimizer: Any, observed: dict[str, Any]) -> list[float]:
+def rounds(model: torch.nn.Module, optimizer: Any, observed: Values) -> list[float]:
     """Return the losses of the rounds, and of a step after the engine was shut down."""
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
     config = model.module.config

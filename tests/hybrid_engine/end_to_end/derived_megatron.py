@@ -39,6 +39,7 @@ from hybrid_engine.ranks.job import Job, join_process_group
 from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProductAttention
 from tests.harness.errors import violations_of
+from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.own_layers import (
     let_vllm_route_by_sigmoids,
     one_block_per_layer,
@@ -126,8 +127,8 @@ class Model:
     """
 
     architecture: str
-    layers: dict[str, Any] = field(default_factory=dict)
-    outside: dict[str, Any] = field(default_factory=dict)
+    layers: Values = field(default_factory=dict)
+    outside: Values = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=lambda: {"tensor_model_parallel_size": 2})
     infer: dict[str, int] = field(default_factory=lambda: {"infer_tensor_parallel_size": 2})
     spec: Callable[[TransformerConfig], TransformerBlockSubmodules | ModuleSpec] | None = None
@@ -251,7 +252,7 @@ WITH_TORCHVISION = [
 """Models of text for which vLLM imports torchvision (see `tests/vision_path`)."""
 
 
-def switched(models: Sequence[Model] = MODELS) -> list[dict[str, Any]]:
+def switched(models: Sequence[Model] = MODELS) -> list[Values]:
     """Return the tokens that each model's engine generates, and what transformers computes with equal weights."""
     join_process_group(120)
     hybrid_engine.prepare()
@@ -259,7 +260,7 @@ def switched(models: Sequence[Model] = MODELS) -> list[dict[str, Any]]:
     return [_switched(model) for model in models]
 
 
-def planned() -> list[list[dict[str, Any]]]:
+def planned() -> list[list[Values]]:
     """Return, for each model, the plans of all ranks of a job that does not run."""
     plans = []
     for model in MODELS:
@@ -304,7 +305,7 @@ def _computed(model: Model, job: Job) -> float:
     return float((answer.log_probs - expected).abs().max())
 
 
-def _facts(plan: ReshardPlan, rank: int) -> dict[str, Any]:
+def _facts(plan: ReshardPlan, rank: int) -> Values:
     """Return the bytes that a rank receives, and its pieces with their sender and receiver."""
     count = plan.bytes_by_rank.get(rank)
     pieces = Counter(
@@ -313,11 +314,11 @@ def _facts(plan: ReshardPlan, rank: int) -> dict[str, Any]:
     return {"bytes": 0 if count is None else count.host + count.network, "pieces": sorted(pieces.items())}
 
 
-def refused() -> dict[str, Any]:
+def refused() -> Values:
     """Return the refusals of models that compute or are otherwise than their names suggest."""
     join_process_group(120)
     hybrid_engine.prepare()
-    results: dict[str, Any] = {}
+    results: Values = {}
     whole_heads = Model(GLM.architecture, GLM.layers, {"rotary_percent": 1.0}, GLM.parallel)
     with _attached(whole_heads) as engine, pytest.raises(ComputationError) as caught:
         engine.rollout_context().__enter__()
@@ -350,7 +351,7 @@ def refused() -> dict[str, Any]:
     return results
 
 
-def _switched(model: Model) -> dict[str, Any]:
+def _switched(model: Model) -> Values:
     with _attached(model) as engine:
         with engine.rollout_context():
             sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=True)
@@ -440,7 +441,7 @@ def _live(model: Model) -> Iterator[tuple[Any, Any, Path]]:
             parallel_state.destroy_model_parallel()
 
 
-def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
+def _built(model: Model, hf_config: Values) -> tuple[Any, Any]:
     sizes = {
         "num_layers": hf_config["num_hidden_layers"],
         "hidden_size": hf_config["hidden_size"],

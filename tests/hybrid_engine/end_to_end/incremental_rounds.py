@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.vllm import InferenceEngine
 from hybrid_engine.backends.vllm.native_load import native_parameters
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.zoo import sharded_models, workers
 from tests.zoo.tiny_models import label_log_probs, token_batch
@@ -59,7 +60,7 @@ class Rounds:
         self._save = save
         self._path = path
         self._adapter = adapter
-        self._committed: dict[str, torch.Tensor] = {}
+        self._committed: TensorDict = {}
 
     def run(self, action: Action | None = None) -> Round:
         """Run `action` in `train_context`, then a rollout."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.zoo.vision_models import vision_environment
 
 
-def attach_and_switch() -> list[dict[str, Any]]:
+def attach_and_switch() -> list[Values]:
     from tests.hybrid_engine.end_to_end.derived_megatron import switched
 
     return switched()
 
 
-def plan_the_same() -> list[list[dict[str, Any]]]:
+def plan_the_same() -> list[list[Values]]:
     from tests.hybrid_engine.end_to_end.derived_megatron import planned
 
     return planned()
@@ -31,18 +31,18 @@ def compute_in_float32() -> dict[str, float]:
     return computed()
 
 
-def attach_what_does_not_fit() -> dict[str, Any]:
+def attach_what_does_not_fit() -> Values:
     from tests.hybrid_engine.end_to_end.derived_megatron import refused
 
     return refused()
 
 
 @pytest.fixture(scope="module")
-def switches(engines: Ranks) -> list[list[dict[str, Any]]]:
+def switches(engines: Ranks) -> list[list[Values]]:
     return engines.launch(attach_and_switch, 2)
 
 
-def test_a_job_is_planned_as_live_engines_do(switches: list[list[dict[str, Any]]], engines: Ranks) -> None:
+def test_a_job_is_planned_as_live_engines_do(switches: list[list[Values]], engines: Ranks) -> None:
     (plans,) = engines.launch(plan_the_same, 1)
     for rank, results in enumerate(switches):
         for result, plan in zip(results, plans, strict=True):
@@ -50,7 +50,7 @@ def test_a_job_is_planned_as_live_engines_do(switches: list[list[dict[str, Any]]
             assert result["plan"]["pieces"]
 
 
-def test_vllm_computes_what_transformers_does_with_megatrons_weights(switches: list[list[dict[str, Any]]]) -> None:
+def test_vllm_computes_what_transformers_does_with_megatrons_weights(switches: list[list[Values]]) -> None:
     for results in switches:
         check_switches(results)
 
@@ -68,7 +68,7 @@ def test_models_for_which_vllm_imports_torchvision(tmp_path: Path) -> None:
         check_switches(json.loads((tmp_path / f"rank{rank}.json").read_text()))
 
 
-def check_switches(results: list[dict[str, Any]]) -> None:
+def check_switches(results: list[Values]) -> None:
     for result in results:
         if result["dtype"] == "torch.float32":
             assert max(result["differences"].values()) < 1e-3, result

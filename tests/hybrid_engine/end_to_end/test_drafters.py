@@ -20,7 +20,9 @@ from hybrid_engine.backends.vllm.arguments import CPU_WORKER
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.models import table_for
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo import workers
 from tests.zoo.families import read_config
@@ -100,7 +102,7 @@ class Run:
     counts_drawn: tuple[int, int] = (0, 0)
 
 
-def counting(seed: int) -> dict[str, torch.Tensor]:
+def counting(seed: int) -> TensorDict:
     """Return sequences that count upwards, which both the model and its MTP layer can learn."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(PERIOD, (8, 1), generator=generator) + torch.arange(workers.SEQ_LENGTH + 1)
@@ -108,11 +110,11 @@ def counting(seed: int) -> dict[str, torch.Tensor]:
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
-def keep_copy(copies: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+def keep_copy(copies: TensorDict, name: str, tensor: torch.Tensor) -> None:
     copies[name] = tensor.detach().clone()
 
 
-def train(model: Path, actor: dict[str, Any], generate: dict[str, Any], checkpoints: Path) -> Run:
+def train(model: Path, actor: Values, generate: Values, checkpoints: Path) -> Run:
     """Train, switch and generate; save each version."""
     settings = {"verify": "full", "vllm": MTP, **generate}
     run = Run()
@@ -126,7 +128,7 @@ def train(model: Path, actor: dict[str, Any], generate: dict[str, Any], checkpoi
                     worker.update(counting(100 * version + step), workers.cross_entropy)
             path = checkpoints / f"version{version}"
             worker.save_hf_checkpoint(path)
-            filled: dict[str, torch.Tensor] = {}
+            filled: TensorDict = {}
             drafts = Drafts()
             keep = functools.partial(keep_copy, filled)
             with adaptor.observed(keep), worker.rollout_context(), drafts.counted(worker.inference.llm):
@@ -202,7 +204,7 @@ def write_model(directory: Path) -> Path:
     )
 
 
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[int, Values, Values]] = {
     "one rank": (1, {}, {}),
     "tp2 -> tp2": (2, {**TP2, "expert_model_parallel_size": 1}, {"infer_tensor_parallel_size": 2}),
     "pp2 -> tp2": (2, PP2, {"infer_tensor_parallel_size": 2}),

@@ -16,6 +16,7 @@ from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.switch import setup
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.hybrid_engine.ranks.test_agreement import outcome_of, refusal_of
 from tests.zoo import workers
@@ -41,7 +42,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 # -- failures of a running worker ------------------------------------------------------------------
 
 
-def fail_and_continue(model: Path) -> dict[str, Any]:
+def fail_and_continue(model: Path) -> Values:
     """Cause failures of all kinds, on one rank only if possible; return the errors in order.
 
     "states" has the training state before the first failure, and after each but the first.
@@ -142,12 +143,12 @@ def _failure_of_switch(worker: Any) -> str:
 
 
 @pytest.fixture
-def failures_by_rank(outcomes: Outcomes) -> list[dict[str, Any]]:
+def failures_by_rank(outcomes: Outcomes) -> list[Values]:
     return outcomes["failures"]
 
 
 @pytest.mark.parametrize(("field", "what"), [("nan", "1 NaN"), ("inf", "1 Inf")])
-def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[dict[str, Any]], field: str, what: str) -> None:
+def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[Values], field: str, what: str) -> None:
     failures = [failures[field] for failures in failures_by_rank]
     assert kinds(failures) == ["RemoteError", "WeightError"]
     for failure in failures:
@@ -155,31 +156,31 @@ def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[dict[str, 
         assert f"model.layers.1.mlp.down_proj.weight): {what} of " in failure
 
 
-def test_a_parameter_with_other_memory_is_reported(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_a_parameter_with_other_memory_is_reported(failures_by_rank: list[Values]) -> None:
     assert all("decoder.layers.1.mlp.linear_fc2.weight" in failures["moved"] for failures in failures_by_rank)
 
 
-def test_no_failed_switch_changes_the_training_state(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_no_failed_switch_changes_the_training_state(failures_by_rank: list[Values]) -> None:
     for failures in failures_by_rank:
         assert failures["states"] == [failures["states"][0]] * 3
 
 
-def test_generation_is_refused_before_a_switch(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_generation_is_refused_before_a_switch(failures_by_rank: list[Values]) -> None:
     assert all("state train" in failures["generating in train"] for failures in failures_by_rank)
 
 
-def test_training_is_refused_in_a_rollout(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_training_is_refused_in_a_rollout(failures_by_rank: list[Values]) -> None:
     for failures in failures_by_rank:
         for failure in failures["training in rollout"]:
             assert failure.startswith("StateError: ")
             assert "in state infer (rollout_context); call this in train" in failure
 
 
-def test_a_reference_is_refused_in_a_rollout(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_a_reference_is_refused_in_a_rollout(failures_by_rank: list[Values]) -> None:
     assert kinds(failures["reference in rollout"] for failures in failures_by_rank) == ["StateError"] * 2
 
 
-def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[Values]) -> None:
     for failures in failures_by_rank:
         for failure in failures["training in forward"][:NUM_UPDATING]:
             assert failure.startswith("StateError: ")
@@ -187,24 +188,24 @@ def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[dict[
         assert all(outcome.startswith("returned ") for outcome in failures["training in forward"][NUM_UPDATING:])
 
 
-def test_a_refused_step_is_not_counted(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_a_refused_step_is_not_counted(failures_by_rank: list[Values]) -> None:
     assert [failures["version"] for failures in failures_by_rank] == [2, 2]
 
 
-def test_generation_continues_after_a_bad_prompt(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_generation_continues_after_a_bad_prompt(failures_by_rank: list[Values]) -> None:
     for failures in failures_by_rank:
         assert failures["bad prompt"].startswith("ArgumentError: ")
         assert "prompts[1]" in failures["bad prompt"]
         assert failures["num completions"] == 2
 
 
-def test_an_error_in_the_workers_block_reaches_all(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_an_error_in_the_workers_block_reaches_all(failures_by_rank: list[Values]) -> None:
     assert kinds(failures["leaving"] for failures in failures_by_rank) == ["ValueError", "LostRankError"]
     assert "rank 0, leaving: ValueError: no reward for this answer" in failures_by_rank[1]["leaving"]
     assert all(failures["seconds to leave"] < 60 for failures in failures_by_rank), "the timeout is 120 s"
 
 
-def test_the_workers_group_ends_with_it(failures_by_rank: list[dict[str, Any]]) -> None:
+def test_the_workers_group_ends_with_it(failures_by_rank: list[Values]) -> None:
     assert not any(failures["group is left"] for failures in failures_by_rank)
 
 

@@ -18,6 +18,7 @@ from hybrid_engine import Sampling
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.ranks.job import join_process_group
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
 from tests.zoo import block_formats, workers
@@ -363,7 +364,7 @@ def _split(
     return {key: (values[0], values[1] if scales is not None else None) for key, values in pieces.items()}
 
 
-def _pieces(name: str, parts: list[torch.Tensor] | None) -> dict[str, torch.Tensor]:
+def _pieces(name: str, parts: list[torch.Tensor] | None) -> TensorDict:
     if parts is None:
         return {}
     if name == "self_attention.linear_qkv.weight":
@@ -384,7 +385,7 @@ def _pieces(name: str, parts: list[torch.Tensor] | None) -> dict[str, torch.Tens
 
 
 def _switch(engine: Any, path: Path, method: str, tensors: dict[str, Any], results: Switched) -> None:
-    parameters: dict[str, torch.Tensor] = {}
+    parameters: TensorDict = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         parameters[name] = tensor.detach().clone()
@@ -410,7 +411,7 @@ def _switch(engine: Any, path: Path, method: str, tensors: dict[str, Any], resul
     results.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
 
 
-def checkpoint(tensors: dict[str, Any], method: str) -> dict[str, torch.Tensor]:
+def checkpoint(tensors: dict[str, Any], method: str) -> TensorDict:
     """Return a published checkpoint: scales of blocks from those of elements, and the first layer quantised here."""
     stored = {}
     for name, (tensor, scales) in tensors.items():

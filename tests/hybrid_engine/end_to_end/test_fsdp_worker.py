@@ -19,6 +19,7 @@ from hybrid_engine.errors import ArgumentError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.zoo import workers
@@ -37,10 +38,10 @@ SAMPLED = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
 
 
-def with_switches(model: Path, directory: Path) -> dict[str, Any]:
+def with_switches(model: Path, directory: Path) -> Values:
     """Run updates with a rollout after each; return observations of the worker."""
     worker = workers.build_worker(model, SHARDED, {"max_model_len": 128})
-    observed: dict[str, Any] = {"losses": [], "rates": [], "differences": [], "surplus": []}
+    observed: Values = {"losses": [], "rates": [], "differences": [], "surplus": []}
     with worker.train_context():
         reference = ReferenceModel(worker)
         observed["before"] = worker.compute_log_probs(workers.batch(seed=9))
@@ -117,9 +118,9 @@ def calls_of_worker(worker: ActorHybridWorker) -> dict[str, Callable[[], object]
     }
 
 
-def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
+def run_snippets(worker: ActorHybridWorker) -> Values:
     """Run the snippets of docs/generation.md in order; return values of the last ones."""
-    names: dict[str, Any] = {"worker": worker}
+    names: Values = {"worker": worker}
     page = (REPO_ROOT / "docs" / "generation.md").read_text()
     for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "docs/generation.md", "exec"), names)
@@ -130,7 +131,7 @@ def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
     }
 
 
-def _boundary(worker: Any) -> dict[str, Any]:
+def _boundary(worker: Any) -> Values:
     """Pass batches per rank, request more than log-probabilities, and pass bad batches on one rank.
 
     The weights must not change.
@@ -138,7 +139,7 @@ def _boundary(worker: Any) -> dict[str, Any]:
     batch = workers.batch(seed=9)
     reference = ReferenceModel(worker)
     share = share_of(worker.actor.engine, batch)
-    results: dict[str, Any] = {}
+    results: Values = {}
     whole = worker.compute_log_probs(batch, entropy=True, top_k=2)
     results["local"] = worker.compute_log_probs(share, data="local")
     results["local reference"] = reference.compute_log_probs(share, data="local", top_k=2)
@@ -164,7 +165,7 @@ def _boundary(worker: Any) -> dict[str, Any]:
     return results
 
 
-def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
+def without(model: Path, actor: Values) -> Values:
     """Run the same updates by the trainer alone."""
     kept: list[int] = []
 
@@ -185,7 +186,7 @@ def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
         return {"losses": losses, "state": state, "kept": sum(kept)}
 
 
-def with_replicas(directory: Path) -> dict[str, Any]:
+def with_replicas(directory: Path) -> Values:
     """Build another worker in the same processes, from the checkpoint of the first.
 
     Its replicas are uncut.

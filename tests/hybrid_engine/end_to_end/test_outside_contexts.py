@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models, workers
@@ -58,7 +59,7 @@ def outcomes_of(engine: SwitchContexts, calls: Calls, state: Callable[[], list[t
     return Outcomes(inside, outside, training, is_unchanged)
 
 
-def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gathered(model: torch.nn.Module) -> TensorDict:
     """Return the weights in the form that transformers can save."""
     tensors = model.state_dict().items()
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ConfigError, HybridEngineError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
@@ -164,8 +165,8 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def _switch(engine: Any, path: Path, weights: dict[str, torch.Tensor], method: str, results: Rollouts) -> None:
-    parameters: dict[str, torch.Tensor] = {}
+def _switch(engine: Any, path: Path, weights: TensorDict, method: str, results: Rollouts) -> None:
+    parameters: TensorDict = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         parameters[name] = tensor.detach().clone()
@@ -186,8 +187,8 @@ def _compare(
     engine: Any,
     path: Path,
     method: str,
-    weights: dict[str, torch.Tensor],
-    parameters: dict[str, torch.Tensor],
+    weights: TensorDict,
+    parameters: TensorDict,
     results: Rollouts,
 ) -> None:
     """Compare vLLM's parameters with its own load, and its log-probabilities with transformers."""
@@ -221,7 +222,7 @@ def _compare(
     dist.barrier()
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def _read(path: Path) -> TensorDict:
     from safetensors.torch import load_file
 
     tensors = {}
@@ -230,7 +231,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _gap(path: Path, weights: dict[str, torch.Tensor], rows: list[list[int]], scored: torch.Tensor) -> float:
+def _gap(path: Path, weights: TensorDict, rows: list[list[int]], scored: torch.Tensor) -> float:
     """Return the largest difference of vLLM's log-probabilities from those of transformers with these weights."""
     from transformers import AutoModelForCausalLM
 

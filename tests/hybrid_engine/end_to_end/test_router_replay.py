@@ -13,6 +13,7 @@ from hybrid_engine import Completion, Sampling
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.trainer.batches import build_batch, pack_rows
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo import workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,7 +24,7 @@ NOISE = 1e-7
 """Relative difference of weights in a router: that of rounding in float32."""
 
 # name -> (actor_config, generate_config)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[Values, Values]] = {
     "ep2 -> tp2": ({"expert_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}),
     "pp2 vpp2 -> dp2": (
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -64,7 +65,7 @@ def tie_experts(worker: Any) -> None:
     worker.train.optimizer.reload_model_params()
 
 
-def compare(model: Path, actor: dict[str, Any], generate: dict[str, Any]) -> Differences:
+def compare(model: Path, actor: Values, generate: Values) -> Differences:
     # The comparison of the first switch replays nothing, so it would refuse this model.
     settings = {"seq_length": 2 * workers.SEQ_LENGTH, **actor}
     worker = workers.build_worker(model, settings, {"router_replay": True, "check_compute": "off", **generate})
@@ -102,7 +103,7 @@ def compare(model: Path, actor: dict[str, Any], generate: dict[str, Any]) -> Dif
     return differences
 
 
-def train_in_loop(model: Path) -> dict[bool, dict[str, Any]]:
+def train_in_loop(model: Path) -> dict[bool, Values]:
     """Return the row of a step of `train` with KL and packed rows, by whether it replays."""
     rows = {}
     for replays in (False, True):

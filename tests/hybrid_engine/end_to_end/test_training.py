@@ -8,7 +8,6 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.backends.vllm.internals import core_of
 from hybrid_engine.errors import HybridEngineError, StateError
 from tests.harness.launch import Call, Outcomes, Ranks, real_collector
+from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 from tests.zoo.megatron_models import running
@@ -31,7 +31,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "lr_decay_steps": 6, "min_lr": 1e-3}
 SCHEDULED = {"optimizer": {"lr": 1e-2, "schedule": COSINE}}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
+ACTORS: dict[str, tuple[int, Values]] = {
     "bf16 replicated dp2": (2, {**BF16, "use_distributed_optimizer": False}),
     "fp32 replicated tp2": (2, {**TP2, "use_distributed_optimizer": False}),
     "fp32 overlap dp2": (2, {**OVERLAP, **SCHEDULED, **RECOMPUTED}),
@@ -43,7 +43,7 @@ ATTACHED = "attached"
 
 
 @real_collector()
-def train_with_switches(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
+def train_with_switches(model: Path, actor: Values) -> Values:
     """Train with a switch and a complete offload after each update.
 
     "offloaded" has the share of the training bytes that each switch offloaded.
@@ -98,7 +98,7 @@ def _num_gloo_threads() -> int:
     return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
 
 
-def train_without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
+def train_without(model: Path, actor: Values) -> Values:
     """Run the same updates by Megatron alone."""
     with running(model, workers.configuration(model, actor).actor_config) as run:
         losses = [
@@ -108,7 +108,7 @@ def train_without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
         return {"losses": losses, "state": training_state(run.engine.model), "version": run.engine.model.version}
 
 
-Pair = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+Pair = tuple[list[Values], list[Values]]
 """Results by rank of training with and without switches."""
 
 
@@ -219,18 +219,18 @@ def test_all_readers_get_the_latest_weights(outcomes: Callable[[int], Outcomes])
     assert outcomes(2)[GATHERS] == [expected] * 2
 
 
-def attach_to_the_example() -> dict[str, Any]:
+def attach_to_the_example() -> Values:
     from tests.hybrid_engine.end_to_end.attached_megatron import attach_and_train
 
     return attach_and_train()
 
 
 @pytest.fixture
-def attached(outcomes: Callable[[int], Outcomes]) -> list[dict[str, Any]]:
+def attached(outcomes: Callable[[int], Outcomes]) -> list[Values]:
     return outcomes(2)[ATTACHED]
 
 
-def test_an_attached_engine_leaves_training_bitwise_equal(attached: list[dict[str, Any]]) -> None:
+def test_an_attached_engine_leaves_training_bitwise_equal(attached: list[Values]) -> None:
     for observed in attached:
         assert len(set(observed["plain"])) == len(observed["plain"])
         assert observed["attached"] == observed["plain"]
@@ -238,7 +238,7 @@ def test_an_attached_engine_leaves_training_bitwise_equal(attached: list[dict[st
         assert observed["loose"]["moved=True"] == observed["loose"]["moved=False"]
 
 
-def test_a_missing_prepare_is_warned_of(attached: list[dict[str, Any]]) -> None:
+def test_a_missing_prepare_is_warned_of(attached: list[Values]) -> None:
     for rank, observed in enumerate(attached):
         assert not any("prepare" in text for text in observed["warned_if_prepared"])
         (text,) = (text for text in observed["warned"] if "prepare" in text)
@@ -247,16 +247,16 @@ def test_a_missing_prepare_is_warned_of(attached: list[dict[str, Any]]) -> None:
         )
 
 
-def test_an_attached_model_refuses_to_compute_without_weights(attached: list[dict[str, Any]]) -> None:
+def test_an_attached_model_refuses_to_compute_without_weights(attached: list[Values]) -> None:
     assert all(observed["is_held_back"] for observed in attached)
 
 
-def test_an_attached_engine_stores_weights(attached: list[dict[str, Any]]) -> None:
+def test_an_attached_engine_stores_weights(attached: list[Values]) -> None:
     for observed in attached:
         assert observed["keeps"]
 
 
-def test_a_setting_that_vllm_lacks_fails_the_first_switch(attached: list[dict[str, Any]]) -> None:
+def test_a_setting_that_vllm_lacks_fails_the_first_switch(attached: list[Values]) -> None:
     """Training continues bitwise equal, as the test above shows."""
     for observed in attached:
         text = observed["other_setting"]
@@ -265,7 +265,7 @@ def test_a_setting_that_vllm_lacks_fails_the_first_switch(attached: list[dict[st
         assert observed["state_after"] == "train"
 
 
-def test_mismatches_of_model_and_configuration_are_refused(attached: list[dict[str, Any]]) -> None:
+def test_mismatches_of_model_and_configuration_are_refused(attached: list[Values]) -> None:
     for observed in attached:
         refused = observed["refused"]
         assert ("model_chunks[0]", "not-in-ddp") in refused["without DDP"]

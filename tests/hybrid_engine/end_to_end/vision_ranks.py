@@ -25,10 +25,12 @@ from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import ArgumentError, BatchError, ComputationError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl import converse
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches import build_batch, pack
 from hybrid_engine.trainer.batches.image_rows import images_in
+from tests.harness.values import Values
 from tests.zoo.vision_models import IMAGE, VIDEO
 
 LENGTH = 96
@@ -41,7 +43,7 @@ def image_of(number: int, size: tuple[int, int] = (60, 90)) -> Any:
     return Image.fromarray(pixels.numpy())
 
 
-def chat_of(*images: Any, text: str = "is the image red ?") -> list[dict[str, Any]]:
+def chat_of(*images: Any, text: str = "is the image red ?") -> list[Values]:
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
@@ -105,12 +107,12 @@ def reference_log_probs(checkpoint: Path, batch: Mapping[str, torch.Tensor]) -> 
     return torch.stack(rows)
 
 
-def switch(model: Path, directory: Path) -> dict[str, Any]:
+def switch(model: Path, directory: Path) -> Values:
     """Switch three times with steps between, and compare log-probabilities of three engines."""
     worker = ActorHybridWorker(configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"}))
     pair = chat_of(image_of(1, (40, 40)), image_of(2, (96, 56)))
     prompts = [chat_of(image_of(0)), pair, chat_of(image_of(0)), chat_of(image_of(3))]
-    observed: dict[str, Any] = {"vllm": [], "transformers": []}
+    observed: Values = {"vllm": [], "transformers": []}
     for number in range(3):
         # The same images: if a switch kept vLLM's cache of features, its log-probabilities would differ by 0.4.
         with worker.rollout_context():
@@ -146,14 +148,14 @@ def switch(model: Path, directory: Path) -> dict[str, Any]:
     return observed
 
 
-def trainer_alone(model: Path, directory: Path) -> dict[str, Any]:
+def trainer_alone(model: Path, directory: Path) -> Values:
     """Switch a model whose images vLLM cannot compute here; compare text, and images in training."""
     worker = ActorHybridWorker(configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"}))
     tokenizer = ModelTokenizer(str(model))
     pair = chat_of(image_of(1, (40, 40)), image_of(2, (96, 56)))
     chats = [pair, chat_of(image_of(0)), pair, chat_of(image_of(3))]
     pictured = [tokenizer.encode_images(chat, rendering_of(None, tokenizer)) for chat in chats]
-    observed: dict[str, Any] = {"vllm": [], "transformers": []}
+    observed: Values = {"vllm": [], "transformers": []}
     for number in range(2):
         with worker.rollout_context():
             with pytest.raises(ArgumentError) as caught:
@@ -179,7 +181,7 @@ def trainer_alone(model: Path, directory: Path) -> dict[str, Any]:
     return observed
 
 
-def refusals(worker: ActorHybridWorker, batch: dict[str, torch.Tensor], flat: Any) -> list[str]:
+def refusals(worker: ActorHybridWorker, batch: TensorDict, flat: Any) -> list[str]:
     """Return the codes of errors for batches that the model cannot compute."""
     images = images_in(batch)
     assert images is not None
@@ -198,7 +200,7 @@ def refusals(worker: ActorHybridWorker, batch: dict[str, torch.Tensor], flat: An
     return codes
 
 
-def replicas(model: Path, directory: Path) -> dict[str, Any]:
+def replicas(model: Path, directory: Path) -> Values:
     """Generate on two replicas: the same completions as without an exchange of prompts.
 
     First the trainer computes images in another way, and text as before.
@@ -219,7 +221,7 @@ def replicas(model: Path, directory: Path) -> dict[str, Any]:
     }
 
 
-def frozen(model: Path, directory: Path) -> dict[str, Any]:
+def frozen(model: Path, directory: Path) -> Values:
     """Switch three times with steps between, while the vision tower is frozen."""
     kept = {"incremental": "auto", "incremental_mb": 64, "verify": "full"}
     configured = configuration(model, {"infer_tensor_parallel_size": 2, **kept}, frozen_parameters=["model.visual.*"])
@@ -227,7 +229,7 @@ def frozen(model: Path, directory: Path) -> dict[str, Any]:
     # Weights of vLLM are float32.
     shards = worker.inference.adaptor.layout().shards
     tower = [4 * shard.region.numel for shard in shards if ".visual." in shard.region.tensor]
-    observed: dict[str, Any] = {"tower": sum(tower), "read": [], "skipped": [], "logprobs": []}
+    observed: Values = {"tower": sum(tower), "read": [], "skipped": [], "logprobs": []}
     for _ in range(3):
         with worker.rollout_context():
             report = worker.sharding.last_report

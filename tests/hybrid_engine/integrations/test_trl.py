@@ -24,10 +24,12 @@ from hybrid_engine.errors import ConfigError, DependencyError, HybridEngineError
 from hybrid_engine.integrations import accelerated, require_tested
 from hybrid_engine.integrations import trl as ours
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_request
 from tests.harness.errors import has_code, has_violation, has_violations, violations_of
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.zoo.tiny_models import save_model
@@ -74,7 +76,7 @@ def share_of_letters(completions: Sequence[Any], **_: Any) -> list[float]:
     return [sum(map(str.isalpha, text)) / 8 for text in texts]
 
 
-def settings(out: str, **more: Any) -> dict[str, Any]:
+def settings(out: str, **more: Any) -> Values:
     common = {"output_dir": out, "max_steps": NUM_STEPS, "max_completion_length": 8, "num_generations": 4}
     common |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none"}
     return {**common, "use_cpu": True, "bf16": False, "logging_steps": 1, **more}
@@ -85,11 +87,11 @@ def rows(trainer: Any, *names: str) -> list[list[float]]:
     return [[log[name] for name in names] for log in trainer.state.log_history if "loss" in log]
 
 
-def clone_parameters(model: Any) -> dict[str, torch.Tensor]:
+def clone_parameters(model: Any) -> TensorDict:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def full_parameters(trainer: Any) -> dict[str, torch.Tensor]:
+def full_parameters(trainer: Any) -> TensorDict:
     """Return the trained parameters, with shards gathered."""
     parameters = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
     for name, parameter in parameters.items():
@@ -98,7 +100,7 @@ def full_parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
+def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> Values:
     """Train; return TRL's log-probability differences by step, and the trained parameters."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -190,7 +192,7 @@ def tree_attention(
     return out.unsqueeze(0), None
 
 
-def async_grpo(model: str, out: str, url: str) -> dict[str, Any]:
+def async_grpo(model: str, out: str, url: str) -> Values:
     from datasets import Dataset
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
     from trl.chat_template_utils import qwen3_chat_template
@@ -247,7 +249,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def assert_trained(results: dict[str, Any]) -> None:
+def assert_trained(results: Values) -> None:
     assert [difference for (difference,) in results["differences"]] == pytest.approx([0.0] * NUM_STEPS, abs=CLOSE)
     assert results["versions"] == list(range(NUM_STEPS))
     assert results["verified"] == [results["parameters"]] * NUM_STEPS, "bit by bit"
@@ -330,7 +332,7 @@ def generation(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, "trust_remote_code": False, **changes})
 
 
-REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+REFUSED: dict[str, tuple[Values, list[tuple[str, str]]]] = {
     "several at once": (
         {"mode": "server", "model_impl": "transformers", "logprobs": 5},
         [(key, "unsupported-value") for key in ("vllm_mode", "vllm_model_impl", "logprobs")],

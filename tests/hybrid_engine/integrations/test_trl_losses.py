@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl import GrpoConfig, losses
+from tests.harness.values import Values
 from tests.hybrid_engine.integrations.test_trl import with_trl
 
 LENGTHS = (12, 5, 7, 1, 12, 9, 3, 8)
 NUM_TOKENS = 12
 MAX_TOKENS = 20
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[Values, Values]] = {
     "GRPO": ({"loss_type": "grpo", "beta": 0.04}, {"kl_coefficient": 0.04, "aggregation": "sequence"}),
     "Dr. GRPO": ({"loss_type": "dr_grpo"}, {"aggregation": "constant", "max_tokens": MAX_TOKENS}),
     "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_ratio_high": 0.28}),
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def drawn() -> dict[str, torch.Tensor]:
+def drawn() -> TensorDict:
     """Return a batch in float64 with one row per length."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(LENGTHS), NUM_TOKENS)
@@ -60,7 +61,7 @@ def drawn() -> dict[str, torch.Tensor]:
     }
 
 
-def gradient_of_trl(batch: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[float, torch.Tensor]:
+def gradient_of_trl(batch: TensorDict, settings: Values) -> tuple[float, torch.Tensor]:
     """Call TRL's loss with a stand-in for its trainer, which has the settings and the log-probabilities."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -106,7 +107,7 @@ def gradient_of_trl(batch: dict[str, torch.Tensor], settings: dict[str, Any]) ->
     return loss.item(), log_probs.grad
 
 
-def gradient_of_ours(batch: dict[str, torch.Tensor], config: GrpoConfig) -> tuple[float, torch.Tensor]:
+def gradient_of_ours(batch: TensorDict, config: GrpoConfig) -> tuple[float, torch.Tensor]:
     log_probs = batch["log_probs"].clone().requires_grad_()
     generator = torch.Generator().manual_seed(0)
     (part,) = losses.minibatches(batch, 1, generator, config.aggregation, config.max_tokens)

@@ -46,6 +46,7 @@ from hybrid_engine.integrations import verl as ours
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.serving.clients import HttpServer
+from tests.harness.values import Values
 from tests.hybrid_engine.integrations import verl_on_cpu
 from tests.zoo.tiny_models import read_canonical
 
@@ -63,7 +64,7 @@ def model_config(path: str) -> HFModelConfig:
     )
 
 
-def fsdp2_configs() -> dict[str, Any]:
+def fsdp2_configs() -> Values:
     engine = FSDPEngineConfig(
         strategy="fsdp2",
         mixed_precision=SPLIT,
@@ -73,7 +74,7 @@ def fsdp2_configs() -> dict[str, Any]:
     return {"engine_config": engine, "optimizer_config": FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)}
 
 
-def megatron_configs(bridge: str) -> dict[str, Any]:
+def megatron_configs(bridge: str) -> Values:
     """Return the configuration of tensor parallel ranks."""
     megatron_patches.apply()
     if bridge == "mbridge":
@@ -98,7 +99,7 @@ class Actor(TrainingWorker):
     configuration.
     """
 
-    def __init__(self, path: str, engine_kwargs: dict[str, Any], builder: str) -> None:
+    def __init__(self, path: str, engine_kwargs: Values, builder: str) -> None:
         version.installed = dict  # actors need no vLLM
         torch.distributed.init_process_group("gloo")  # verl would request a backend for the CPU and one for the device
         self.is_megatron = builder != "fsdp2"
@@ -147,7 +148,7 @@ class Actor(TrainingWorker):
         return [float(log_probs[at - 1, tokens[at]]) for at in range(1, len(tokens))]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Values:
         engine = self.checkpoint_engine.engine
         report = self.checkpoint_engine.last_report
         return {
@@ -237,7 +238,7 @@ class Replica(RolloutReplica):
         """Do nothing: the test has started the server."""
 
 
-def run(path: str, url: str, mode: RolloutMode, builder: str) -> dict[str, Any]:
+def run(path: str, url: str, mode: RolloutMode, builder: str) -> Values:
     engine_kwargs = {ours.NAME: {"verify": "full"}}
     engine_config = CheckpointEngineConfig(
         backend=ours.NAME, custom_backend_module=ours.__name__, engine_kwargs=engine_kwargs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.records.regions import Region
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.layouts.cases import regions_by_tensor
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
@@ -27,7 +27,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 # (family, changes of its config, training layout), each on four ranks
-LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+LIVE: list[tuple[str, Values, Values]] = [
     ("llama", {}, {"tensor_model_parallel_size": 4}),
     ("qwen3 tied", {}, {**TP2, **PP2}),
     ("llama", {}, {**TP2, "context_parallel_size": 2}),
@@ -66,7 +66,7 @@ LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, list[Region]]]:
+def live_regions(cases: list[tuple[str, Values, Values]]) -> list[dict[str, list[Region]]]:
     regions = []
     for family, changes, settings in cases:
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})

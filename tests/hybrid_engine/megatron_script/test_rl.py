@@ -27,6 +27,7 @@ from hybrid_engine.errors import ArgumentError
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.errors import has_violation
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
 from tests.zoo.tokenizers import save_characters
@@ -79,13 +80,13 @@ class Case:
 
     flags: str
     dtype: str
-    generate: dict[str, Any]
+    generate: Values
     rollouts: dict[int, int]
     versions: list[int]
     last: int
     close: float
     is_patched: bool = False
-    hf_config: dict[str, Any] = field(default_factory=lambda: DENSE)
+    hf_config: Values = field(default_factory=lambda: DENSE)
 
 
 CASES = {
@@ -189,7 +190,7 @@ def runs(start: Starts) -> Runs:
     return run
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[Values]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -385,7 +386,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules[INTERFACE]
 
 
-def request_for(text: str, tools: list[dict[str, Any]] | None = None, **args: Any) -> Any:
+def request_for(text: str, tools: list[Values] | None = None, **args: Any) -> Any:
     values = {"temperature": None, "top_p": None, "top_k": None, "max_tokens": None, **args}
     return SimpleNamespace(
         prompt=[Message(role="user", content=text)], tools=tools, generation_args=SimpleNamespace(**values)

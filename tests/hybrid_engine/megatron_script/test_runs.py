@@ -26,6 +26,7 @@ import torch
 
 from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 
 # A stand-in for wandb, and callbacks: in a run, package `tests` is the checkout's.
@@ -275,7 +276,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, repr(value)
 
 
-def checkpoint(directory: Path) -> dict[str, Any]:
+def checkpoint(directory: Path) -> Values:
     """Return every value of every file of the checkpoints of a run."""
     files = {
         str(file.relative_to(directory)): torch.load(file, weights_only=False)
@@ -286,7 +287,7 @@ def checkpoint(directory: Path) -> dict[str, Any]:
     return {f"{name}{path}": value for name, content in files.items() for path, value in leaves(content)}
 
 
-def distributed_checkpoint(directory: Path) -> dict[str, Any]:
+def distributed_checkpoint(directory: Path) -> Values:
     """Return every tensor and object of a distributed checkpoint, unsharded."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -295,7 +296,7 @@ def distributed_checkpoint(directory: Path) -> dict[str, Any]:
     return torch.load(whole, weights_only=False)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[Values]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -13,6 +13,7 @@ from hybrid_engine.errors import OffloadError, StateError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, Items, OffloadItem, Part, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.failing import fail
 
@@ -222,7 +223,7 @@ class Holder:
 
     def __init__(self) -> None:
         self.weight = allocate_elastic(PAGE, torch.int32, "cpu", "param").fill_(1)  # takes pages
-        self.caches: dict[str, torch.Tensor] = {"mask": torch.ones(50)}
+        self.caches: TensorDict = {"mask": torch.ones(50)}
 
     def items(self) -> list[OffloadItem]:
         caches = [OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear) for n, t in self.caches.items()]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
 from hybrid_engine.memory.host_pages import tensor_over
-from hybrid_engine.memory.pool import Pool, Segment, share_out
+from hybrid_engine.memory.pool import AddressRange, Pool, share_out
 from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 from tests.software_gpu.device import GRANULE, failing, mapped, virtual_memory
@@ -24,7 +24,7 @@ SIZES = st.lists(st.integers(1, 12), max_size=6)
 
 @given(SIZES, SIZES, st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=6))
 def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], sizes: list[tuple[int, bool]]):
-    segments = [Segment(0, nbytes, is_late) for nbytes, is_late in sizes]
+    segments = [AddressRange(0, nbytes, is_late) for nbytes, is_late in sizes]
     cuts = share_out(rooms, chunks, segments)
     of_rooms: Counter[int | None] = Counter()
     of_segments: Counter[int | None] = Counter()
@@ -62,7 +62,7 @@ class Sides:
         self.grads.release()
         self.params = rig.buffer(2 * CHUNK)
         self.params.tensor.fill_(1)
-        self.segments = [Segment(rig.driver.reserve(size * GRANULE), size * GRANULE, size > 2) for size in (2, 7)]
+        self.segments = [AddressRange(rig.driver.reserve(size * GRANULE), size * GRANULE, size > 2) for size in (2, 7)]
         self.weights, self.cache = (
             tensor_over(segment.address, segment.nbytes, torch.device("cpu"), None) for segment in self.segments
         )

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 
 NUM_ROUNDS = 2
@@ -61,7 +62,7 @@ def methods(left_out: str = "") -> Iterator[tuple[Any, Any]]:
         yield lora, canonical
 
 
-def adapted_model() -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def adapted_model() -> tuple[Any, Any, TensorDict]:
     """Return the example's model, TP=2, with adapters, its optimizer, and the frozen weights' values."""
     from examples import bring_your_own_megatron as example
 

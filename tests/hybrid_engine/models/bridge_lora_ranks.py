@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.hybrid_engine.models.bridge_ranks import built, compare_all, start
 
 
@@ -131,9 +132,7 @@ def replaced_matrix(layer: Any) -> Iterator[None]:
     linear.weight = before
 
 
-def merged_weights(
-    chunks: list[torch.nn.Module], stored: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(chunks: list[torch.nn.Module], stored: TensorDict) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in `stored`, sum by LoRAMerge) of the weights with one adapter each. Collective."""
     from megatron.bridge.peft.lora_layers import LoRALinear
     from megatron.bridge.peft.lora_merge import LoRAMerge

@@ -6,11 +6,11 @@ import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybrid_engine.tools.launching import run_ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.models.test_megatron_bridge import INSTALL, MODELS, sizes_of, write_numbers
 from tests.zoo.families import tiny_config, write_config
 
@@ -42,8 +42,8 @@ class BridgeCase:
     layout: str
     num_sums: int
     method: str = "LoRA"
-    settings: dict[str, Any] = field(default_factory=lambda: {"target_modules": LAYERS})
-    changes: dict[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=lambda: {"target_modules": LAYERS})
+    changes: Values = field(default_factory=dict)
     changed: tuple[str, ...] = tuple(PROJECTIONS)
 
 
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Values]]:
     """Comparisons of every case, by rank; see `bridge_lora_ranks.SumComparison`."""
     path = tmp_path_factory.mktemp("bridge")
     for name in ("Qwen3", "Qwen3-MoE"):
@@ -114,7 +114,7 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*CASES, *ONLY_MERGED])
-def test_sums_are_those_of_megatron_bridge(comparisons: dict[str, Any], name: str) -> None:
+def test_sums_are_those_of_megatron_bridge(comparisons: Values, name: str) -> None:
     case = {**CASES, **ONLY_MERGED}[name]
     for compared in comparisons[name]:
         assert compared["refusals"] == []
@@ -133,7 +133,7 @@ def test_sums_are_those_of_megatron_bridge(comparisons: dict[str, Any], name: st
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_adapters_are_refused_by_name(comparisons: dict[str, Any], name: str) -> None:
+def test_other_adapters_are_refused_by_name(comparisons: Values, name: str) -> None:
     _, num_refusals, problem = REFUSED[name]
     for compared in comparisons[name]:
         assert [problem] * num_refusals == [refusal for _, refusal in compared["refusals"]]

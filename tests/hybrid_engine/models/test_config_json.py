@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,13 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.families import TABLES, read_model
 from tests.harness.errors import has_violations
+from tests.harness.values import Values
 from tests.zoo import published_configs as published
 from tests.zoo.families import FAMILIES, served_config, tiny_config, write_config
 
 YARN = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
 # Spellings that the configs of the zoo do not have.
-SPELLINGS: dict[str, dict[str, Any]] = {
+SPELLINGS: dict[str, Values] = {
     "null for nothing": published.LLAMA_2_7B | {"rope_scaling": None, "pad_token_id": -1},
     "qwen2.5, windows": published.QWEN2_5_0_5B | {"use_sliding_window": True, "max_window_layers": 28},
     "qwen3, dynamic": published.QWEN3_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 1000.0}},
@@ -63,7 +63,7 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, tmp_path: Pa
 LLAMA3 = published.LLAMA_3_8B["rope_scaling"]
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 # (family, changes of config.json, key named by the error)
-WRONG: list[tuple[str, dict[str, Any], str]] = [
+WRONG: list[tuple[str, Values, str]] = [
     *(("llama", {"hidden_size": value}, "hidden_size") for value in ("4", None, [], 0, -1, 1.5, True)),
     *(("llama", {key: 2**80}, key) for key in ("vocab_size", "intermediate_size", "rope_theta", "num_hidden_layers")),
     *(("llama", {"num_key_value_heads": heads}, "num_key_value_heads") for heads in (3, 64)),
@@ -125,7 +125,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "key"), WRONG)
-def test_invalid_values_are_refused_by_key(family: str, changes: dict[str, Any], key: str) -> None:
+def test_invalid_values_are_refused_by_key(family: str, changes: Values, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         table_for(tiny_config(family, **changes))
     assert [finding.key for finding in caught.value.findings] == [key]

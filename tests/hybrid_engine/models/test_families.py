@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import VALUE_HEAD, RotaryScaling, value_table
 from tests.harness.errors import has_code
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 from tests.zoo import published_configs
 from tests.zoo.families import FAMILIES, SIZES, YARN, read_config, tiny_config
 from tests.zoo.tiny_models import read_canonical, save_model
@@ -27,7 +27,7 @@ TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
 # Changes of each family's tiny model, besides the unchanged model.
-VARIANTS: dict[str, list[dict[str, Any]]] = {
+VARIANTS: dict[str, list[Values]] = {
     "llama": [
         *(TIED, BIASED, {"mlp_bias": True}, {"head_dim": None}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
         {**BIASED, "mlp_bias": True, "num_key_value_heads": 4},
@@ -52,7 +52,7 @@ MODELS = [(family, changes) for family in FAMILIES for changes in ({}, *VARIANTS
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
-def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: Values, tmp_path: Path) -> None:
     config = read_config(save_model(tmp_path, family, **changes))
     table = table_for(config)
     dims = table_for(config).dims
@@ -82,7 +82,7 @@ def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: dict
 
 # name -> (architecture, keys written by transformers 4, the same written by transformers 5)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-BOTH_VERSIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+BOTH_VERSIONS: dict[str, tuple[str, Values, Values]] = {
     "llama 3.1": (
         "LlamaForCausalLM",
         {"rope_theta": 5e5, "rope_scaling": LLAMA3},
@@ -127,7 +127,7 @@ BOTH_VERSIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # Settings that both spellings must result in.
-EXPECTED: dict[str, dict[str, Any]] = {
+EXPECTED: dict[str, Values] = {
     "llama 3.1": {"rotary_scaling": RotaryScaling("llama3", 8.0, 1.0, 4.0, 16), "rotary_base": 5e5},
     "llama, linear, by the old name of the type": {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_base": 1e4},
     "qwen2": {"windows": (None, 4)},
@@ -183,7 +183,7 @@ def test_expert_models_have_the_windows_of_transformers() -> None:
         ("qwen3_moe", {"attention_bias": True}, "biases"),
     ],
 )
-def test_unsupported_features_are_named(family: str, changes: dict[str, Any], feature: str) -> None:
+def test_unsupported_features_are_named(family: str, changes: Values, feature: str) -> None:
     plain = table_for(tiny_config(family))
     table = table_for(tiny_config(family, **changes))
     assert plain.not_built == ()

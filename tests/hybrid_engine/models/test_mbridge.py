@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.families import read_config
@@ -38,12 +40,12 @@ class Case:
     """A model and its layouts, each with a number of ranks."""
 
     family: str
-    model: dict[str, Any] = field(default_factory=dict)
-    layouts: tuple[tuple[int, dict[str, Any]], ...] = ()
+    model: Values = field(default_factory=dict)
+    layouts: tuple[tuple[int, Values], ...] = ()
 
 
 def layout(ranks: int, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None):
-    actor: dict[str, Any] = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    actor: Values = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     actor |= {"virtual_pipeline_model_parallel_size": vpp, "expert_model_parallel_size": ep}
     return ranks, {**actor, "expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
 
@@ -109,7 +111,7 @@ def compare(case: Case, path: Path) -> Comparison:
     return total
 
 
-def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: dict[str, torch.Tensor]) -> Comparison:
+def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: TensorDict) -> Comparison:
     from hybrid_engine.backends.megatron import megatron_config
     from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
     from hybrid_engine.backends.megatron.model_tensors import ModelTensors
@@ -144,7 +146,7 @@ def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: di
     return Comparison(count, different, unknown, getattr(bridge, "_SHARED_STATE_DICT_MAPPING", {}))
 
 
-def filled_by_records(adaptor: Any, numbers: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+def filled_by_records(adaptor: Any, numbers: TensorDict) -> dict[int, torch.Tensor]:
     """Map the address of each parameter to the numbers written by records, 0 elsewhere."""
     buffers = {name: torch.zeros(flat.numel(), dtype=torch.float64) for name, flat in adaptor.buffers().items()}
     for shard in adaptor.layout().shards:

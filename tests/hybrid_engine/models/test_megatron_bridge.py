@@ -10,15 +10,16 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from hybrid_engine.models import table_for
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import tiny_config, write_config
 from tests.zoo.sizes import TRAIN_KEYS
@@ -46,13 +47,13 @@ EXPERTS_WITH_BIASES = ("", "tp4 ep4 etp1", "tp2 pp2 vpp2 ep2 etp1")
 class Model:
     """A model, and training layouts of four ranks; the other ranks are data parallel."""
 
-    config: dict[str, Any]
+    config: Values
     layouts: tuple[str, ...]
     # Multi-token prediction is in no class of transformers.
-    changes: dict[str, Any] = field(default_factory=lambda: {"num_nextn_predict_layers": 0, "num_key_value_heads": 4})
+    changes: Values = field(default_factory=lambda: {"num_nextn_predict_layers": 0, "num_key_value_heads": 4})
 
 
-def four_layers(family: str) -> dict[str, Any]:
+def four_layers(family: str) -> Values:
     return tiny_config(family, num_hidden_layers=4)
 
 
@@ -70,7 +71,7 @@ MODELS = {
 }
 
 
-def write_numbers(directory: Path, model: Model) -> dict[str, torch.Tensor]:
+def write_numbers(directory: Path, model: Model) -> TensorDict:
     """Write a checkpoint in which every element has another value."""
     config = {**model.config, **model.changes}
     write_config(directory, config)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.block_quantization import MXFP8, NVFP4, NVFP4_OF_MODELOPT, fp8
 from hybrid_engine.models.quantization_configs import block_config, calibrated_in, format_in
 from tests.harness.errors import has_violation
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
 from tests.zoo.block_formats import MODELOPT, PUBLISHED_FP8, published
 
@@ -68,7 +67,7 @@ def test_other_forms_of_modelopt() -> None:
 
 
 # A config, or the method of one that compressed-tensors makes; it imports transformers.
-CHANGES: list[tuple[dict[str, Any] | str, dict[str, Any]]] = [
+CHANGES: list[tuple[Values | str, Values]] = [
     (PUBLISHED_FP8, {"quant_method": "gptq"}),
     (PUBLISHED_FP8, {"quant_method": "mxfp4"}),  # gpt-oss's own
     (PUBLISHED_FP8, {"fmt": "e5m2"}),
@@ -86,7 +85,7 @@ CHANGES: list[tuple[dict[str, Any] | str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("described", "change"), CHANGES, ids=[str(change) for _, change in CHANGES])
-def test_other_weights_are_left_unquantised_or_refused(described: dict[str, Any] | str, change: dict[str, Any]) -> None:
+def test_other_weights_are_left_unquantised_or_refused(described: Values | str, change: Values) -> None:
     original = published(described) if isinstance(described, str) else described
     config = {"quantization_config": {**original, **change}}
     assert block_config(config, None) is None

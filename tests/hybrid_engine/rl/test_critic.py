@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine import build_batch
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, critic
 from hybrid_engine.rl.critic import Critic, at_last_tokens
 from hybrid_engine.trainer.batches import mean_weights
@@ -66,7 +67,7 @@ def build_critic(model: Model, config: PpoConfig, *, critic_model: str | None = 
     return built
 
 
-def random_batch(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+def random_batch(seed: int) -> tuple[TensorDict, torch.Tensor, torch.Tensor]:
     """Return completions of 1 to 4 tokens, the critic's values and the rewards."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 5, (NUM_ROWS,), generator=generator).tolist()

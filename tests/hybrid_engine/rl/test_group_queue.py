@@ -19,6 +19,7 @@ from hybrid_engine.rl.group_queue import GroupQueue
 from hybrid_engine.rl.run_files import Row
 from tests.harness.errors import has_code, has_violation
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.hybrid_engine.rl.stand_ins import stand_in
@@ -29,7 +30,7 @@ from tests.zoo.families import served_config
 LENGTH = 64
 PROMPTS = [[first, 3, 4] for first in range(5, 12)]
 SERVED = {"servers": ["http://127.0.0.1:1"], "release_weights": False, "server_max_lag": 2}
-SETTINGS: dict[str, Any] = {
+SETTINGS: Values = {
     **{"steps": 5, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 48, "learning_rate": 3e-3},
     **{"epochs": 1, "minibatches": 2, "save_every": 100, "log_completions_every": 1},
 }
@@ -37,7 +38,7 @@ TOLERANCE = 1e-4
 """Tolerance of float32 log-probabilities of two implementations."""
 
 
-def run(model: str, url: str, out: Path, settings: dict[str, Any], killed: Path | None = None) -> dict[str, Any]:
+def run(model: str, url: str, out: Path, settings: Values, killed: Path | None = None) -> Values:
     """Train. `killed` receives the run's files as a kill after step 3 would leave them."""
     drawn: list[Any] = []
     weights: list[int] = []
@@ -71,7 +72,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = ("--max-model-len", str(LENGTH))
     with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
         saving = {"max_staleness": 1, "save_every": 1}
-        calls: dict[str, Any] = {
+        calls: Values = {
             "0": (run, (model, served.url, directory / "0", {"max_staleness": 0})),
             "2": (run, (model, served.url, directory / "2", {"max_staleness": 2})),
             "whole": (run, (model, served.url, directory / "whole", saving, directory / "killed")),
@@ -145,7 +146,7 @@ def test_a_killed_run_learns_the_same_completions(outcomes: tuple[Path, Outcomes
         ({"server_max_lag": 1}, "generate_config.server_max_lag", "below-updates"),
     ],
 )
-def test_settings_that_cannot_draw_ahead_are_refused(changed: dict[str, Any], key: str, code: str) -> None:
+def test_settings_that_cannot_draw_ahead_are_refused(changed: Values, key: str, code: str) -> None:
     config = GrpoConfig(max_staleness=1, minibatches=2)
     (violation,) = run_checks.staleness_violations(config, GenerateConfig(**{**SERVED, **changed}), config.name)
     assert (violation.key, violation.code) == (key, code)

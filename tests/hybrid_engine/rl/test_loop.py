@@ -20,6 +20,7 @@ from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse
 from hybrid_engine.rl.step_metrics import StepMeter, combine_ranks
 from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.harness.launch import REPO_ROOT, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.zoo import workers
 from tests.zoo.tokenizers import save_characters
@@ -27,7 +28,7 @@ from tests.zoo.tokenizers import save_characters
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
-CONFIG: dict[str, Any] = {
+CONFIG: Values = {
     **{"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 6, "temperature": 0.8},
     **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
     **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
@@ -59,9 +60,7 @@ def failing_reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 failing_reward.calls = 0
 
 
-def run_all(
-    model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
-) -> dict[str, Any]:
+def run_all(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Values) -> Values:
     """Run at once, then stop after step 1, fail in step 3 and resume; returns rows and errors."""
     actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
     critic = {"critic_config": {}}
@@ -71,9 +70,7 @@ def run_all(
         worker.on_reshard_end(reports.append)
         hooks = list(worker.sharding._end_hooks)
 
-        def run(
-            name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any
-        ) -> list[dict[str, Any]]:
+        def run(name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any) -> list[Values]:
             if begins:
                 with worker.train_context():
                     worker.load_checkpoint(out / "start")
@@ -81,12 +78,12 @@ def run_all(
             places = {"out": out / name, "evaluate": evaluate}
             if config.max_tokens_per_turn:
                 places["environment"] = reply_once
-            done: list[dict[str, Any]] = []
+            done: list[Values] = []
             return train(
                 worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
             )
 
-        results: dict[str, Any] = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
+        results: Values = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
         results["model"] = (out / "resumed" / "model").exists()
         for name, place, reward_function, changed in (
             ("failed", "resumed", failing_reward, {}),
@@ -109,9 +106,9 @@ def reply_twice(prompt: Any) -> Any:
     return lambda answer: next(replies, None)
 
 
-def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> dict[str, Any]:
+def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> Values:
     """Train two steps on conversations; returns vLLM's tokens, turns (rank 0) and batches."""
-    results: dict[str, Any] = {"answered": [], "rewarded": [], "batches": []}
+    results: Values = {"answered": [], "rewarded": [], "batches": []}
     generate = worker.inference.llm.generate
     update = worker.update
 
@@ -170,7 +167,7 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
         assert converse(worker, chats, sampling, reply_twice) == before
 
 
-def check_conversations(first: dict[str, Any], second: dict[str, Any]) -> None:
+def check_conversations(first: Values, second: Values) -> None:
     """Training batches hold exactly the prompts and answers of vLLM, and learn only the answers."""
     answered = Counter(first["answered"] + second["answered"])
     conversations = first["rewarded"]
@@ -214,7 +211,7 @@ def check_conversations(first: dict[str, Any], second: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, CONFIG_OF_TURNS), (PpoConfig, CONFIG_OF_PPO)])
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(
-    engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
+    engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Values
 ) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     save_characters(model)
@@ -430,7 +427,7 @@ def test_figures_of_ranks_and_phases_are_combined() -> None:
     of_rank_1 = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
     worker.job.agreement.gather = lambda values, *_: [values, {**dict.fromkeys(values, 0), **of_rank_1}]
     loop._meter = meter = StepMeter(lambda phase, step: started.append((phase, step)))
-    values: dict[str, Any] = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
+    values: Values = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
     meter.begin(3)
     for seconds, received, peak in ((0.5, 100, 7), (0.25, 20, 9)):
         numbers = {"seconds": seconds, "bytes_received": received, "bytes_least": received, "peak_bytes": peak}

@@ -14,12 +14,13 @@ from hybrid_engine import ActorHybridWorker, Completion
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.rl import BatchReward, GrpoConfig, train
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.zoo import workers
 
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
-CONFIG: dict[str, Any] = {
+CONFIG: Values = {
     "steps": 2,
     "prompts_per_step": 2,
     "samples_per_prompt": 4,
@@ -71,7 +72,7 @@ class Worked:
         return parity(prompt, completion)
 
 
-def runs(model: Path, out: Path) -> dict[str, Any]:
+def runs(model: Path, out: Path) -> Values:
     """Return the rows of several runs of one worker, and the shares that a rank's batch reward got."""
     shares: list[int] = []
 
@@ -80,10 +81,10 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
         return [float(completion.token_ids[0] % 2) for completion in completions]
 
     actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
-    results: dict[str, Any] = {}
+    results: Values = {}
     with workers.build_worker(model, actor) as worker:
 
-        def run(name: str, reward: Any, advantages: Any = None, **changed: Any) -> list[dict[str, Any]]:
+        def run(name: str, reward: Any, advantages: Any = None, **changed: Any) -> list[Values]:
             config = GrpoConfig(**{**CONFIG, **changed})
             return train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate, advantages=advantages)
 

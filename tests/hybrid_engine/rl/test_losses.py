@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine import build_batch
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, losses
 from hybrid_engine.rl.critic import at_last_tokens
 from hybrid_engine.rl.losses import Aggregation
@@ -52,7 +53,7 @@ def test_cross_entropy_by_hand() -> None:
 LOSS = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, importance_cap=1.1)
 
 
-def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[TensorDict, torch.Tensor]:
     """Return completions of 1 to `length` tokens, and new log-probabilities; float64."""
     generator = torch.Generator().manual_seed(seed)
     first, old, sampled, ref = -torch.rand(4, rows, length, generator=generator, dtype=torch.float64)

@@ -10,12 +10,13 @@ import pytest
 from hybrid_engine import Completion
 from hybrid_engine.rl import GrpoConfig, PpoConfig, train
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.zoo import workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [[7, 3, 4], [8] * 12, [9, 9, 3, 4, 5, 6]]
-SETTINGS: dict[str, Any] = {
+SETTINGS: Values = {
     **{"steps": 2, "prompts_per_step": 3, "samples_per_prompt": 4, "max_tokens": 8, "learning_rate": 1e-3},
     "stop_token_ids": (1, 2, 3, 4, 5, 6, 7, 8),
 }
@@ -41,7 +42,7 @@ def reward(_prompt: Any, completion: Completion) -> float:
     return sum(token % 2 for token in completion.token_ids) / 8
 
 
-def run(model: Path, name: str, *, pack: bool) -> tuple[list[dict[str, Any]], list[int]]:
+def run(model: Path, name: str, *, pack: bool) -> tuple[list[Values], list[int]]:
     """Return the rows of a run, and the number of rows of each update."""
     algorithm, settings, actor = ALGORITHMS[name]
     critic = {"critic_config": {"micro_batch_size": 2}} if algorithm is PpoConfig else {}
@@ -76,5 +77,5 @@ def test_packed_rows_give_the_same_steps(engines: Ranks, tmp_path: Path, name: s
             assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
 
 
-def run_in_order(model: Path, name: str, pack: bool) -> tuple[list[dict[str, Any]], list[int]]:
+def run_in_order(model: Path, name: str, pack: bool) -> tuple[list[Values], list[int]]:
     return run(model, name, pack=pack)

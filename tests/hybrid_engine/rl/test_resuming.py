@@ -19,6 +19,7 @@ from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Row, RunFiles
 from hybrid_engine.trainer.fsdp import actor as fsdp_actor
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
 from tests.hybrid_engine.rl.test_loop import rows_of
@@ -27,7 +28,7 @@ from tests.zoo import workers
 pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [[first, 3, 4] for first in range(5, 10)]
-SETTINGS: dict[str, Any] = {
+SETTINGS: Values = {
     **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "save_every": 2},
     **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1, "kl_coefficient": 0.01},
 }
@@ -35,7 +36,7 @@ KILLED_AFTER = 3
 RESUMED_AFTER = 2  # step of the last checkpoint before the kill
 MEGATRON = {"tensor_model_parallel_size": 2}
 FSDP2 = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
-TRAINERS: dict[str, dict[str, Any]] = {
+TRAINERS: dict[str, Values] = {
     "fsdp2": FSDP2,
     "fsdp2-lora": FSDP2,
     "megatron": MEGATRON,
@@ -62,7 +63,7 @@ def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
         yield worker
 
 
-def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> dict[str, Any]:
+def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> Values:
     """Train; returns the sampled tokens and the final state.
 
     killed: receives a copy of the run's files, as a kill after step 3 would leave them.

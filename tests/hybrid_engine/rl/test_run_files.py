@@ -20,11 +20,12 @@ from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.config import free_engine_settings, shared_engine_settings
 from hybrid_engine.rl.run_files import Progress, RunFiles, defaults_of
 from tests.harness.errors import has_code, has_violation, has_violations
+from tests.harness.values import Values
 
-SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
+SETTINGS: Values = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
 
-def begun(out: Path, settings: dict[str, Any] = SETTINGS, **options: Any) -> RunFiles:
+def begun(out: Path, settings: Values = SETTINGS, **options: Any) -> RunFiles:
     files = RunFiles(out, **options)
     files.lock().close()
     files.begin(settings)
@@ -134,7 +135,7 @@ def test_a_newly_enabled_section_is_a_difference(tmp_path: Path) -> None:
 def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None:
     """An older run recorded optional sections in full; their defaults are just "off"."""
 
-    def engines(critic: dict[str, Any] | None = None, **generate: Any) -> HybridConfig:
+    def engines(critic: Values | None = None, **generate: Any) -> HybridConfig:
         actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
         values = {"model": "/one", "critic_config": critic, "actor_config": actor, "generate_config": generate}
         return HybridConfig.model_validate(values)

@@ -17,6 +17,7 @@ from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.rl import GrpoConfig, converse, train
 from hybrid_engine.rl.conversations import begin_conversations
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.hybrid_engine.serving.test_servers import config_of, train_step
@@ -59,9 +60,9 @@ def figures_of(groups: Any) -> list[list[Any]]:
     ]
 
 
-def hold(model: str, url: str) -> dict[str, Any]:
+def hold(model: str, url: str) -> Values:
     """Converse in several ways; on both ranks."""
-    results: dict[str, Any] = {}
+    results: Values = {}
     with worker_of(model, url) as worker:
         with worker.rollout_context():
             environment = replying(3, [7, 8])
@@ -185,7 +186,7 @@ def fail(model: str, url: str) -> list[tuple[str, float]]:
     return outcomes
 
 
-def learn(model: str, url: str, out: Path) -> list[dict[str, Any]]:
+def learn(model: str, url: str, out: Path) -> list[Values]:
     def reward(_prompt: Any, conversation: Any) -> float:
         assert conversation.environment is not None
         return sum(token % 2 for token in conversation.token_ids) / 4
@@ -211,7 +212,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     sizes = {"--max-model-len": LENGTH, "--max-num-seqs": 8, "--max-num-batched-tokens": 8}
     arguments = [str(part) for size in sizes.items() for part in size]
     with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
-        calls: dict[str, Any] = {
+        calls: Values = {
             "hold": (hold, (model, served.url)),
             "fail": (fail, (model, served.url)),
             "learn": (learn, (model, served.url, directory / "run")),

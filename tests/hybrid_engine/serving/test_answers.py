@@ -37,6 +37,7 @@ from hybrid_engine.serving.clients import API_KEY
 from hybrid_engine.serving.invitation import JOB, VERSION, DrawnWith
 from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -63,7 +64,7 @@ class Server(ThreadingHTTPServer):
         self.status = 200
         self.headers = dict[str, str]()
         self.body: bytes | None = b""
-        self.requests: list[tuple[dict[str, Any], str | None]] = []
+        self.requests: list[tuple[Values, str | None]] = []
         self.has_request = threading.Event()
 
 
@@ -108,18 +109,18 @@ def served() -> Iterator[tuple[ServedInference, Server]]:
         yield inference, server
 
 
-def choice(**changes: Any) -> dict[str, Any]:
+def choice(**changes: Any) -> Values:
     """Return a valid choice with some fields changed."""
     weights = {"job": WEIGHTS.job, "versions": [str(WEIGHTS.version)]}
     valid = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "text": "", "hybrid_engine": weights}
     return {**valid, "logprobs": {"token_logprobs": [-1.0, -0.5]}, **changes}
 
 
-def log_probs(*values: Any) -> dict[str, Any]:
+def log_probs(*values: Any) -> Values:
     return {"logprobs": {"token_logprobs": list(values)}}
 
 
-def response(*choices: dict[str, Any]) -> bytes:
+def response(*choices: Values) -> bytes:
     return json.dumps({"choices": choices}).encode()
 
 

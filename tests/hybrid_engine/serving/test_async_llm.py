@@ -20,6 +20,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.trainer.megatron.actor import build_actor
 from tests.harness.launch import REPO_ROOT, Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import ENVIRONMENT, fork_processes
 from tests.hybrid_engine.serving.test_servers import PROMPTS, config_of, write_model
 
@@ -40,17 +41,17 @@ def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[lis
     """Return the parts that the snippet of docs/servers.md streams, then the whole completion."""
     page = (REPO_ROOT / "docs" / "servers.md").read_text().partition("## Streaming")[2]
     (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {"server": server, "publisher": publisher}
+    names: Values = {"server": server, "publisher": publisher}
     exec(compile(snippet, "docs/servers.md", "exec"), names)
     whole = server.complete({"prompt": [[5, 6, 7]], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
     return [*map(list, names["parts"]), whole]
 
 
-def publish_to_async_llm(model: str) -> dict[str, Any]:
+def publish_to_async_llm(model: str) -> Values:
     os.environ.update(ENVIRONMENT)
     fork_processes()
     torch.compiler.set_stance("force_eager")  # or samplers compile for a minute
-    results = dict[str, Any]()
+    results = Values()
     server = VllmActor(model=model, **ENGINE)
     try:
         with ExitStack() as ends, closing(Job.join(60)) as job:

@@ -31,6 +31,7 @@ from hybrid_engine.serving.clients import API_KEY, HttpServer, named_server, sil
 from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, Rendezvous, Update, require_address
 from hybrid_engine.serving.receiver import WeightReceiver
 from tests.harness.errors import has_code, has_violations
+from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWeights
 
 
@@ -47,7 +48,7 @@ def invitation_to(meeting: Rendezvous, **values: Any) -> Invitation:
     return Invitation(**{**fields_of(meeting), **values})
 
 
-def fields_of(meeting: Rendezvous) -> dict[str, Any]:
+def fields_of(meeting: Rendezvous) -> Values:
     ranks = {"first_rank": 2, "num_workers": 1, "size": 3}
     return {"place": meeting.place, "name": meeting.name, **ranks, "settings": {}}
 
@@ -273,7 +274,7 @@ def test_the_invitation_sets_the_address_on_one_host(place: Rendezvous) -> None:
         ({"settings": {"transport": "\ud800"}}, "surrogates"),
     ],
 )
-def test_a_malformed_field_is_refused(place: Rendezvous, values: dict[str, Any], problem: str) -> None:
+def test_a_malformed_field_is_refused(place: Rendezvous, values: Values, problem: str) -> None:
     fields = fields_of(place)
     assert Invitation.read(fields).size == 3
     with pytest.raises(MessageError, check=has_code("malformed-message", problem)):
@@ -287,7 +288,7 @@ def test_a_malformed_field_is_refused(place: Rendezvous, values: dict[str, Any],
         {"place": "file:\0"},
     ],
 )
-def test_invalid_settings_and_places_are_malformed_messages(place: Rendezvous, values: dict[str, Any]) -> None:
+def test_invalid_settings_and_places_are_malformed_messages(place: Rendezvous, values: Values) -> None:
     invitation = Invitation.read({**fields_of(place), **values})
     with pytest.raises(MessageError, check=has_code("malformed-message")):
         invitation.store()

@@ -30,6 +30,7 @@ from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.switch.states import State
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWorkers
 from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining, Script, ScriptedOffloader, canonical
 
@@ -79,12 +80,12 @@ class FakeServer:
     def num_workers(self) -> int:
         return 1
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: Values) -> None:
         self.receiver.join(Invitation.read(init_info))
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: Values) -> None:
         self.script.reach("update")
         assert self.is_paused
         self.receiver.switch(Update.read(update_info))
@@ -113,7 +114,7 @@ class FakeServer:
     def compute_in(self, dtype: str) -> None:
         self.weights.dtype = dtype
 
-    def observe(self) -> dict[str, Any]:
+    def observe(self) -> Values:
         """Return the server's state: version in use (None while paused) and versions of tensors."""
         versions = {}
         for name, flat in self.weights.live.items():
@@ -208,7 +209,7 @@ class Trainers:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def observe(self) -> dict[str, Any] | None:
+    def observe(self) -> Values | None:
         self.job.agreement.conclude("looking")
         return None if self.caller is None else self.caller.observe()
 
@@ -253,8 +254,8 @@ FAULTS = {
 """(participant, call that fails) -> moment of the failure."""
 
 
-def fail_in_each_call(trainers: Trainers) -> dict[str, Any]:
-    observations: dict[str, Any] = {}
+def fail_in_each_call(trainers: Trainers) -> Values:
+    observations: Values = {}
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         for who, call in FAULTS:
@@ -320,7 +321,7 @@ def test_a_server_lost_by_one_trainer_is_lost_by_all(ranks: Ranks, tmp_path: Pat
     assert second[1] == ""
 
 
-def state_with(version: int) -> dict[str, Any]:
+def state_with(version: int) -> Values:
     """Return the state of a server that generates with the weights of `version`."""
     weights = {name: [version] for name in SHAPES}
     return {"version": str(version), "holds": "FILLED", "weights": weights, "keeps": True}

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,6 +32,7 @@ from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
 from hybrid_engine.switch.states import State
 from tests.harness.errors import has_code
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.hybrid_engine.serving.test_servers import config_of, train_step
@@ -103,11 +103,11 @@ class Stream:
     arrived: list[int] = field(default_factory=list)
     is_in_flight: bool = False
 
-    def body(self, seed: int) -> dict[str, Any]:
+    def body(self, seed: int) -> Values:
         sampling = {"temperature": self.temperature, "max_tokens": self.num_tokens, "ignore_eos": True, "logprobs": 0}
         return {"token_ids": self.prompt, "sampling_params": {**sampling, "seed": seed}, "stream": True}
 
-    def take(self, choice: dict[str, Any]) -> None:
+    def take(self, choice: Values) -> None:
         """Append a part of the response."""
         self.tokens += choice["token_ids"]
         self.log_probs += [token["logprob"] for token in choice["logprobs"]["content"]]
@@ -320,7 +320,7 @@ def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
     return Run(clients.streams, replayed, reported, [])
 
 
-def compute_differently(model: str, url: str, out: str, changes: dict[str, Any]) -> str:
+def compute_differently(model: str, url: str, out: str, changes: Values) -> str:
     """Publish from trainers of the same shapes and other settings; return the error."""
     os.environ[TOKEN] = SECRET
     other = Path(out, "model")

@@ -18,6 +18,7 @@ from hybrid_engine import ActorHybridWorker, Sampling, load_config
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, has_route, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.zoo.families import served_config
@@ -41,9 +42,9 @@ class Case:
 
     family: str
     trainers: int
-    actor: dict[str, Any]
+    actor: Values
     servers: tuple[tuple[str, ...], ...] = ((),)
-    generate: dict[str, Any] = field(default_factory=dict)
+    generate: Values = field(default_factory=dict)
     max_tokens: int = 8
 
 
@@ -68,7 +69,7 @@ CASES = {
 ALWAYS = ("qwen2, tp2 to tp1",)
 
 
-def config_of(model: str, urls: list[str], actor: dict[str, Any], **generate: Any) -> Any:
+def config_of(model: str, urls: list[str], actor: Values, **generate: Any) -> Any:
     keys = {"servers": urls, "verify": "full", "bucket_mb": 1, "timeout_seconds": 60, "max_model_len": 128, **generate}
     actor_keys = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
     return load_config({"model": model, "actor_config": actor_keys, "generate_config": keys})
@@ -81,7 +82,7 @@ def train_step(worker: ActorHybridWorker, step: int) -> None:
     worker.update(batch, lambda batch, log_probs: -log_probs.mean())
 
 
-def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[dict[str, Any]]:
+def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[Values]:
     versions = []
     with ActorHybridWorker(config_of(model, urls, case.actor, **case.generate)) as worker:
         servers = [HttpServer(url, 60) for url in urls]

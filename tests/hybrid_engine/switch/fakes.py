@@ -20,6 +20,7 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem, OffloadReport
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job, own_device
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.report import ReshardReport
@@ -197,7 +198,7 @@ class FakeInference:
         self.dtype = "float32"
         self.device = own_device()
         self.tensors = dict(tensors)
-        self.live: dict[str, torch.Tensor] = {}
+        self.live: TensorDict = {}
         self.in_force: set[str] = set()
 
     def layout(self) -> Layout:

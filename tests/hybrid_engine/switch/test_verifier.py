@@ -9,6 +9,7 @@ import torch
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ranks.digests import box_digest, box_digests
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
@@ -101,7 +102,7 @@ def verified(job: None) -> Rig:
     return Rig(verify="full")
 
 
-def after_each_bucket(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], object]) -> None:
+def after_each_bucket(rig: Rig, after: Callable[[int, TensorDict], object]) -> None:
     """Call `after(bucket, destination)` after each bucket is transferred."""
     router = rig.manager.router
     run = router.run
@@ -127,7 +128,7 @@ def test_a_correct_switch_passes_and_reports_its_cost(verified: Rig, caplog: pyt
 
 
 def test_a_flipped_bit_is_reported_and_rolled_back(verified: Rig) -> None:
-    def flip(bucket: int, destination: dict[str, torch.Tensor]) -> None:
+    def flip(bucket: int, destination: TensorDict) -> None:
         if "second.weight" in destination:
             destination["second.weight"][-1:].view(torch.int32).bitwise_xor_(1)
 

@@ -14,6 +14,7 @@ import torch
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.memory import elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
@@ -77,7 +78,7 @@ def make_plan(link: Link = Link.HOST) -> ReshardPlan:
     return ReshardPlan(tuple(buckets), {}, (), "fingerprint")
 
 
-def source_of(rank: int) -> dict[str, torch.Tensor]:
+def source_of(rank: int) -> TensorDict:
     values = torch.tensor([value_of(rank, group) for group in range(NUM_GROUPS)])
     return {"src": values.repeat_interleave(NUMEL)}
 

@@ -16,6 +16,7 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.plan import Bucket, Link, Transfer, wire_dtype
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 SENTINEL_BYTE = 0xA5  # fills destinations, so that a stray write shows
@@ -53,17 +54,17 @@ class Case:
             for buffer_id, flat in self.sources.items()
         }
 
-    def sources_of(self, rank: int) -> dict[str, torch.Tensor]:
+    def sources_of(self, rank: int) -> TensorDict:
         return {buffer_id.name: flat for buffer_id, flat in self.sources.items() if buffer_id.rank == rank}
 
-    def new_destinations(self, rank: int) -> dict[str, torch.Tensor]:
+    def new_destinations(self, rank: int) -> TensorDict:
         return {
             buffer_id.name: _filled(buffer.numel, getattr(torch, buffer.dtype))
             for buffer_id, buffer in self.destinations.items()
             if buffer_id.rank == rank
         }
 
-    def expected(self, rank: int) -> dict[str, torch.Tensor]:
+    def expected(self, rank: int) -> TensorDict:
         """Compute this rank's destinations after all buckets element by element."""
         expected = self.new_destinations(rank)
         for transfer in itertools.chain.from_iterable(bucket.transfers for bucket in self.buckets):

@@ -13,6 +13,7 @@ import torch
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.plan import Bucket, ReshardPlan
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.setup import _gather_handles
@@ -115,7 +116,7 @@ class Rank:
         self.router.check(self.plan, exported=handles)
         self.clear()
 
-    def _tensors(self, layout: Layout) -> dict[str, torch.Tensor]:
+    def _tensors(self, layout: Layout) -> TensorDict:
         return {
             buffer.name: torch.from_numpy(values).to(getattr(torch, layout.buffers[buffer].dtype))
             for buffer, values in filled_buffers(layout).items()

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.transports import collective, copies
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
@@ -55,7 +56,7 @@ SEED = 20240607
 STAGING = ("collective", "staging is reused")
 
 
-def elastic_sources(case: Case, rank: int) -> dict[str, torch.Tensor]:
+def elastic_sources(case: Case, rank: int) -> TensorDict:
     sources = {}
     for name, flat in case.sources_of(rank).items():
         sources[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param")

@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
-from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.backends.vllm.engine_settings import Sampling, TokenIds
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.backends.vllm.replica_exchange import (
     Completions,
-    TokenIds,
     interleaved,
     sendable,
 )

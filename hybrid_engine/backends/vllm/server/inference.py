@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling, TokenIds
 from hybrid_engine.backends.vllm.images import require_text
 from hybrid_engine.backends.vllm.prompts import (
     ChatArguments,
@@ -21,7 +21,6 @@ from hybrid_engine.backends.vllm.prompts import (
 )
 from hybrid_engine.backends.vllm.replica_exchange import (
     Completions,
-    TokenIds,
     check_data,
     stream_seeds,
 )

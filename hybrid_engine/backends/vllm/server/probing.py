@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import probe_limits
 from hybrid_engine.backends.vllm.server.receiver import begin_capture, end_capture, layers_of
 from hybrid_engine.compute_check.logprob_check import Description
 from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.serving.comparison import ServerDescription, token_ids
 
 _QUEUES = ("waiting", "skipped_waiting")
@@ -103,7 +102,7 @@ def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
         )
         preprocessed, *_ = core.preprocess_add_request(request)
         scheduler.add_request(preprocessed)
-    log_probs: dict[str, torch.Tensor] = {}
+    log_probs: TensorDict = {}
     try:
         while scheduler.has_requests() or core.batch_queue:
             by_client, _ = core.step_fn()

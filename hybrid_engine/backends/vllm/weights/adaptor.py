@@ -31,6 +31,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 from hybrid_engine.errors import ModelError, StateError, first_of
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.ranks.digests import box_digests
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Layout
 
 
@@ -76,7 +77,7 @@ class VllmAdaptor:
         self._settings = settings
         self._states = GroupStates(traced.groups)
         # group -> buffer -> tensor, between allocate and commit
-        self._filling: dict[str, dict[str, torch.Tensor]] = {}
+        self._filling: dict[str, TensorDict] = {}
         # True if a forward may have run since `forward_state.forget`. It is True at first, because
         # vLLM profiles the model before the first fill.
         self._may_have_computed = True
@@ -353,7 +354,7 @@ class VllmAdaptor:
             self._live_digests.pop(name, None)
             self._processed.drop(name)
 
-    def _loader_tensors(self, groups: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _loader_tensors(self, groups: Sequence[str]) -> TensorDict:
         """Return the tensors to fill by buffer; elements that no transfer writes are zero."""
         live = self._processed.live
         storages = [storage for group in groups for storage in self._traced.storages_of(group)]

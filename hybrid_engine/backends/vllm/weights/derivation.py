@@ -40,11 +40,13 @@ from hybrid_engine.backends.vllm.weights.postload import (
     module_tensors,
 )
 from hybrid_engine.backends.vllm.weights.tracing import (
+    NamedModules,
     WeightStorage,
     flat_view,
     storage_key,
     view_of,
 )
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.regions import StridedView
 
 MISSING = object()
@@ -325,7 +327,7 @@ class ModelSnapshot:
     constants: frozenset[int]
     _modules: Mapping[str, _ModuleSnapshot]
 
-    def live(self, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    def live(self, modules: NamedModules) -> TensorDict:
         """Return the storages that all their modules still hold, unchanged in form and values."""
         live = {}
         for name, storage in self.storages.items():
@@ -412,7 +414,7 @@ class ModelSnapshot:
 
 
 def take_snapshot(
-    modules: Mapping[str, torch.nn.Module],
+    modules: NamedModules,
     storages: Mapping[str, WeightStorage],
     groups: Mapping[str, CommitGroup],
 ) -> ModelSnapshot:
@@ -442,7 +444,7 @@ def take_snapshot(
 
 
 def _values(
-    modules: Mapping[str, torch.nn.Module],
+    modules: NamedModules,
     groups: Mapping[str, CommitGroup],
     contents: Mapping[str, ModuleTensors],
     owners: Mapping[int, WeightStorage],

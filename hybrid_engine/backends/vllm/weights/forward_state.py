@@ -32,7 +32,7 @@ from hybrid_engine.backends.vllm.weights.postload import (
     module_tensors,
     reached_from,
 )
-from hybrid_engine.backends.vllm.weights.tracing import storage_key
+from hybrid_engine.backends.vllm.weights.tracing import NamedModules, storage_key
 from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.ranks.torch_internals import num_writes
 
@@ -175,7 +175,7 @@ class ForwardState:
 
     @staticmethod
     def of(
-        modules: Mapping[str, torch.nn.Module],
+        modules: NamedModules,
         renewed: Iterable[Change],
         weights: Collection[int],
         has_graphs: bool,

@@ -19,7 +19,8 @@ from typing import Any, cast
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.weights.tracing import WeightStorage, storage_key
+from hybrid_engine.backends.vllm.weights.tracing import NamedModules, WeightStorage, storage_key
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 Table = dict[Any, Any] | list[Any]
 """A container: the attributes of an object, a dict, a list."""
@@ -109,7 +110,7 @@ def deriving_attention(
     return deriving
 
 
-def modules_processed(modules: Mapping[str, torch.nn.Module], name: str) -> tuple[str, ...]:
+def modules_processed(modules: NamedModules, name: str) -> tuple[str, ...]:
     """Return the modules whose contents a module's processing may change, the module first.
 
     For attention this includes the modules inside it, which may be registered under another parent
@@ -149,11 +150,11 @@ class ModuleTensors:
     """
 
     tables: dict[str, Table] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: TensorDict = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     sealed: dict[str, object] = field(default_factory=dict)
 
-    def outside(self, known: Collection[int]) -> dict[str, torch.Tensor]:
+    def outside(self, known: Collection[int]) -> TensorDict:
         """Return the non-empty tensors whose storage keys are not in `known`."""
         return {
             path: tensor
@@ -162,7 +163,7 @@ class ModuleTensors:
         }
 
 
-def module_tensors(modules: Mapping[str, torch.nn.Module], names: Iterable[str]) -> ModuleTensors:
+def module_tensors(modules: NamedModules, names: Iterable[str]) -> ModuleTensors:
     """Return the contents of these modules, each without its children."""
     contents = ModuleTensors()
     for name in names:

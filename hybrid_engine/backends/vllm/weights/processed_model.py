@@ -33,8 +33,14 @@ from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup
 from hybrid_engine.backends.vllm.weights.postload import display, module_tensors
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel
-from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, flat_view, storage_key
+from hybrid_engine.backends.vllm.weights.tracing import (
+    LoadWeights,
+    NamedModules,
+    flat_view,
+    storage_key,
+)
 from hybrid_engine.errors import ModelError, ReshardError
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 Observer = Callable[[str, torch.Tensor], None]
 """Called with a parameter's full name and its filled tensor in loader layout, before processing."""
@@ -65,7 +71,7 @@ class ProcessedModel:
     """
 
     traced: TracedModel
-    modules: Mapping[str, torch.nn.Module]
+    modules: NamedModules
     live: Mapping[str, torch.Tensor]
     derivations: Mapping[str, Derivation]
     in_place: frozenset[str]
@@ -99,7 +105,7 @@ class ProcessedModel:
 
     # -- commits -----------------------------------------------------------------------------------
 
-    def commit(self, name: str, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
+    def commit(self, name: str, tensors: TensorDict, observe: Observer) -> None:
         """Bind a group's tensors as at load, then have vLLM derive its tensors from them again.
 
         Args:
@@ -139,7 +145,7 @@ class ProcessedModel:
             self.derivations[name].load(tensors)
             self.bind(name, tensors)
 
-    def dropped(self, name: str) -> dict[str, torch.Tensor]:
+    def dropped(self, name: str) -> TensorDict:
         """Return the tensors that a group's modules hold after `drop`, by storage."""
         storages = self.traced.storages_of(name)
         return {
@@ -188,7 +194,7 @@ class ProcessedModel:
             for binding in storage.bindings:
                 binding.put(self.modules, tensors[storage.name])
 
-    def _aliases(self, group: str) -> dict[str, torch.Tensor]:
+    def _aliases(self, group: str) -> TensorDict:
         """Return new parameters over the memory of a group's live ones, by storage.
 
         vLLM processes the aliases: since 0.33 it may move a parameter to other memory (`.data`),
@@ -204,14 +210,14 @@ class ProcessedModel:
         self,
         name: str,
         derivation: Derivation,
-        tensors: dict[str, torch.Tensor],
+        tensors: TensorDict,
         observe: Observer,
     ) -> None:
         self.restore_constants(derivation.reached)
         self._load(name, tensors, observe)
         self.process(derivation)
 
-    def _load(self, name: str, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
+    def _load(self, name: str, tensors: TensorDict, observe: Observer) -> None:
         """Have the model's own loader write the staged tensors, and empty `tensors`.
 
         Afterwards only the modules refer to the tensors, so that the processing can free them.
@@ -338,7 +344,7 @@ def _inspected(
 
 def _derivation(
     traced: TracedModel,
-    modules: Mapping[str, torch.nn.Module],
+    modules: NamedModules,
     group: CommitGroup,
     live: Mapping[str, torch.Tensor],
     known: Collection[int],
@@ -392,7 +398,7 @@ def _reference_to_method(module: torch.nn.Module) -> Change:
 
 def _constants(
     traced: TracedModel,
-    modules: Mapping[str, torch.nn.Module],
+    modules: NamedModules,
     derivations: Mapping[str, Derivation],
     written: Mapping[str, Mapping[str, Constant]],
     keeps_addresses: bool,

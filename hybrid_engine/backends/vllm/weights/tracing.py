@@ -39,6 +39,8 @@ _DispatchMode: Any = internals.DISPATCH_MODE.load()
 tree_leaves = internals.TREE_LEAVES.load()
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+NamedModules = Mapping[str, torch.nn.Module]
+"""Modules by path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,10 +385,10 @@ class Binding:
     def name(self) -> str:
         return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
-    def find(self, modules: Mapping[str, torch.nn.Module]) -> torch.Tensor | None:
+    def find(self, modules: NamedModules) -> torch.Tensor | None:
         return getattr(modules[self.module], self.attribute, None)
 
-    def put(self, modules: Mapping[str, torch.nn.Module], tensor: torch.Tensor) -> None:
+    def put(self, modules: NamedModules, tensor: torch.Tensor) -> None:
         """Set the attribute to `tensor`, bypassing torch's checks of types and shapes."""
         module = modules[self.module]
         table = module._parameters if self.is_parameter else module._buffers

@@ -32,13 +32,17 @@ from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import driver_of
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.host_pages import libc
-from hybrid_engine.memory.pool import Pool, Segment, SharedSegment
+from hybrid_engine.memory.pool import AddressRange, Pool, SharedSegment
 from hybrid_engine.ranks.torch_internals import make_workspaces
 
 logger = logging.getLogger(__name__)
 
 Live = Mapping[str, torch.Tensor]
 """Storage -> live parameter that vLLM computes with; every fill writes each of them completely."""
+
+Handle = tuple[int, int, int, int]
+"""Device, bytes, address, and address of the driver's handle, of a segment of vLLM's allocator."""
+OnMemory = Callable[[Handle], None]
 
 _MOST_COLLECTIONS = 3
 """Garbage collections before giving up: an object whose finalizer frees others needs several."""
@@ -210,16 +214,20 @@ class SleepMode(WeightMemory):
         driver = driver_of(torch.cuda.current_device())
         if driver is None:
             return False
-        asleep = [(data, False) for data in self._weights.segments]
-        asleep += [(data, True) for data in self._caches.segments]
-        segments = [Segment(_start(data), int(data.handle[1]), late) for data, late in asleep]
+        ranges = {
+            _start(data): (data.handle, of is self._caches)
+            for of in (self._weights, self._caches)
+            for data in of.segments
+        }
+        segments = [
+            AddressRange(start, handle[1], is_late) for start, (handle, is_late) in ranges.items()
+        ]
         self._pool = Pool(driver, rooms, lenders, segments)
         _shared.update(self._pool.segments)
-        for data, _ in asleep:
-            if _start(data) in _shared:
-                # vLLM's extension releases this handle when it frees the segment.
-                number = ctypes.c_uint64.from_address(data.handle[3])
-                number.value = int(_shared[_start(data)].handle)
+        for start, segment in self._pool.segments.items():
+            # vLLM's extension releases this handle when it frees the segment.
+            number = ctypes.c_uint64.from_address(ranges[start][0][3])
+            number.value = int(segment.handle)
         return True
 
     def give_back(self) -> None:
@@ -358,7 +366,7 @@ class FreeCallback:
                 gc.enable()
 
 
-def _with_some_memory(handle: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _with_some_memory(handle: Handle) -> Handle:
     """Map a granule of an allocation without memory; return `handle`.
 
     A granule is enough, because the driver unmaps a range that is mapped in part.
@@ -396,8 +404,8 @@ def shared_segments() -> Iterator[None]:
     """Make vLLM's allocator, in this context, note what it would do to memory that is shared."""
     allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
 
-    def waking(create_and_map: Callable[[Any], None]) -> Callable[[Any], None]:
-        def wake(handle: tuple[int, int, int, int]) -> None:
+    def waking(create_and_map: OnMemory) -> OnMemory:
+        def wake(handle: Handle) -> None:
             shared = _shared.get(handle[2])
             if shared is None:
                 create_and_map(handle)
@@ -406,8 +414,8 @@ def shared_segments() -> Iterator[None]:
 
         return wake
 
-    def sleeping(unmap_and_release: Callable[[Any], None]) -> Callable[[Any], None]:
-        def sleep(handle: tuple[int, int, int, int]) -> None:
+    def sleeping(unmap_and_release: OnMemory) -> OnMemory:
+        def sleep(handle: Handle) -> None:
             shared = _shared.get(handle[2])
             if shared is not None and handle[2] in allocator.pointer_to_data:
                 shared.sleep()

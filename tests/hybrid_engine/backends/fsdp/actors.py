@@ -14,6 +14,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import Batch, Report
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.ports import ActorParts
@@ -25,7 +26,7 @@ TIED_WITH_ODD_ROWS = {"tie_word_embeddings": True, "intermediate_size": 37}
 State = dict[str, Any]
 
 
-def batch(step: int) -> dict[str, torch.Tensor]:
+def batch(step: int) -> TensorDict:
     return token_batch(step, num_sequences=8, length=12)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,12 +10,13 @@ from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import Verdict
 from hybrid_engine.tools.verify.verify import run_cases
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp import derived_ranks
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import served_config, write_config
 
-TENSOR: dict[str, Any] = {"infer_tensor_parallel_size": 2}
-EXPERT: dict[str, Any] = {**TENSOR, "infer_expert_parallel_size": 2}
+TENSOR: Values = {"infer_tensor_parallel_size": 2}
+EXPERT: Values = {**TENSOR, "infer_expert_parallel_size": 2}
 FEW = {
     # All experts in one tensor, attention sinks, biases that only the loader can write.
     "GptOssForCausalLM": TENSOR,
@@ -45,7 +45,7 @@ EXCLUDED = {
 }
 
 
-def cases_of(layouts: dict[str, dict[str, Any]], directory: Path) -> list[Case]:
+def cases_of(layouts: dict[str, Values], directory: Path) -> list[Case]:
     cases = []
     for architecture, infer in layouts.items():
         model = write_config(directory / architecture, small_config(architecture))

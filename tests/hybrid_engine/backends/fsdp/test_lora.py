@@ -21,8 +21,10 @@ from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
@@ -88,10 +90,10 @@ class Adapted:
     origins: dict[str, int] = field(default_factory=dict)
     read: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    committed: dict[str, torch.Tensor] = field(default_factory=dict)
+    committed: TensorDict = field(default_factory=dict)
 
 
-def peft_model(path: Path, settings: dict[str, Any]) -> Any:
+def peft_model(path: Path, settings: Values) -> Any:
     """Return an fp32 model with random A and B, the same on every rank."""
     from peft import LoraConfig, get_peft_model
 
@@ -104,7 +106,7 @@ def peft_model(path: Path, settings: dict[str, Any]) -> Any:
     return model
 
 
-def run(directory: str, config: dict[str, Any], settings: dict[str, Any], rollout: dict[str, Any]) -> Adapted:
+def run(directory: str, config: Values, settings: Values, rollout: Values) -> Adapted:
     """Train, switch and compare `NUM_STEPS` times."""
     path = Path(directory)
     if not dist.is_initialized():
@@ -152,7 +154,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def _whole_copy(path: Path, settings: dict[str, Any], model: Any) -> Any:
+def _whole_copy(path: Path, settings: Values, model: Any) -> Any:
     """Return the unsharded model on this rank."""
     whole = peft_model(path, settings)
     whole.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})

@@ -26,10 +26,11 @@ from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ConfigError, DependencyError, ModelError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.groups import end_groups
-from hybrid_engine.ranks.torch_internals import PrivateName
+from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Ranks
 from tests.harness.private_names import exists
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
@@ -43,7 +44,7 @@ def test_a_torch_older_than_tested_is_refused() -> None:
         require_torch(version)
 
 
-def weights(**dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+def weights(**dtypes: torch.dtype) -> TensorDict:
     return {name: torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for name, dtype in dtypes.items()}
 
 
@@ -151,7 +152,7 @@ def test_attention_without_masks_is_refused_for_windows(
     ],
     ids=lambda scaling: scaling["rope_type"],
 )
-def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
+def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, scaling: Values) -> None:
     model = model_from(tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64})
     short = model.model.rotary_emb.inv_freq.clone()
     model(torch.zeros(1, 140, dtype=torch.int64))  # leaves the frequencies of its length in the buffers
@@ -169,9 +170,7 @@ def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, s
     ],
     ids=str,
 )
-def test_a_config_that_transformers_cannot_build_is_refused(
-    tmp_path: Path, change: dict[str, Any], problem: str
-) -> None:
+def test_a_config_that_transformers_cannot_build_is_refused(tmp_path: Path, change: Values, problem: str) -> None:
     path = write_config(tmp_path, served_config("llama") | change)
     with pytest.raises(ConfigError, match=problem, check=has_violations(("model", "builds-no-model"))):
         model_of_config(path)
@@ -188,7 +187,7 @@ def test_norms_of_latent_attention_need_the_configured_epsilon(tmp_path: Path) -
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-OVERRIDES: dict[str, dict[str, Any]] = {
+OVERRIDES: dict[str, Values] = {
     "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "llama3": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}},

@@ -15,6 +15,7 @@ from hybrid_engine.backends.fsdp.names import canonical_views
 from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import a_name, b_name
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code, violations_of
 from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, read_config, served_config, write_config
@@ -255,7 +256,7 @@ def test_a_tensor_computed_from_several_parameters_is_refused(tmp_path: Path, mo
     model = model_of(tmp_path, "llama")
 
     # No conversion of transformers adds tensors yet.
-    def convert(_model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(_model: torch.nn.Module, state: TensorDict) -> TensorDict:
         return {**state, "model.norm.weight": state["model.norm.weight"] + 1}
 
     monkeypatch.setattr("hybrid_engine.backends.fsdp.names.revert_weight_conversion", convert)

@@ -24,6 +24,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import flat_storage_of, local_o
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
 from tests.hybrid_engine.serving.publishing import calls_while_published
@@ -237,7 +238,7 @@ def _whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).contiguous().clone()
 
 
-def _state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+def _state(model: torch.nn.Module, optimizers: Optimizers) -> TensorDict:
     state = {}
     for name, parameter in model.named_parameters():
         state[name] = local_of(parameter)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,12 @@ from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import differences
 from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, token_batch
@@ -47,10 +48,10 @@ class Case:
 
     family: str
     replicas: int = 1
-    infer: dict[str, Any] = field(default_factory=dict)
+    infer: Values = field(default_factory=dict)
     dtype: str = "float32"
-    model: dict[str, Any] = field(default_factory=dict)
-    shard: dict[str, Any] = field(default_factory=dict)
+    model: Values = field(default_factory=dict)
+    shard: Values = field(default_factory=dict)
     num_steps: int = 2
     tensor_parallel: bool = False
 
@@ -200,7 +201,7 @@ def _differences(
     return [name for name in sorted(state | expected) if not same_bits(state.get(name), expected.get(name))]
 
 
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TensorDict:
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {name: local_of(tensor) for name, tensor in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
@@ -214,12 +215,12 @@ def _elastic_share(trainer: ShardedModel) -> float:
     return sum(sizes[name] for name in elastic) / sum(sizes.values())
 
 
-def _compression(dtype: str) -> dict[str, Any]:
+def _compression(dtype: str) -> Values:
     return {} if dtype == "float32" else {"compress_reshard": True, "compression_dtype": dtype}
 
 
 def _compare(engine: HybridEngine[ShardedModel], path: Path, switched: Switched) -> None:
-    parameters: dict[str, torch.Tensor] = {}
+    parameters: TensorDict = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         parameters[name] = tensor.detach().clone()

@@ -32,9 +32,11 @@ from hybrid_engine.files import model_files
 from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_violations, violations_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
+from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, view_of
 from tests.zoo.tiny_models import read_canonical, save_model
 
@@ -47,8 +49,8 @@ class Case:
     """A model on disk and the layout that reads and writes it."""
 
     family: str
-    actor: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=dict)
+    actor: Values
+    model: Values = field(default_factory=dict)
 
 
 CASES = {
@@ -67,7 +69,7 @@ CASES = {
 
 # name -> (error with the codes of its violations, parts of its message, changes of config.json;
 # None: a checkpoint without files)
-BROKEN: dict[str, tuple[str, tuple[str, ...], dict[str, Any] | None]] = {
+BROKEN: dict[str, tuple[str, tuple[str, ...], Values | None]] = {
     "other sizes": (
         "ParameterMismatchError",
         ("model.layers.0.mlp.gate_proj.weight", "(48, 24)"),
@@ -105,7 +107,7 @@ def kind_of(error: BaseException) -> str:
     return " ".join([type(error).__name__, *(code for _, code in violations_of(error))])
 
 
-def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]]:
+def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, Values]:
     """Load and save every case; return the differences found on this rank."""
     results = {}
     for name, case in CASES.items():
@@ -130,7 +132,7 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
     return results
 
 
-def wrong_shards(weights: Any, canonical: dict[str, torch.Tensor]) -> list[str]:
+def wrong_shards(weights: Any, canonical: TensorDict) -> list[str]:
     buffers = weights.buffers()
     layout = weights.layout()
     return [
@@ -192,7 +194,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.fixture
-def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
+def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[Values]]:
     paths, out, outcomes = launched
     return paths, out, outcomes["good"]
 
@@ -303,10 +305,10 @@ def test_load_pretrained_accepts_a_checkpoint_without_a_head(launched: Any) -> N
         assert (wrong, is_kept) == ([HEAD], True)
 
 
-def fetch_from_the_hub(directory: Path) -> dict[str, Any]:
+def fetch_from_the_hub(directory: Path) -> Values:
     """Return which ranks download on one host and on two, and the errors of failures."""
     snapshots = [directory / "models--org--name" / "snapshots" / (digit * 40) for digit in "01"]
-    results: dict[str, Any] = {}
+    results: Values = {}
     for name, hosts in (("one host", "aa"), ("two hosts", "ab")):
         with closing(Job.join(60, host=hosts[int(os.environ["RANK"])])) as job:
             with mock.patch.object(HubSnapshot, "download", autospec=True) as download:

@@ -20,6 +20,7 @@ from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_check
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.files.checksums import CHECKSUMS
 from hybrid_engine.files.model_files import INDEX, SINGLE
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from tests.harness.errors import has_code, has_violations
@@ -65,7 +66,7 @@ class Weights:
     def prepare(self) -> None:
         """Do nothing: no gathers are pending."""
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> TensorDict:
         return self.tensors
 
     def layout(self) -> Layout:

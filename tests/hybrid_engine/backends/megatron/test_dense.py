@@ -13,8 +13,10 @@ import torch
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import chunked_scores
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo import padded_batches
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
@@ -28,7 +30,7 @@ NUM_STEPS = 2
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, Values]] = {
     "llama": ("llama", {}),
     "llama, biases, other rotary base": (
         "llama",
@@ -71,7 +73,7 @@ SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+TWO_RANKS: dict[str, tuple[str, Values]] = {
     "llama tp2": ("llama", TP2),
     "llama, biases dp2": ("llama, biases, other rotary base", {}),
     "llama, biases pp2": ("llama, biases, other rotary base", PP2),
@@ -96,7 +98,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 pp2": ("gpt2", PP2),
     "gpt2, untied, exact gelu tp2": ("gpt2, untied, exact gelu", TP2),
 }
-FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+FOUR_RANKS: dict[str, tuple[str, Values]] = {
     "qwen3 tp2 pp2": ("qwen3", {**TP2, **PP2}),
     "qwen3 tp2 pp2 vpp2, overlap": ("qwen3, tied, four layers", {**TP2, **VPP2, **OVERLAP}),
     "qwen2 tp2 pp2": ("qwen2, tied", {**TP2, **PP2}),
@@ -106,7 +108,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
 # Name -> model, actor settings; the remaining ranks are data parallel.
 LAYOUTS = TWO_RANKS | FOUR_RANKS
 # Layouts that also read batches padded on either side, and packed batches.
-PADDED: dict[str, tuple[str, dict[str, Any]]] = {
+PADDED: dict[str, tuple[str, Values]] = {
     "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
     "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),
     "gemma2, four layers pp2 vpp2, padded": ("gemma2, four layers", VPP2),
@@ -117,7 +119,7 @@ WARM = 1.4  # temperature of the bfloat16 runs
 BFLOAT16 = ("llama 3.1", "qwen2 with windows", "qwen3", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> TensorDict:
     """Sequences longer than every window; token 129 is the last before Megatron's padding."""
     batch = token_batch(3, 4, 12)
     batch["tokens"][0, 0] = batch["tokens"][0, 5] = batch["labels"][0, 4] = 129
@@ -137,7 +139,7 @@ class RankResult:
     log_probs: torch.Tensor
 
 
-def run_layout(path: Path, settings: dict[str, Any]) -> RankResult:
+def run_layout(path: Path, settings: Values) -> RankResult:
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
     # several chunks of tokens a row, the last one shorter
     with running(path, config) as run, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=1500):
@@ -153,7 +155,7 @@ def run_layout(path: Path, settings: dict[str, Any]) -> RankResult:
         return RankResult(reports, log_probs)
 
 
-def read_padded(path: Path, settings: dict[str, Any]) -> dict[str, padded_batches.Read]:
+def read_padded(path: Path, settings: Values) -> dict[str, padded_batches.Read]:
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings, "seq_length": padded_batches.WIDTH})) as run:
         load_canonical(run, path)
         return padded_batches.read_all(run.engine)
@@ -244,7 +246,7 @@ def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
     return Outcomes({**on_two.results, **on_four.results}, {**on_two.failures, **on_four.failures})
 
 
-def layout_calls(paths: dict[str, Path], layouts: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Call]:
+def layout_calls(paths: dict[str, Path], layouts: dict[str, tuple[str, Values]]) -> dict[str, Call]:
     return {name: (run_layout, (paths[model], cut)) for name, (model, cut) in layouts.items()}
 
 

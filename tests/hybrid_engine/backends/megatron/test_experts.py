@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo import padded_batches
@@ -162,7 +163,7 @@ def save_models(directory: Path) -> dict[str, Path]:
     }
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> TensorDict:
     return token_batch(3, BATCH, LENGTH)
 
 
@@ -187,7 +188,7 @@ class Trained:
 
     reports: list[dict[str, float]]
     log_probs: torch.Tensor
-    weights: dict[str, torch.Tensor]
+    weights: TensorDict
 
 
 def train(case: Case, path: Path) -> Trained:
@@ -231,8 +232,8 @@ class Reference:
     losses: list[float]
     norms: list[float]
     log_probs: torch.Tensor
-    weights: dict[str, torch.Tensor]
-    initial: dict[str, torch.Tensor]
+    weights: TensorDict
+    initial: TensorDict
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,7 @@ class Stepped:
     """
 
     losses: list[float]
-    weights: dict[str, torch.Tensor]
+    weights: TensorDict
     masked_norm: float
     masked_gradients: list[float]
 
@@ -370,7 +371,7 @@ def step(case: Case, path: Path) -> Stepped:
         return Stepped(losses, weights if is_first else {}, masked_report["grad_norm"], gradients)
 
 
-def _mtp_losses_of_step(engine: Any, batch: dict[str, torch.Tensor]) -> list[float]:
+def _mtp_losses_of_step(engine: Any, batch: TensorDict) -> list[float]:
     """Train one step and return the logged MTP losses, averaged over micro batches."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

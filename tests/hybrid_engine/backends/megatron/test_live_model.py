@@ -20,7 +20,7 @@ from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, WeightError
 from hybrid_engine.models import table_for
-from hybrid_engine.ranks.torch_internals import PrivateName
+from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_violations
 from tests.harness.launch import Outcomes, Ranks
@@ -75,9 +75,9 @@ class Gathers:
         again: after a second `prepare` with nothing pending.
     """
 
-    stale: list[dict[str, torch.Tensor]]
-    ready: list[dict[str, torch.Tensor]]
-    again: dict[str, torch.Tensor]
+    stale: list[TensorDict]
+    ready: list[TensorDict]
+    again: TensorDict
 
 
 def follow_gathers(path: Path) -> Gathers:
@@ -86,7 +86,7 @@ def follow_gathers(path: Path) -> Gathers:
         batch["labels"] = batch["tokens"] + 1
         run.engine.optimizer.set_learning_rate(1e-2)
 
-        def buffers() -> dict[str, torch.Tensor]:
+        def buffers() -> TensorDict:
             return {name: flat.clone() for name, flat in run.engine.model.weights.buffers().items()}
 
         stale = []
@@ -100,7 +100,7 @@ def follow_gathers(path: Path) -> Gathers:
         return Gathers(stale, ready, buffers())
 
 
-def differing_names(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+def differing_names(left: TensorDict, right: TensorDict) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 

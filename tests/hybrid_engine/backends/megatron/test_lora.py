@@ -13,12 +13,13 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
+from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import save_model, token_batch
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
 TP2 = {"tensor_model_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, Values] = {
     "dp2": {},
     "tp2": TP2,
     "tp2 sequence parallel": {**TP2, "sequence_parallel": True},
@@ -27,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # megatron-core's own experts train with tensor parallelism only if the sequence is split.
 SPLIT = {**TP2, "sequence_parallel": True}
-EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+EXPERT_LAYOUTS: dict[str, Values] = {
     "dp2": {},
     "ep2": {"expert_model_parallel_size": 2},
     "tp2 etp2": SPLIT,
@@ -36,7 +37,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_adapters(path: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def train_adapters(path: Path, layouts: dict[str, Values]) -> Values:
     """Train three steps in every layout; see `_train` for the results."""
     results = {}
     for name, layout in layouts.items():
@@ -66,7 +67,7 @@ def _start_alike(run: Any) -> None:
     run.engine.model.reload_main_params()
 
 
-def _train(run: Any) -> dict[str, Any]:
+def _train(run: Any) -> Values:
     """Return losses, changed parameters, and the error of the merged model."""
     weights = run.engine.model.weights
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
@@ -137,7 +138,7 @@ def test_adapters_train_and_are_merged(outcomes: Outcomes, model: str) -> None:
             assert outcome["nan"], name
 
 
-def save_and_load(path: Path, out: Path, layout: dict[str, Any]) -> dict[str, Any]:
+def save_and_load(path: Path, out: Path, layout: Values) -> Values:
     """Train, save a Hugging Face checkpoint, load it; return logit differences."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job

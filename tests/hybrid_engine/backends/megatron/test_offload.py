@@ -18,6 +18,7 @@ from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.harness.reachable import UNACCOUNTED, reachable, residual
+from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.digests import digest
 from tests.hybrid_engine.serving.publishing import calls_while_published
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
@@ -27,7 +28,7 @@ from tests.zoo.tiny_models import save_model, token_batch
 BF16 = {"params_dtype": "bfloat16"}
 REPLICATED = {"use_distributed_optimizer": False}
 # name -> (model, actor settings, members of the chained optimizer)
-CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+CASES: dict[str, tuple[str, Values, int]] = {
     "bf16 distributed": ("dense", BF16, 1),
     "bf16 replicated": ("dense", {**BF16, **REPLICATED}, 1),
     "fp32 distributed": ("dense", {}, 1),
@@ -37,14 +38,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 NUM_STEPS = 3
 
 
-def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[str, Any]:
+def run_case(path: Path, settings: Values, *, offloads: bool) -> Values:
     """Train NUM_STEPS steps; with `offloads`, exercise the offloader after every step."""
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings})) as run:
         load_canonical(run, path)
         model = run.engine.model
         run.engine.optimizer.set_learning_rate(1e-2)
         offloader = MegatronOffloader(model)
-        result: dict[str, Any] = {"losses": [], "alone": [], "left": []}
+        result: Values = {"losses": [], "alone": [], "left": []}
         for number in range(NUM_STEPS):
             batch = share_of(run.engine, token_batch(number, 4, 12))
             result["losses"].append(run.engine.train_step(batch, negative_log_likelihood)["loss"])
@@ -118,7 +119,7 @@ def digests(engine: Any) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
-def run_cases(paths: dict[str, Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def run_cases(paths: dict[str, Path]) -> dict[str, tuple[Values, Values]]:
     """Run each case on this rank, first without and then with offloading."""
     return {
         name: (run_case(paths[model], settings, offloads=False), run_case(paths[model], settings, offloads=True))
@@ -127,7 +128,7 @@ def run_cases(paths: dict[str, Path]) -> dict[str, tuple[dict[str, Any], dict[st
 
 
 @pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Values]:
     paths = {
         "dense": save_model(tmp_path_factory.mktemp("dense"), "qwen3"),
         "experts": save_model(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
@@ -136,7 +137,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nearly_all_state_leaves_and_training_stays_the_same(outcomes: list[dict[str, Any]], name: str) -> None:
+def test_nearly_all_state_leaves_and_training_stays_the_same(outcomes: list[Values], name: str) -> None:
     for without, with_offloading in (rank[name] for rank in outcomes):
         assert with_offloading["losses"] == without["losses"]
         assert len(set(without["losses"])) == NUM_STEPS, "nothing is learned"

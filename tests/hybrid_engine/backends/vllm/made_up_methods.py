@@ -20,6 +20,7 @@ from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBar
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
+from hybrid_engine.ranks.torch_internals import TensorDict
 
 ROWS = 12
 COLUMNS = 8
@@ -222,7 +223,7 @@ class Model(torch.nn.Module):
         for layer in self.children():
             layer.quant_method.process_weights_after_loading(layer)
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def held(self) -> TensorDict:
         """Return all tensors in the model, by path."""
         modules = dict(self.named_modules())
         tensors = module_tensors(modules, modules).tensors
@@ -233,7 +234,7 @@ class Model(torch.nn.Module):
         modules = dict(self.named_modules())
         return module_tensors(modules, modules).numbers
 
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+    def weights(self, seed: int) -> TensorDict:
         generator = torch.Generator().manual_seed(seed)
         return {name: torch.randn(ROWS, COLUMNS, generator=generator) for name, _ in self.named_children()}
 
@@ -280,7 +281,7 @@ def load(processing: Callable[[Any, Any], None], seed: int) -> Model:
     return model
 
 
-def differing_paths(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def differing_paths(actual: TensorDict, expected: TensorDict) -> list[str]:
     return [
         path
         for path in sorted({*actual, *expected})
@@ -288,5 +289,5 @@ def differing_paths(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
     ]
 
 
-def addresses(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, tuple[int, ...]]]:
+def addresses(tensors: TensorDict) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in tensors.items()}

@@ -16,6 +16,7 @@ from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
 from hybrid_engine.backends.vllm.weights.postload import module_tensors
 from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import region_slices, view_of
@@ -25,9 +26,7 @@ __all__ = ["LLAMA", "QWEN3", "QWEN3_MOE", "native_parameters"]
 LLAMA, QWEN3, QWEN3_MOE = map(served_config, ("llama", "qwen3", "qwen3_moe"))
 
 
-def random_weights(
-    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, torch.Tensor]:
+def random_weights(config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16) -> TensorDict:
     """Return the tensors of a checkpoint; the same seed gives the same values."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -60,11 +59,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mappin
     return write_config(directory, config)
 
 
-def fill_by_records(
-    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3
-) -> dict[str, torch.Tensor]:
+def fill_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3) -> TensorDict:
     """Write tensors by the layout's records; return the parameters in the loader's layout."""
-    parameters: dict[str, torch.Tensor] = {}
+    parameters: TensorDict = {}
     with adaptor.observed(lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())):
         write_by_records(adaptor, weights, groups_at_once)
     return parameters
@@ -139,7 +136,7 @@ def process(module: torch.nn.Module, config: Any) -> None:
         process_weights_after_loading(module, config.model_config, torch.device("cpu"))
 
 
-def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(module: torch.nn.Module) -> TensorDict:
     """Return all tensors that a model computes with, by path."""
     modules = dict(module.named_modules())
     return {path: tensor for path, tensor in module_tensors(modules, modules).tensors.items() if tensor.numel()}

@@ -15,6 +15,7 @@ from hybrid_engine.backends.vllm.weights.groups import TRANSITIONS, GroupEvent, 
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ParameterMismatchError, StateError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -88,7 +89,7 @@ def adaptor_of(
     return VllmAdaptor(processed, CpuWeightMemory(), keeps_memory)
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
+def weights_of(seed: int) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -286,7 +287,7 @@ def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor
 
 
 def test_an_observer_gets_all_parameters_in_loader_layout_within_its_context(adaptor: VllmAdaptor) -> None:
-    parameters: dict[str, torch.Tensor] = {}
+    parameters: TensorDict = {}
     with adaptor.observed(lambda name, tensor: parameters.update({name: tensor.clone()})):
         fill(adaptor, weights_of(0))
     first = dict(parameters)

@@ -21,6 +21,7 @@ from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier, channels_taken
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Ranks
 from tests.harness.launch import Outcomes as Launched
 from tests.hybrid_engine.backends.vllm import support
@@ -233,7 +234,7 @@ def run_engine(directory: str) -> Engine:
         if name.startswith("model.layers.1.") and dist.get_rank() == FAILING:
             raise MemoryError("no memory to look at it")
 
-    def fill_together() -> dict[str, torch.Tensor]:
+    def fill_together() -> TensorDict:
         with job().agreement.phase("fill"):
             return support.fill_by_records(engine.adaptor, weights)
 

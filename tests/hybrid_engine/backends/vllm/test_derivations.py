@@ -12,6 +12,7 @@ import torch
 
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.errors import ModelError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
     COLUMNS,
@@ -177,7 +178,7 @@ class Attention(Model):
         self.layer.quant_method.process_weights_after_loading(self.layer)
         self.attention.process_weights_after_loading(torch.float32)
 
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+    def weights(self, seed: int) -> TensorDict:
         return {"layer": super().weights(seed)["layer"]}
 
 

@@ -22,8 +22,10 @@ from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import differences
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
 
@@ -38,7 +40,7 @@ NUM_SWITCHES = 3
 TRACES = trace_model, trace_drafter
 
 
-def _engine(path: str, vllm: dict[str, Any], left_out: str = "nothing") -> InferenceEngine:
+def _engine(path: str, vllm: Values, left_out: str = "nothing") -> InferenceEngine:
     generate = GenerateConfig(max_model_len=64, max_num_seqs=4, kv_cache_mb=16, dtype="float32", vllm=vllm)
     num_ranks = dist.get_world_size()
     settings = InferenceSettings(path, InferenceParallelism(num_ranks, tensor=num_ranks), generate, dtype="float32")
@@ -46,7 +48,7 @@ def _engine(path: str, vllm: dict[str, Any], left_out: str = "nothing") -> Infer
     return InferenceEngine(settings, shapes, Job.join(120), dtypes=TABLE.dtypes)
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def _weights(seed: int) -> TensorDict:
     weights = support.random_weights(MODEL, seed, torch.float32)
     return weights | {copy: weights[original].clone() for copy, original in TABLE.copies.items()}
 
@@ -56,10 +58,10 @@ def _tokens(engine: InferenceEngine) -> list[list[int]]:
     return [list(answers[0].token_ids) for answers in engine.generate(PROMPTS, greedy)]
 
 
-def fill(directory: str) -> dict[str, Any]:
+def fill(directory: str) -> Values:
     """Fill an engine with a drafter, and one without."""
     dist.init_process_group("gloo")
-    results: dict[str, Any] = {"plain": [], "drafted": [], "different": [], "compared": [], "resident": []}
+    results: Values = {"plain": [], "drafted": [], "different": [], "compared": [], "resident": []}
     checkpoints = []
     for seed in range(NUM_SWITCHES):
         path = Path(directory) / f"version{seed}"
@@ -111,7 +113,7 @@ def outcomes(engines: Ranks, request: pytest.FixtureRequest, tmp_path_factory: p
     return engines.launch(fill, request.param, str(tmp_path_factory.mktemp("drafter")))
 
 
-def test_every_parameter_of_the_drafter_is_as_vllm_loads_it(outcomes: list[dict[str, Any]]) -> None:
+def test_every_parameter_of_the_drafter_is_as_vllm_loads_it(outcomes: list[Values]) -> None:
     for outcome in outcomes:
         assert outcome["different"] == []
         (first, *others) = outcome["compared"]
@@ -120,19 +122,19 @@ def test_every_parameter_of_the_drafter_is_as_vllm_loads_it(outcomes: list[dict[
         assert len(first) > 12
 
 
-def test_greedy_tokens_with_a_drafter_are_those_without(outcomes: list[dict[str, Any]]) -> None:
+def test_greedy_tokens_with_a_drafter_are_those_without(outcomes: list[Values]) -> None:
     for outcome in outcomes:
         assert outcome["drafted"] == outcome["plain"]
 
 
-def test_shared_embedding_and_head_are_filled_once(outcomes: list[dict[str, Any]]) -> None:
+def test_shared_embedding_and_head_are_filled_once(outcomes: list[Values]) -> None:
     for outcome in outcomes:
         assert outcome["shared"] == (True, True)
         assert not [name for name in outcome["buffers"] if "drafter" in name and "embed_tokens" in name]
         assert not [name for name in outcome["buffers"] if "drafter" in name and ".head." in name]
 
 
-def test_only_a_drafter_reads_the_mtp_layer(outcomes: list[dict[str, Any]]) -> None:
+def test_only_a_drafter_reads_the_mtp_layer(outcomes: list[Values]) -> None:
     expected = {name for name in TABLE.shapes if name.startswith(MTP_LAYER)}
     for outcome in outcomes:
         assert outcome["unread"] == expected
@@ -140,13 +142,13 @@ def test_only_a_drafter_reads_the_mtp_layer(outcomes: list[dict[str, Any]]) -> N
         assert outcome["without drafter"] == []
 
 
-def test_a_plan_counts_the_drafter(outcomes: list[dict[str, Any]]) -> None:
+def test_a_plan_counts_the_drafter(outcomes: list[Values]) -> None:
     for outcome in outcomes:
         assert outcome["planned"] == []
         assert outcome["planned nbytes"] == outcome["nbytes"]
 
 
-def test_a_release_frees_the_drafter(outcomes: list[dict[str, Any]]) -> None:
+def test_a_release_frees_the_drafter(outcomes: list[Values]) -> None:
     for outcome in outcomes:
         assert outcome["resident"] == [outcome["nbytes"], 0] * NUM_SWITCHES
 
@@ -198,7 +200,7 @@ class Pair:
 
         return set_current_vllm_config(self.config)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> TensorDict:
         return support.tensors_of(torch.nn.ModuleDict({"main": self.main, "drafter": self.drafter}))
 
 

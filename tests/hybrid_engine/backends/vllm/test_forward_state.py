@@ -22,6 +22,7 @@ from hybrid_engine.backends.vllm.weights.forward_state import ForwardState
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ModelError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
@@ -55,7 +56,7 @@ class Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(SIZE), requires_grad=False)
         self.register_buffer("table", torch.zeros(SIZE))
         self.merged: torch.Tensor | None = None
-        self.cache: dict[str, torch.Tensor] = {}
+        self.cache: TensorDict = {}
         self.parts: list[torch.Tensor] = []
         self.is_filled = False
         self.kernel = Kernel()

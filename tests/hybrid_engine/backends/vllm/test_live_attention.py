@@ -31,6 +31,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.families import FAMILIES, SERVED_SIZES, write_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, running
@@ -39,7 +40,7 @@ from tests.zoo.megatron_models import DENSE_FLOAT32, running
 WINDOW = {"use_sliding_window": True, "sliding_window": 100}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-SAME: dict[str, tuple[str, dict[str, Any]]] = {
+SAME: dict[str, tuple[str, Values]] = {
     **{family: (family, {}) for family in FAMILIES},
     "llama 3.1": (
         "llama",
@@ -61,7 +62,7 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ONLY_VLLM = "the sliding window is none for the trainer and 100 tokens for vLLM"
 ONLY_TRAINER = "the sliding window is 100 tokens for the trainer and none for vLLM"
-DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
+DIFFERENT: dict[str, tuple[str, Values, str]] = {
     "llama, a foreign key": ("llama", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
     "llama, foreign keys": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
     "glm4, a foreign key": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
@@ -72,7 +73,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
 CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in DIFFERENT.items()}}
 
 
-def config_of(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(family: str, changes: Mapping[str, Any]) -> Values:
     """Same as `served_config` for every family."""
     sizes = {**SERVED_SIZES, **FAMILIES[family].served}
     return FAMILIES[family].config(sizes, {"torch_dtype": "float32", **changes})

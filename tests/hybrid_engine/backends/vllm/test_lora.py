@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling, internals
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import build, gap, job, refusal_of, sizes
@@ -123,7 +124,7 @@ def _refuse_misuse(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp
         refuse(functools.partial(_build, path, num_tp, max_loras=1), "ConfigError", "", message)
 
 
-def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
+def _random_lora(seed: int, settings: LoraSettings) -> TensorDict:
     """Return tensors by PEFT's names for the modules of layer 1 and the last module of layer 0."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -140,7 +141,7 @@ def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> dict[str, torch.Tensor]:
+def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> TensorDict:
     merged = dict(weights)
     for name, down in tensors.items():
         if name.endswith(".lora_A.weight"):

@@ -38,6 +38,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
 
@@ -109,7 +110,7 @@ def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
     return Outcome(residue, orders)
 
 
-def _state() -> dict[str, Any]:
+def _state() -> Values:
     """Return the state of the process and the state that vLLM keeps in its modules."""
     parallel_state = internals.PARALLEL_STATE.load()
     kind = parallel_state.GroupCoordinator
@@ -134,7 +135,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _residue_since(before: dict[str, Any]) -> list[str]:
+def _residue_since(before: Values) -> list[str]:
     return sorted(name for name, value in _state().items() if not _is_same(value, before[name]))
 
 
@@ -220,13 +221,13 @@ def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_commu
         assert all(errors), errors
 
 
-def trace_without_job(directory: str) -> dict[str, Any]:
+def trace_without_job(directory: str) -> Values:
     """Return the refusals of positions without a job, and the layout that is traced after them."""
     position = Position(1, 2, 1)
     place = Path(directory, os.environ["RANK"])
     settings = _settings_of(CASES[0], place)
     shapes = table_for(served_config("llama")).shapes
-    results: dict[str, Any] = {}
+    results: Values = {}
 
     def refusal_of(kind: type[Exception], **changes: Any) -> str:
         arguments = {"position": position, "settings": settings, "tensors": shapes, **changes}

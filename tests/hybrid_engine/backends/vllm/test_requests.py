@@ -31,6 +31,7 @@ from hybrid_engine.backends.vllm.requests import (
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.errors import has_code, has_violations, violations_of
+from tests.harness.values import Values
 from tests.zoo.tokenizers import save_numbers
 
 CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2 3"}]
@@ -59,7 +60,7 @@ def test_impossible_sizes_are_refused(sizes: InferenceParallelism, key: str) -> 
     assert [finding.key for finding in caught.value.findings] == [key]
 
 
-WRONG_SAMPLING: list[dict[str, Any]] = [
+WRONG_SAMPLING: list[Values] = [
     *({"n": value} for value in ("n", 1.5, True, None, 0, -1, 10**6)),
     *({"temperature": value} for value in (float("nan"), float("inf"), "hot", None, True, -1, 2.5)),
     *({"top_p": value} for value in (float("nan"), "x", None, 0, 7)),
@@ -77,7 +78,7 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", WRONG_SAMPLING, ids=str)
-def test_invalid_samplings_are_refused_by_the_constructor(values: dict[str, Any]) -> None:
+def test_invalid_samplings_are_refused_by_the_constructor(values: Values) -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(**values)
     (finding,) = caught.value.findings
@@ -85,12 +86,12 @@ def test_invalid_samplings_are_refused_by_the_constructor(values: dict[str, Any]
     assert finding.remedy
 
 
-TOGETHER: list[dict[str, Any]] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.0}]
+TOGETHER: list[Values] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.0}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", TOGETHER, ids=str)
-def test_combinations_of_values_are_checked_by_vllm(values: dict[str, Any]) -> None:
+def test_combinations_of_values_are_checked_by_vllm(values: Values) -> None:
     with pytest.raises(ArgumentError, check=has_violations(("sampling", "refused-by-vllm"))) as caught:
         sampling_params(Sampling(**values))
     assert next(iter(values)) in caught.value.findings[0].problem

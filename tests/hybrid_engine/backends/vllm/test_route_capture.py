@@ -15,6 +15,7 @@ from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling, i
 from hybrid_engine.errors import ArgumentError
 from tests.harness.errors import has_violations
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.asking import build, sizes
 from tests.hybrid_engine.backends.vllm.support import QWEN3_MOE, random_weights, write_by_records, write_config
 
@@ -22,13 +23,13 @@ MODEL = {**QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers
 # The first two share a prefix of a block; together they need more blocks than there are.
 PROMPTS = [list(range(2, 42)), [*range(2, 40), 99, 98], list(range(50, 93)), [7, 8, 9]]
 DRAWN = Sampling(max_tokens=20, ignore_eos=True)
-SQUEEZED: dict[str, Any] = {
+SQUEEZED: Values = {
     "block_size": 32,
     "num_gpu_blocks_override": 6,  # of which one is never used
     "long_prefill_token_threshold": 16,
 }
 LIKELIEST = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=False)
-DRAFTS: dict[str, Any] = {
+DRAFTS: Values = {
     "speculative_config": {
         **{"method": "ngram", "num_speculative_tokens": 3},
         **{"prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -71,7 +72,7 @@ class Returned:
     num_preempted: int
 
 
-def complete(directory: str, tensor: int, arguments: dict[str, Any], sampling: Sampling = DRAWN) -> list[Returned]:
+def complete(directory: str, tensor: int, arguments: Values, sampling: Sampling = DRAWN) -> list[Returned]:
     """Complete the prompts twice, the second time with cached prefixes."""
     with engine(directory, sizes=sizes(tensor=tensor), vllm=arguments) as built:
         scheduler = internals.core_of(built.llm).scheduler

@@ -20,6 +20,7 @@ from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -154,7 +155,7 @@ def accept_extremes() -> None:
 
 def _serve(
     engine: InferenceEngine,
-    weights: Sequence[dict[str, torch.Tensor]],
+    weights: Sequence[TensorDict],
     last_checkpoint: str,
     dtype: str,
 ) -> Answers:

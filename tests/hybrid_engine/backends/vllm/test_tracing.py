@@ -11,13 +11,14 @@ from hybrid_engine.backends.vllm.weights.groups import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import build_layout
 from hybrid_engine.backends.vllm.weights.tracing import Trace, flat_view, take_inventory, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
 from hybrid_engine.records.validation import layout_faults
 from tests.harness.errors import has_code
 from tests.zoo.megatron_models import region_slices, view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-Load = Callable[["Model", dict[str, torch.Tensor]], None]
+Load = Callable[["Model", TensorDict], None]
 SHAPES = {"a": (4, 6), "b": (4, 6)}
 DTYPES = dict.fromkeys(SHAPES, torch.float32)
 
@@ -43,12 +44,12 @@ def _trace(model: Model) -> tuple[Trace, Callable[[], Layout]]:
     return trace, lambda: build_layout(3, SHAPES, DTYPES, storages, trace, {}, groups)
 
 
-def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _stack(model: Model, weights: TensorDict) -> None:
     model.w.data[:4].copy_(weights["a"])
     model.w.data[4:].copy_(weights["b"])
 
 
-def _reshard(model: Model, trace: Trace, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+def _reshard(model: Model, trace: Trace, layout: Layout, weights: TensorDict) -> None:
     """Write the records, then run the loader, like a switch."""
     assert layout_faults(layout, exact=True) == []
     buffers = {name: flat_view(parameter.data) for name, parameter in model.named_parameters()}
@@ -61,29 +62,29 @@ def _reshard(model: Model, trace: Trace, layout: Layout, weights: dict[str, torc
             model.load_weights(staged.items())
 
 
-def _loaded(load: Load, weights: dict[str, torch.Tensor], tp_rank: int) -> torch.Tensor:
+def _loaded(load: Load, weights: TensorDict, tp_rank: int) -> torch.Tensor:
     model = Model(load, tp_rank=tp_rank)
     with torch.no_grad():
         model.load_weights([(name, tensor.clone()) for name, tensor in weights.items()])
     return model.w
 
 
-def _transposed_halves(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _transposed_halves(model: Model, weights: TensorDict) -> None:
     model.w.data.view(2, 4, 6).transpose(1, 2)[0].copy_(weights["a"].t())
     model.w.data[4:, :3].copy_(weights["b"].narrow(1, 3, 3))
     model.w.data[4:, 3:].copy_(weights["b"][:, :3])
 
 
-def _broadcast(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _broadcast(model: Model, weights: TensorDict) -> None:
     model.w.data.view(2, 4, 6).copy_(weights["a"])
 
 
-def _written_twice(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _written_twice(model: Model, weights: TensorDict) -> None:
     _stack(model, weights)
     model.w.data[:4].copy_(weights["b"])
 
 
-def _contiguous(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _contiguous(model: Model, weights: TensorDict) -> None:
     """Clone parts of a clone of a transposed tensor, with halves swapped between ranks."""
     model.w.data[:4].copy_(weights["a"].clone())
     columns = weights["b"].t().contiguous()
@@ -92,14 +93,14 @@ def _contiguous(model: Model, weights: dict[str, torch.Tensor]) -> None:
         model.w.data[4:].view(2, 2, 6)[(half + model.tp_rank) % 2].copy_(part.t())
 
 
-def _reshaped(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _reshaped(model: Model, weights: TensorDict) -> None:
     """Like the rows of Llama 4's heads: a reshape of a permuted view, which must copy."""
     rows = [weights[name].view(2, 2, 6).permute(1, 0, 2).reshape(4, 6) for name in SHAPES]
     model.w.data.view(2, 2, 2, 6)[model.tp_rank].copy_(rows[0].view(2, 2, 6).transpose(0, 1).reshape(2, 2, 6))
     model.w.data[4 * (1 - model.tp_rank) :][:4].copy_(rows[1][:, :1].expand(4, 6).clone().view(4, 6))
 
 
-def _clone_of_a_permuted_view(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _clone_of_a_permuted_view(model: Model, weights: TensorDict) -> None:
     """A clone keeps strides, so its storage is not row-major for its shape."""
     clone = weights["a"].view(2, 2, 6).permute(2, 0, 1).clone()
     model.w.data[:4].view(2, 2, 6).copy_(clone[:, :, :].permute(1, 2, 0))
@@ -124,52 +125,52 @@ def test_records_equal_the_loader(load: Load, tp_rank: int) -> None:
     assert torch.equal(model.w, _loaded(load, weights, tp_rank))
 
 
-def _cast(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _cast(model: Model, weights: TensorDict) -> None:
     """The computed rows of one tensor overlap records of the other."""
     _stack(model, weights)
     model.w.data[:5].copy_((weights["a"] * 2).to(torch.bfloat16).repeat(2, 1)[:5])
 
 
-def _joined(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _joined(model: Model, weights: TensorDict) -> None:
     model.w.data.copy_(torch.cat([weights["a"], weights["b"]]))
 
 
-def _changed_in_place(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _changed_in_place(model: Model, weights: TensorDict) -> None:
     weights["a"].add_(1)
     _stack(model, weights)
 
 
-def _through_a_real_temporary(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _through_a_real_temporary(model: Model, weights: TensorDict) -> None:
     temporary = torch.empty(4, 6)
     temporary.copy_(weights["a"])
     model.w.data[:4].copy_(temporary)
     model.w.data[4:].copy_(weights["b"])
 
 
-def _transformed_after(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _transformed_after(model: Model, weights: TensorDict) -> None:
     _stack(model, weights)
     model.w.data.mul_(2)
 
 
-def _scalar(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _scalar(model: Model, weights: TensorDict) -> None:
     model.w.data.fill_(weights["a"][0, 0].item())
     model.w.data[4:].copy_(weights["b"])
 
 
-def _zeroed_on_a_second_rank(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _zeroed_on_a_second_rank(model: Model, weights: TensorDict) -> None:
     """Like the bias of a row parallel layer: all ranks hold it, only the first adds it."""
     if model.tp_rank:
         weights["a"].zero_()
     _stack(model, weights)
 
 
-def _zeroed_afterwards(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _zeroed_afterwards(model: Model, weights: TensorDict) -> None:
     _stack(model, weights)
     if model.tp_rank:
         model.w.data[2:4].zero_()
 
 
-def _changed_clone(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _changed_clone(model: Model, weights: TensorDict) -> None:
     clone = weights["a"].clone()
     clone[:2].fill_(1.0)
     _stack(model, {**weights, "a": clone})
@@ -197,16 +198,16 @@ def test_computed_weights_are_written_by_the_loader_at_every_reshard(load: Load,
         assert torch.equal(model.w, _loaded(load, weights, tp_rank))
 
 
-def _half(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _half(model: Model, weights: TensorDict) -> None:
     model.w.data[:4].copy_(weights["a"])
 
 
-def _overlap(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _overlap(model: Model, weights: TensorDict) -> None:
     _stack(model, weights)
     model.w.data[2:6].copy_(weights["b"])
 
 
-def _astray(model: Model, weights: dict[str, torch.Tensor]) -> None:
+def _astray(model: Model, weights: TensorDict) -> None:
     _stack(model, weights)
     torch.empty(6, 4).copy_(weights["a"].t())
 
@@ -236,7 +237,7 @@ def test_declared_padding_is_counted_and_recorded() -> None:
 
 
 def test_the_error_of_a_loader_names_the_tensor() -> None:
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    def load(model: Model, weights: TensorDict) -> None:
         model.w.data[:4].copy_(weights["a"][:, :5])
 
     with pytest.raises(ModelError, check=has_code("loader-failed", "b (4, 6)")):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.files.documents import section_at
 from hybrid_engine.tools.cli.from_verl import _Reading
+from tests.harness.values import Values
 from tests.hybrid_engine.tools.cli.test_plan_command import plan_as_json, run
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_30B_A3B
@@ -22,7 +23,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def write_verl_config(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B, **actor: Any) -> str:
+def write_verl_config(directory: Path, strategy: str, config: Values = LLAMA_3_8B, **actor: Any) -> str:
     """Write the part of a `--cfg job` file that is read, with lengths interpolated as in verl's."""
     prompt = "${oc.select:data.max_prompt_length,512}"
     response = "${oc.select:data.max_response_length,512}"
@@ -53,7 +54,7 @@ OUR_KEYS = (
 )
 
 
-def same_plan(verl: dict[str, Any], ours: dict[str, Any]) -> bool:
+def same_plan(verl: Values, ours: Values) -> bool:
     return {**verl, "planning": 0, "remarks": 0} == {**ours, "planning": 0, "remarks": 0}
 
 
@@ -79,7 +80,7 @@ def test_a_megatron_file_gives_the_plan_of_our_keys(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sizes_and_offloads_of_megatrons_actor_are_kept(tmp_path: Path) -> None:
     sizes = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 4}
-    kept: dict[str, Any] = {f"{name}_model_parallel_size": size for name, size in sizes.items() if name != "context"}
+    kept: Values = {f"{name}_model_parallel_size": size for name, size in sizes.items() if name != "context"}
     kept |= {"context_parallel_size": 2, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 2}
     kept |= {"sequence_parallel": True, "use_distributed_optimizer": False}
     offloads = {"param_offload": True, "optimizer_offload": True}
@@ -221,7 +222,7 @@ def test_layers_for_multi_token_prediction_are_counted_if_verl_trains_them(enabl
 
 @given(st.dictionaries(st.sampled_from([ACTOR, f"{ACTOR}.megatron", "data", "x.y"]), st.text("abc_", min_size=1)))
 def test_every_key_is_converted_or_named(more: dict[str, str]) -> None:
-    tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}
+    tree: Values = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}
     for section, name in more.items():
         section_at(tree, section.split("."))[name] = 1
     reading = _Reading(tree, [])

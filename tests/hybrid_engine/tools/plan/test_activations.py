@@ -24,6 +24,7 @@ from hybrid_engine.tools.plan.activations import (
     vllm_step_nbytes,
 )
 from hybrid_engine.trainer.batches.token_outputs import Outputs, token_outputs
+from tests.harness.values import Values
 from tests.hybrid_engine.layouts.cases import DENSE
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_70B
 
@@ -121,11 +122,11 @@ def test_the_entropy_keeps_the_planned_bytes_of_a_logit() -> None:
     assert nbytes / logits.numel() == pytest.approx(ENTROPY_NBYTES - 4, rel=1e-3)
 
 
-def full(method: str, num_layers: int) -> dict[str, Any]:
+def full(method: str, num_layers: int) -> Values:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
 
 
-def selective(*modules: str) -> dict[str, Any]:
+def selective(*modules: str) -> Values:
     return {"recompute_granularity": "selective", "recompute_modules": modules or None}
 
 
@@ -141,7 +142,7 @@ def selective(*modules: str) -> dict[str, Any]:
         (24, {"virtual_pipeline_model_parallel_size": 2}, (2 + 2 + 1) * 6 * 20),  # chunks of 6 layers
     ],
 )
-def test_recomputation_and_stages_in_flight(num_layers: int, keys: dict[str, Any], expected: int) -> None:
+def test_recomputation_and_stages_in_flight(num_layers: int, keys: Values, expected: int) -> None:
     """PP 2: the first stage keeps two micro batches.
 
     With h = q = kv = 8 and f = 32, a token and layer takes 20 h: norms and inputs 4 h; q, k, v and

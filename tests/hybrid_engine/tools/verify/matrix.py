@@ -34,12 +34,13 @@ from hybrid_engine.tools.verify.cases import Case, case_of
 from hybrid_engine.tools.verify.comparison import Verdict
 from hybrid_engine.tools.verify.verify import run_cases
 from tests.gpu.sizes import MEMORY_SHARE, is_software_gpu, sizes_of
+from tests.harness.values import Values
 from tests.hybrid_engine.tools.verify import golden
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import PUBLISHED
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
-_TRAIN_FLAGS: dict[str, dict[str, Any]] = {
+_TRAIN_FLAGS: dict[str, Values] = {
     "sp": {"sequence_parallel": True},
     "bf16": {"params_dtype": "bfloat16"},
     "fp16": {"params_dtype": "float16"},
@@ -63,9 +64,9 @@ class Combination:
     train: str
     infer: str
     in_suite: bool = False
-    actor: dict[str, Any] = field(default_factory=dict)
-    generate: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
+    actor: Values = field(default_factory=dict)
+    generate: Values = field(default_factory=dict)
+    model: Values = field(default_factory=dict)
     num_layers: int = 4
     label: str = ""
 
@@ -77,7 +78,7 @@ class Combination:
     def case(self, directory: Path) -> Case:
         """Return the case for `verify`, with its small model below `directory`."""
         published = write_config(directory / "published", {**PUBLISHED[self.family], **self.model})
-        actor: dict[str, Any] = {"params_dtype": "float32"}
+        actor: Values = {"params_dtype": "float32"}
         for word in self.train.split():
             actor |= _TRAIN_FLAGS.get(word, {})
         actor |= _fsdp(self.train) or _keys(self.train, TRAIN_KEYS)
@@ -86,7 +87,7 @@ class Combination:
         return case_of(self.name, published, directory / "model", self.num_ranks, actor, generate, self.num_layers)
 
 
-def of_this_machine() -> dict[str, Any]:
+def of_this_machine() -> Values:
     """Return keys of `generate_config` for a machine with CUDA, where ranks share GPUs."""
     if not torch.cuda.is_available():
         return {}
@@ -102,7 +103,7 @@ def _keys(words: str, names: dict[str, str]) -> dict[str, int]:
     return {names[size[1]]: int(size[2]) for size in sizes if size}
 
 
-def _fsdp(words: str) -> dict[str, Any]:
+def _fsdp(words: str) -> Values:
     if not words.startswith("fsdp"):
         return {}
     replicas = int(words.partition(" replicas")[2] or 1)
@@ -129,7 +130,7 @@ class _Layout:
     num_ranks: int
     train: str
     infer: str
-    generate: dict[str, Any] = field(default_factory=dict)
+    generate: Values = field(default_factory=dict)
     label: str = ""
 
 
@@ -150,7 +151,7 @@ _SHARDED_EXPERTS = (
 )
 _UNEVEN = (_Layout(3, "fsdp3", ""), _Layout(3, "fsdp3", "pp3", COMPRESSED, "compressed"))
 """Neither rows nor experts divide by 3."""
-_SHARDED_FAMILIES: tuple[tuple[str, dict[str, Any], str, tuple[_Layout, ...]], ...] = (
+_SHARDED_FAMILIES: tuple[tuple[str, Values, str, tuple[_Layout, ...]], ...] = (
     ("qwen2.5", UNTIED, "biases, untied", _SHARDED + _UNEVEN),
     ("qwen2.5", {}, "", _SHARDED + _UNEVEN),
     ("qwen3-moe", {}, "", _SHARDED + _SHARDED_EXPERTS + _UNEVEN),
@@ -178,7 +179,7 @@ def _sharded_cells() -> Iterator[Combination]:
 
 
 def _hybrid(
-    family: str, num_ranks: int, train: str, infer: str, pattern: str, generate: dict[str, Any] | None = None
+    family: str, num_ranks: int, train: str, infer: str, pattern: str, generate: Values | None = None
 ) -> Combination:
     label = f"HybridModel {pattern}"
     actor = {"hybrid_layer_pattern": pattern}

@@ -28,6 +28,7 @@ from hybrid_engine.tools.verify.comparison import (
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.tools.verify.verify import _heads_refused_here
+from tests.harness.values import Values
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
@@ -70,7 +71,7 @@ def test_transformers_in_the_same_dtype_bounds_rounding(rounding: dict[str, floa
         ({"spread": 0.5}, "too uniform to compare"),
     ],
 )
-def test_every_fault_is_reported(change: dict[str, Any], message: str) -> None:
+def test_every_fault_is_reported(change: Values, message: str) -> None:
     faults = replace(GOOD, **change).faults
     assert len(faults) == 1
     assert message in faults[0]
@@ -194,9 +195,9 @@ QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
     ],
 )  # fmt: skip
 def test_small_models_satisfy_the_published_layouts(
-    model: dict[str, Any],
+    model: Values,
     ranks: int,
-    train: dict[str, Any] | None,
+    train: Values | None,
     infer: dict[str, int],
     num_layers: int,
     tmp_path: Path,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches, positions_in, sequence_ids_of
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import has_violations
@@ -13,18 +14,18 @@ from tests.harness.errors import has_violations
 CPU = torch.device("cpu")
 
 
-def letter_batch(*rows: str, **further: torch.Tensor) -> dict[str, torch.Tensor]:
+def letter_batch(*rows: str, **further: torch.Tensor) -> TensorDict:
     """Build a batch of letters; `_` is padding, and labels are the next tokens."""
     tokens = torch.tensor([[0 if letter == "_" else ord(letter) - ord("a") + 1 for letter in row] for row in rows])
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), **further}
 
 
-def masked_batch(*rows: str) -> dict[str, torch.Tensor]:
+def masked_batch(*rows: str) -> TensorDict:
     batch = letter_batch(*rows)
     return {**batch, "attention_mask": (batch["tokens"] > 0).long()}
 
 
-def single_micro_batch(batch: dict[str, torch.Tensor], **settings: int) -> MicroBatch:
+def single_micro_batch(batch: TensorDict, **settings: int) -> MicroBatch:
     (micro_batch,) = micro_batches(batch, len(batch["tokens"]), CPU, **settings)
     return micro_batch
 

@@ -13,15 +13,17 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import BatchError, StateError
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share, own_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs
 from tests.harness.errors import has_violations, violations_of
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 
 LIMITS = BatchLimits(vocab_size=10, micro_batch_size=2, dp_rank=1, dp_size=2, seq_length=6)
 
 
-def batch(**changes: Any) -> dict[str, Any]:
+def batch(**changes: Any) -> Values:
     tokens = torch.arange(24).view(4, 6) % 10
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), **changes}
 
@@ -124,7 +126,7 @@ BATCH = {
 TWICE = {name: torch.cat([tensor, tensor]) for name, tensor in BATCH.items()}
 
 
-def changed_batch(name: str) -> dict[str, Any]:
+def changed_batch(name: str) -> Values:
     """Return BATCH with the tensor `name` changed."""
     changed = BATCH[name].clone()
     changed[1] = changed[0]
@@ -146,9 +148,9 @@ class Case:
     """
 
     together: bool
-    second: dict[str, torch.Tensor]
-    here: dict[str, Any] = field(default_factory=dict)
-    there: dict[str, Any] = field(default_factory=dict)
+    second: TensorDict
+    here: Values = field(default_factory=dict)
+    there: Values = field(default_factory=dict)
     key: str = ""
     code: str = ""
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import mean_weights, pack_rows
 from hybrid_engine.trainer.batches.arrangement import sequence_ids_of
 from tests.harness.errors import has_violations
@@ -19,7 +20,7 @@ WIDTH = 9
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+def batches(draw: st.DrawFn) -> TensorDict:
     """Rows with padding on either side, and columns of every kind."""
     lengths = draw(st.lists(st.integers(0, WIDTH), min_size=1, max_size=12))
     count = len(lengths)
@@ -46,7 +47,7 @@ def batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(batches(), st.integers(1, 4))
-def test_every_token_returns_to_its_row(batch: dict[str, torch.Tensor], multiple_of: int) -> None:
+def test_every_token_returns_to_its_row(batch: TensorDict, multiple_of: int) -> None:
     packed = pack_rows(batch, multiple_of=multiple_of)
     num_rows, width = packed.batch["tokens"].shape
     assert width == WIDTH
@@ -71,7 +72,7 @@ def test_every_token_returns_to_its_row(batch: dict[str, torch.Tensor], multiple
 
 
 @given(batches())
-def test_long_rows_come_first_and_few_are_needed(batch: dict[str, torch.Tensor]) -> None:
+def test_long_rows_come_first_and_few_are_needed(batch: TensorDict) -> None:
     packed = pack_rows(batch)
     lengths = [place.length for place in packed.places]
     by_row: dict[int, int] = {}

@@ -22,15 +22,16 @@ from hybrid_engine.trainer import checkpoint_directory
 from tests.harness.errors import Refusal, check_refusals, refusal_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, State, actor, assert_same, state_of, train
 from tests.zoo.families import tiny_config, write_config
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
 
 
-def save(path: Path, root: Path) -> dict[str, Any]:
+def save(path: Path, root: Path) -> Values:
     """Save after two steps, continue, and resume with another seed; returns all states."""
-    states: dict[str, Any] = {}
+    states: Values = {}
     with actor(path) as parts:
         engine = parts.engine
         parts.checkpoints.save(root / "untrained")
@@ -60,7 +61,7 @@ def save(path: Path, root: Path) -> dict[str, Any]:
     return states
 
 
-def resume(path: Path, root: Path, name: str, **settings: Any) -> dict[str, Any]:
+def resume(path: Path, root: Path, name: str, **settings: Any) -> Values:
     """Load the checkpoint "trained" on these ranks, save it as `name`, and take a step."""
     with actor(path, seed=5, **settings) as parts:
         engine = parts.engine
@@ -124,7 +125,7 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Configurations of two models, by family."""
-    changes: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "gpt2": {}}
+    changes: dict[str, Values] = {"qwen2": TIED_WITH_ODD_ROWS, "gpt2": {}}
     return {
         family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **family_changes))
         for family, family_changes in changes.items()
@@ -145,13 +146,13 @@ def on_two(ranks: Ranks, paths: dict[str, Path], root: Path) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def on_four(ranks: Ranks, on_two: Outcomes, paths: dict[str, Path], root: Path) -> list[dict[str, Any]]:
+def on_four(ranks: Ranks, on_two: Outcomes, paths: dict[str, Path], root: Path) -> list[Values]:
     assert on_two["saved"]
     return ranks.launch(partial(resume, fsdp=HYBRID), 4, paths["qwen2"], root, "of four")
 
 
 @pytest.fixture(scope="module")
-def back_on_two(ranks: Ranks, on_four: list[dict[str, Any]], paths: dict[str, Path], root: Path) -> list[State]:
+def back_on_two(ranks: Ranks, on_four: list[Values], paths: dict[str, Path], root: Path) -> list[State]:
     return ranks.launch(load, 2, paths["qwen2"], root / "of four")
 
 
@@ -172,7 +173,7 @@ def test_loaded_state_equals_saved_state(on_two: Outcomes) -> None:
 
 
 def test_resuming_on_twice_and_half_as_many_ranks(
-    on_two: Outcomes, on_four: list[dict[str, Any]], back_on_two: list[State]
+    on_two: Outcomes, on_four: list[Values], back_on_two: list[State]
 ) -> None:
     """State is bit-identical, with replicas too; the next step sums in another order."""
     saved = on_two["saved"]

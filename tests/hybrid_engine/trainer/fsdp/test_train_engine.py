@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
 from tests.harness.errors import has_code
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import (
     TIED_WITH_ODD_ROWS,
     actor,
@@ -31,9 +32,9 @@ from tests.zoo.shares import share_of, spoiled
 
 # family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers;
 # gpt2: dropout and learned positions
-MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
+MODELS: dict[str, Values] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
 PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
-Computed = list[dict[str, dict[str, Any]]]
+Computed = list[dict[str, Values]]
 """Results by rank and family."""
 
 
@@ -41,7 +42,7 @@ def whole_log_probs(engine: FsdpTrainEngine, whole_batch: Batch) -> torch.Tensor
     return engine.data_parallel.gather(engine.log_probs(share_of(engine, whole_batch)))
 
 
-def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+def compute(paths: Mapping[str, Path]) -> dict[str, Values]:
     """Return, by family, initial weights, and reports and results of three steps."""
     results = {}
     for family, path in paths.items():
@@ -93,7 +94,7 @@ def is_refused(engine: FsdpTrainEngine) -> bool:
     return True
 
 
-def initial_weights(path: Path) -> dict[str, torch.Tensor]:
+def initial_weights(path: Path) -> TensorDict:
     with actor(path) as parts:
         engine = parts.engine
         return state_of(engine)["tensors"]

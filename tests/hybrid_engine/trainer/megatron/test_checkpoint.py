@@ -18,6 +18,7 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.errors import Refusal, check_refusals, has_code, refusal_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
+from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -28,7 +29,7 @@ BFLOAT16 = {"params_dtype": "bfloat16"}
 PLAIN = {"use_distributed_optimizer": False}
 
 # name -> (family, model changes, actor settings)
-LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[str, Values, Values]] = {
     "tp2, distributed optimizer": ("qwen3", {}, TP2),
     "dp2, distributed optimizer, bfloat16": ("qwen3", {}, BFLOAT16),
     "tp2, plain optimizer": ("llama", {}, {**TP2, **PLAIN}),
@@ -48,7 +49,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 # name -> changes and settings; the checkpoint is of "dp2, distributed optimizer, bfloat16"
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+OTHERS: dict[str, tuple[Values, Values]] = {
     "layout": ({}, {**BFLOAT16, **TP2, **PLAIN}),
     "model": ({"intermediate_size": 48, "num_hidden_layers": 3}, BFLOAT16),
 }
@@ -103,18 +104,18 @@ def checkpoints_of(run: Any, job: Job) -> Any:
     return RankCheckpoints(run.engine.model, run.engine.optimizer, run.actor, job)
 
 
-def configured(settings: dict[str, Any], **changes: Any) -> ActorConfig:
+def configured(settings: Values, **changes: Any) -> ActorConfig:
     return ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}, **settings, **changes})
 
 
-def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any]]:
+def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Values]:
     """Return, by layout, states of a run and of a new run that loads its checkpoint."""
     return {name: round_trip(paths[name], settings, root / name) for name, (_, _, settings) in LAYOUTS.items()}
 
 
-def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, Any]:
+def round_trip(path: Path, settings: Values, root: Path) -> Values:
     config = configured(settings)
-    result: dict[str, Any] = {}
+    result: Values = {}
     with running(path, config) as run:
         job = Job.join(60)
         checkpoints_of(run, job).save(root / "untrained")
@@ -144,7 +145,7 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
 SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
 
 
-def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
+def resume_schedule(path: Path, root: Path) -> Values:
     """Return learning rates of a run, of a resumed run, and of a run resumed without a schedule.
 
     A schedule makes the learning rate read-only.
@@ -207,7 +208,7 @@ def skip(run: Any) -> None:
     config.finalize_model_grads_func = finalize
 
 
-def state_of(run: Any) -> dict[str, Any]:
+def state_of(run: Any) -> Values:
     """Return a copy of all state that a checkpoint must restore."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -224,7 +225,7 @@ def state_of(run: Any) -> dict[str, Any]:
     return {"tensors": tensors, "groups": groups, "version": run.engine.model.version}
 
 
-def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+def assert_same(first: Values, second: Values) -> None:
     assert first["version"] == second["version"]
     assert [group["lr"] for group in first["groups"]] == [group["lr"] for group in second["groups"]]
     assert first["tensors"].keys() == second["tensors"].keys()
@@ -253,7 +254,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 
 @pytest.fixture
-def results(launched: Outcomes) -> list[dict[str, dict[str, Any]]]:
+def results(launched: Outcomes) -> list[dict[str, Values]]:
     """States by rank and layout."""
     return launched["good"]
 
@@ -283,9 +284,7 @@ def test_failures_are_reported_on_all_ranks_and_change_nothing(launched: Outcome
     ("expected", "actual"),
     [("saved", "loaded"), ("continued", "resumed"), ("untrained", "reloaded"), ("untrained", "replaced")],
 )
-def test_states_are_bit_identical(
-    results: list[dict[str, dict[str, Any]]], layout: str, expected: str, actual: str
-) -> None:
+def test_states_are_bit_identical(results: list[dict[str, Values]], layout: str, expected: str, actual: str) -> None:
     for by_layout in results:
         states = by_layout[layout]
         assert_same(states[expected], states[actual])

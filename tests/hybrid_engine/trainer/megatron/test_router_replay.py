@@ -16,15 +16,17 @@ from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import pack_rows
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import violations_of
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, Values]] = {
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
     "qwen3_moe, some layers dense": (
         "qwen3_moe",
@@ -42,7 +44,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 # name -> (model, layout)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, Values]] = {
     "ep2, dense layers": ("qwen3_moe, some layers dense", EP2),
     "tp2 ep2 etp1": ("qwen3_moe", {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
     "tp2, experts recomputed": ("qwen3_moe", {**TP2, **MOE}),
@@ -62,7 +64,7 @@ PADDING = 6
 ATOL = 2e-5
 
 
-def batch_of(num_layers: int, num_experts: int, top_k: int) -> dict[str, torch.Tensor]:
+def batch_of(num_layers: int, num_experts: int, top_k: int) -> TensorDict:
     """Return sequences whose tokens have random experts, except a few tokens without."""
     generator = torch.Generator().manual_seed(11)
     batch = token_batch(3, NUM_SEQUENCES, LENGTH)
@@ -72,17 +74,17 @@ def batch_of(num_layers: int, num_experts: int, top_k: int) -> dict[str, torch.T
     return {**batch, "routed_experts": experts}
 
 
-def batch_for(model: str) -> dict[str, torch.Tensor]:
+def batch_for(model: str) -> TensorDict:
     config = build_hf_model(*_family(model)[:1], **_family(model)[1]).config
     num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
     return batch_of(config.num_hidden_layers, num_experts, config.num_experts_per_tok)
 
 
-def _family(model: str) -> tuple[str, dict[str, Any]]:
+def _family(model: str) -> tuple[str, Values]:
     return MODELS[model]
 
 
-def ways_of(batch: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def ways_of(batch: Mapping[str, torch.Tensor]) -> dict[str, TensorDict]:
     """Return the sequences in rows without padding, padded on the left, and packed."""
     empty = {"tokens": 0, "labels": 0, "routed_experts": 0}
     padded = {}
@@ -110,12 +112,12 @@ class Replayed:
         reports: of a step without effect, by number of sequences in a micro batch.
     """
 
-    log_probs: dict[str, torch.Tensor]
+    log_probs: TensorDict
     reference: torch.Tensor
     reports: list[dict[str, float]]
 
 
-def replay(path: Path, model: str, layout: dict[str, Any]) -> Replayed:
+def replay(path: Path, model: str, layout: Values) -> Replayed:
     config = ActorConfig(**{**DENSE_FLOAT32, "seq_length": 16, **layout})
     with running(path, config) as run:
         load_canonical(run, path)

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError, HybridEngineError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import own_share
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import violations_of
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -29,7 +31,7 @@ LENGTH = 12
 TP2 = {"tensor_model_parallel_size": 2}
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> TensorDict:
     """Return a whole batch; token 129 is the last before Megatron's padding."""
     batch = token_batch(3, BATCH, LENGTH)
     batch["tokens"][0, 0] = batch["tokens"][0, 5] = batch["labels"][0, 4] = 129
@@ -131,7 +133,7 @@ def refuse_images(path: Path) -> list[tuple[str, str]]:
 
 
 FULL = {"recompute_granularity": "full"}
-RECOMPUTED: dict[str, dict[str, Any]] = {
+RECOMPUTED: dict[str, Values] = {
     "nothing": {},
     "all layers": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1},
     "a layer": {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
@@ -151,15 +153,15 @@ class Recomputed:
     """
 
     report: dict[str, float]
-    gradients: dict[str, torch.Tensor]
+    gradients: TensorDict
     kept_nbytes: int
 
 
-def run_recomputed(path: Path, base: dict[str, Any]) -> dict[str, Recomputed]:
+def run_recomputed(path: Path, base: Values) -> dict[str, Recomputed]:
     return {name: _run_recomputed(path, {**base, **settings}) for name, settings in RECOMPUTED.items()}
 
 
-def _run_recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
+def _run_recomputed(path: Path, settings: Values) -> Recomputed:
     kept: list[int] = []
     ends: list[int] = []
 

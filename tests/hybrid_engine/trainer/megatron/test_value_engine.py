@@ -22,7 +22,9 @@ from hybrid_engine.config import ActorConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import VALUE_HEAD, value_table
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.values import Values
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
 from tests.zoo.shares import share_of, spoiled
@@ -33,12 +35,12 @@ LENGTH = 12
 NUM_STEPS = 3
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, Values]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "qwen3_moe": ("qwen3_moe", {}),
 }
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[str, Values]] = {
     "tp2": ("qwen3", TP2),
     "tp2 sp": ("qwen3", {**TP2, "sequence_parallel": True}),
     "pp2": ("qwen3", PP2),
@@ -47,7 +49,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> TensorDict:
     """Return tokens with a regression target for each."""
     batch = token_batch(3, BATCH, LENGTH)
     return {
@@ -56,7 +58,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def squared_error(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def squared_error(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
     loss = (values - micro_batch["targets"]).pow(2).mean()
     return loss, {"loss": loss}
 
@@ -73,7 +75,7 @@ class Computed:
     final: torch.Tensor
 
 
-def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Computed:
+def run_layout(path: Path, without_head: Path, settings: Values) -> Computed:
     from hybrid_engine.trainer.megatron.build import build_actor, end_training
     from hybrid_engine.trainer.megatron.train_engine import ValueEngine
 
@@ -134,7 +136,7 @@ def head_weights(hidden_size: int) -> torch.Tensor:
     return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
 
 
-def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tuple[Path, Path]:
+def save_with_head(directory: Path, family: str, changes: Values) -> tuple[Path, Path]:
     """Save a language model and the same with a value head; returns (with, without) the head."""
     without = save_model(directory / "without", family, **changes)
     path = save_model(directory / "with", family, **changes)

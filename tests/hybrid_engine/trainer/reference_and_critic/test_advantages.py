@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl.losses import align_log_probs, loss_weights
 from hybrid_engine.trainer.batches import build_batch, pack
 from hybrid_engine.trainer.batches.arrangement import positions_in
@@ -84,7 +85,7 @@ def test_packed_sequences_are_independent() -> None:
         ({"sequence_ids": torch.tensor([[1, 2, 1, 1, 1, 1, 1, 1, 1]] * 5)}, "sequence-interrupted"),
     ],
 )
-def test_keys_of_sequences_are_checked(keys: dict[str, torch.Tensor], code: str) -> None:
+def test_keys_of_sequences_are_checked(keys: TensorDict, code: str) -> None:
     rewards, values, mask = random_tensors(3)
     with pytest.raises(BatchError, check=has_violations(("sequence_ids", code))):
         generalized_advantages(rewards, values, {"mask": mask, **keys})

@@ -12,6 +12,7 @@ import torch
 from hybrid_engine import ReferenceModel, ValueModel
 from hybrid_engine.config.job_rules import memory_plan
 from hybrid_engine.errors import HybridEngineError, StateError
+from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
@@ -55,7 +56,7 @@ class Recorded:
     stayed: bool = False
 
 
-def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
     """Regress to 1 for tokens in the upper half of the vocabulary, 0 for the others."""
     target = (micro_batch["tokens"] > 64).float()
     loss = (values - target).square().mean()
