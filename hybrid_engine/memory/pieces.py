@@ -11,8 +11,6 @@ class PoolPiece:
     It counts the parts of that side's address range that have contents in it.
     """
 
-    __slots__ = ("_parts", "_side")
-
     def __init__(self) -> None:
         self._side = ""
         self._parts: set[object] = set()

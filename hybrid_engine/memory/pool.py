@@ -183,7 +183,6 @@ class Pool:
         changed.
         """
         self.segments: dict[int, SharedSegment] = {}
-        self._driver = driver
         # Weakly: the memory ends with its tensors.
         self._memories = WeakSet([*rooms, *lenders])
         # They may have belonged to the pool of an earlier engine.

@@ -49,8 +49,8 @@ def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], size
         if not of_segments[number]:
             assert not any(cut.segment is None for cut in cuts), "there was room"
         suitable = [nbytes for index, nbytes in enumerate(chunks) if index not in taken]
-        own = segment.nbytes - shared[number]
-        assert not segment.is_late or not any(nbytes <= own for nbytes in suitable)
+        unshared = segment.nbytes - shared[number]
+        assert not segment.is_late or not any(nbytes <= unshared for nbytes in suitable)
 
 
 class Sides:
