@@ -11,6 +11,8 @@
     delta_transport.py   the same, with messages sent as deltas of the previous ones
       deltas.py            changes since the previous message, sent in place of the message
     copies.py            thousands of small copies in few calls, their errors and their time
+      runs.py              equal boxes at equal distances, as views or in tables of tiles
+      tile_kernel.py       the kernel that copies tiles on a GPU
 
     transfer of a bucket --choose_transport-->
         src == dst rank ................ local           strided copy
