@@ -198,6 +198,8 @@ def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
         "PYTHONWARNINGS": "ignore",
         "PID": str(directory / "pid"),
         "FETCHED": str(directory / "fetched"),
+        # If torch's watchdog sees a failure first, the end of a group waits for its report: 60 s by default.
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
     }
     arguments = ["-m", "tests.software_gpu.faults_on_ranks", str(directory), name]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)

@@ -254,7 +254,12 @@ static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDe
             }
         }
     }
-    for (Region* region : mappings) {
+    for (size_t i = 0; i < num_rights; i++) {
+        if (rights[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE) {
+            check_release(start, nbytes, "memory of the device loses access");
+        }
+    }
+    for (Region* region : mappings_of(start, nbytes)) {  // may have changed
         for (size_t i = 0; i < num_rights; i++) {
             region->rights[rights[i].location.id] = rights[i].flags;
         }
