@@ -8,13 +8,14 @@ Nothing is measured and no device is needed. The planner plans each job for rank
 at the offsets that they have in the memory of both engines, and the work of this plan is counted:
 
     launches     kernels that `transports/runs.py` queues on a GPU
-    mapped       chunks of peers' memory that are mapped, and unmapped, in every switch
-    exports      chunks whose descriptors are exported whenever parameters come back
+    mapped       chunks of peers' memory that are mapped once, in the first switch
+    exports      chunks whose descriptors are exported once
 
+Both sides share their memory, so later switches map nothing (`memory/pool.py`).
 Then the fill is simulated bucket by bucket, in the order of `switch/weight_container.py`. Three
 resources work in parallel:
 
-    host      maps memory, queues copies, waits for them, synchronizes with other ranks, releases
+    host      queues copies, waits for them, synchronizes with other ranks
     device    pulls the data of a bucket over the links and processes it, in order
     PCIe      copies parameters to the host; all copies are queued at the start
 
@@ -431,6 +432,7 @@ def fill_seconds(
     *,
     chunk: int = 0,
     commits: bool = True,
+    maps: bool = True,
 ) -> float:
     """Simulate a fill.
 
@@ -439,15 +441,18 @@ def fill_seconds(
         rates: inputs.
         chunk: with a size of chunks in bytes, parameters are offloaded bucket by bucket.
         commits: vLLM processes the weights of a bucket after its copies.
+        maps: memory is mapped and unmapped in the fill.
     """
     host = 0.0
     device = 0.0
     # when the parameters of each bucket have arrived on the host
     saved = [*accumulate(share.leaving / rates.pcie / 1e9 for share in shares)]
-    freeing = driver_costs.seconds_of(GIVE_BACK, chunk)
+    freeing = driver_costs.seconds_of(GIVE_BACK, chunk) if maps else 0.0
     for index, share in enumerate(shares):
-        host += sum(driver_costs.seconds_of(TAKE, segment) for segment in share.segments)
-        host += (rates.bucket + share.mapped * rates.mapped) / 1e6
+        if maps:
+            host += sum(driver_costs.seconds_of(TAKE, segment) for segment in share.segments)
+            host += share.mapped * rates.mapped / 1e6
+        host += rates.bucket / 1e6
         host += share.launches * rates.launch / 1e6
         moved = sum(share.nbytes.values())
         pulling = max(
@@ -523,7 +528,7 @@ def figures_of(job: Job, rates: Rates) -> dict[str, Any]:
     }
     chunk = max(work.chunk[BufferId(RANK, name)] for name in work.flats)
     for name, offloads in {"stay": False, "leave": True}.items():
-        seconds = fill_seconds(shares, rates, chunk=chunk if offloads else 0)
+        seconds = fill_seconds(shares, rates, chunk=chunk if offloads else 0, maps=False)
         bound = bound_of(shares, rates, offloads=offloads)
         figures[name] = {"seconds": seconds, "bound": bound, "percent": 100 * bound / seconds}
     return figures
