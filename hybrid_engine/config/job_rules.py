@@ -24,7 +24,9 @@ from hybrid_engine.layouts.memory import (
     MemoryPlan,
     Stays,
     TrainingMemory,
+    fitting_kinds,
     megatron_memory,
+    of_kinds,
     plan_memory,
 )
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
@@ -229,7 +231,7 @@ def memory_plan(
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
         largest_bucket(source, inference, config.generate_config.bucket_mb * MIB),
         critic_memory(config, world_size),
-        stays=what_stays(config),
+        stays=what_stays(config, state, (budget_gib or 0) * GIB),
         budget=None if budget_gib is None else int(budget_gib * GIB),
     )
 
@@ -319,8 +321,14 @@ def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | Non
     return memory
 
 
-def what_stays(config: HybridConfig) -> Stays:
-    """Return the state that the configuration keeps on the device in every phase."""
+def what_stays(config: HybridConfig, state: TrainingMemory, device_nbytes: float) -> Stays:
+    """Return the state that the configuration keeps on the device in every phase.
+
+    Args:
+        config: configuration of the job.
+        state: training state of the actor.
+        device_nbytes: memory of a device, of which vLLM has its share.
+    """
     generate = config.generate_config
     critic = config.critic_config
     offloads = {
@@ -328,13 +336,20 @@ def what_stays(config: HybridConfig) -> Stays:
         "grad": generate.offload_train_grad,
         "optimizer": generate.offload_train_optimizer,
     }
+    kinds = {kind for kind, is_offloaded in offloads.items() if not is_offloaded}
+    asked = {
+        kind: int(of_kinds(state, {kind}).max())
+        for kind, choice in offloads.items()
+        if choice == "auto"
+    }
+    room = device_nbytes * (1 - generate.share_of_device) - of_kinds(state, kinds).max()
     inference_nbytes: int | None = 0
     if not generate.release_weights:
         inference_nbytes = None  # all weights stay
     elif generate.incremental != "off":
         inference_nbytes = generate.incremental_mb * MIB
     return Stays(
-        kinds=frozenset(kind for kind, is_offloaded in offloads.items() if not is_offloaded),
+        kinds=fitting_kinds(asked, room).union(kinds),
         inference_nbytes=inference_nbytes,
         critic=critic is not None and not critic.offload,
     )

@@ -116,6 +116,7 @@ Such keys are locations, times and amounts of memory use, speed, checks. A key w
 the computation or the format of a checkpoint.
 """
 ChangeableFlag = Annotated[bool, MAY_CHANGE]
+Offload = Annotated[bool | Literal["auto"], MAY_CHANGE]
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal[
     "core_attn",
@@ -391,12 +392,13 @@ class GenerateConfig(Section):
     infer_rank_order: Literal["auto", "sequential"] = "auto"
     """auto gives each rank the shard of which its training weights contain most; sequential goes by
     rank."""
-    offload_train_param: ChangeableFlag = True
-    """Offload parameters while vLLM generates."""
+    offload_train_param: Offload = True
+    """Offload parameters while vLLM generates; auto: only if there is no room for them
+    (planning.md#what-stays)."""
     offload_train_grad: ChangeableFlag = True
     """Free the memory of gradients while vLLM generates; their values are dropped."""
-    offload_train_optimizer: ChangeableFlag = True
-    """Offload main parameters and moments while vLLM generates."""
+    offload_train_optimizer: Offload = True
+    """Offload main parameters and moments while vLLM generates; auto: only if there is no room."""
     suspend_communicators: ChangeableFlag = False
     """Release the device memory of the trainer's NCCL communicators while vLLM generates, several
     GB in large jobs (`ReshardReport.bytes_suspended`); needs NCCL 2.29.7. Until the next train or
@@ -495,6 +497,11 @@ class GenerateConfig(Section):
     timeout_seconds: Annotated[Seconds, MAY_CHANGE] = 300.0
     """Longest wait for a peer (failures.md#every-wait), also in vLLM and for a replica that
     generates longer than another; at least 300 while engines are built."""
+
+    @property
+    def share_of_device(self) -> float:
+        """Fraction of a GPU that vLLM may use; all of it if `kv_cache_mb` says only its cache's."""
+        return self.gpu_memory_utilization if self.kv_cache_mb is None else 1.0
 
     def sizes(self, world_size: int) -> InferenceParallelism:
         """Return the parallel sizes on `world_size` ranks, with ranks in sequential order."""

@@ -54,8 +54,9 @@ offloaded, inference weights that are not released, a critic that stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -73,6 +74,8 @@ NOT_COUNTED = (
     "enable_nccl_comm_suspend: true}; generate_config.suspend_communicators gives back training's "
     "communicators while vLLM generates"
 )
+Kind = TypeVar("Kind", bound=str)
+"""Kind of training state: "param", "grad", "optimizer"."""
 GRAD_NBYTES = 4
 MOMENTS_NBYTES = 8
 MAIN_NBYTES = 4
@@ -202,6 +205,16 @@ class MemoryPeaks:
         return np.maximum(self.state.total + kept, self.interleaved_switch)
 
 
+def fitting_kinds(nbytes: Mapping[Kind, int], room: float) -> frozenset[Kind]:
+    """Return the kinds of training state that fit together in `room` bytes, the largest first."""
+    fitting = set()
+    for kind in sorted(nbytes, key=nbytes.__getitem__, reverse=True):
+        if nbytes[kind] <= room:
+            fitting.add(kind)
+            room -= nbytes[kind]
+    return frozenset(fitting)
+
+
 MODELS = ("actor", "vLLM", "reference", "critic")
 """Models whose bytes make up a phase."""
 
@@ -323,7 +336,7 @@ def plan_memory(
 
     def with_actor(*kinds: str) -> dict[str, np.ndarray]:
         """Return the bytes of everything that stays, and of these kinds of the actor's state."""
-        resident = _of_kinds(actor, stays.kinds.union(kinds))
+        resident = of_kinds(actor, stays.kinds.union(kinds))
         return {**kept, "actor": resident} if resident.any() else dict(kept)
 
     switch = _switch(actor, inference, bucket_nbytes, stays, kept)
@@ -361,13 +374,14 @@ def _switch(
     # before vLLM derives its own tensors from them.
     extra_bucket = np.minimum(bucket_nbytes, inference)
     peak = peak + np.where(peak == peaks.switch, extra_bucket, 0)
-    peak = peak + _of_kinds(actor, stays.kinds - {"param"})
+    peak = peak + of_kinds(actor, stays.kinds - {"param"})
     if stays.inference_nbytes:
         peak = peak + kept.get("vLLM", 0)
     return Phase("switch", {}, peak + kept.get("critic", 0))
 
 
-def _of_kinds(memory: TrainingMemory, kinds: frozenset[str]) -> np.ndarray:
+def of_kinds(memory: TrainingMemory, kinds: Collection[str]) -> np.ndarray:
+    """Return the bytes of these kinds of training state; int array by rank."""
     by_kind = {"param": memory.params, "grad": memory.grads, "optimizer": memory.optimizer}
     total = np.zeros_like(memory.params)
     for kind, nbytes in by_kind.items():

@@ -17,6 +17,7 @@ caught (KeyboardInterrupt) escapes mid-switch, it stays INTERRUPTED, and the nex
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +30,7 @@ import torch
 from hybrid_engine.compute_check.logprob_check import ConfigModel, LogprobCheck
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
+from hybrid_engine.layouts.memory import fitting_kinds, gib
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.costs import DEVICE_GBPS
@@ -122,6 +124,8 @@ class ShardingManager(Switch):
         self._is_started = False
         self._is_within = within is not None
         self._shares_memory = False
+        # Kinds set to `auto` that have room beside inference; not known before the first step.
+        self._fitting: frozenset[Kind] | None = None
         self.has_written = False
         self._tally = SwitchTally()
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
@@ -266,7 +270,7 @@ class ShardingManager(Switch):
             # Pending gathers would write to buffers that are offloaded, or that must only be read
             # from here on.
             self._prepare(self.training.finish_pending)
-        wanted = resident_kinds(target, self.config)
+        wanted = self._resident(target)
         self._offload(_ALL_KINDS - wanted)
         incremental = self._require_open().incremental
         if selection is not None and incremental is not None:
@@ -294,7 +298,8 @@ class ShardingManager(Switch):
             self._onload({"param"}, read_only=True)
             with self._tally.timed("compute"):
                 self._logprob_check.probe_trainer()
-        self._offload(_ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"})
+        self._fit_beside_inference()
+        self._offload(_ALL_KINDS - self._resident(State.INFER) - {"param"})
         selection = self._next_selection()
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
@@ -303,7 +308,7 @@ class ShardingManager(Switch):
                 digests = connection.replicas.digests(self.training)
             with self._tally.timed("check"):
                 connection.replicas.require_equal(digests, self.job)
-        if selection.skipped and self.config.offload_train_param:
+        if selection.skipped and "param" not in self._resident(State.INFER):
             with self._phase("offload"):
                 unread = parts_of(self.training.buffers(), selection.unread)
                 self._tally.offloaded += self.offloader.offload_parts("param", unread)
@@ -350,6 +355,43 @@ class ShardingManager(Switch):
             connection.incremental.note(selection)
         return selection
 
+    def _resident(self, state: State) -> set[Kind]:
+        return resident_kinds(state, self.config, self._fitting or ())
+
+    def _fit_beside_inference(self) -> None:
+        """Decide, once there is optimizer state, which kinds set to `auto` stay on the device.
+
+        They stay if each rank has room for them beside vLLM's share of its GPU; on the CPU, always.
+        With sides in separate processes they leave, because this one may not see vLLM's device.
+        """
+        choices = {kind: getattr(self.config, f"offload_train_{kind}") for kind in KINDS}
+        asked = [kind for kind in KINDS if choices[kind] == "auto"]
+        is_settled = self._fitting is not None or self._require_open().is_apart
+        if is_settled or not asked or not self.trainer.version:
+            return
+        with self._phase("fit"):
+            away = self.offloader.away_nbytes()
+            by_owner = self.offloader.resident_nbytes()
+            resident = {kind: sum(by_owner[kind].values()) for kind in KINDS}
+            nbytes = {kind: away[kind] + resident[kind] for kind in asked}
+            room = math.inf
+            if self.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+                free, total = torch.cuda.mem_get_info()
+                leaving = sum(resident[kind] for kind in KINDS if choices[kind])
+                room = free + leaving - self.config.share_of_device * total
+            fitting = fitting_kinds(nbytes, room)
+        leave = self.job.agreement.any_of([kind not in fitting for kind in asked], "fit")
+        self._fitting = frozenset(
+            kind for kind, leaves in zip(asked, leave, strict=True) if not leaves
+        )
+        sizes = ", ".join(f"{kind} ({gib(nbytes[kind])})" for kind in sorted(self._fitting))
+        logger.log(
+            logging.INFO if self.job.rank == 0 else logging.DEBUG,
+            "[Reshard] on the device while vLLM generates: %s",
+            sizes or "no training state",
+        )
+
     def _share_memory(self) -> None:
         """Let inference use the memory that training leaves, once all of training's state exists.
 
@@ -360,7 +402,7 @@ class ShardingManager(Switch):
         is_alone = connection.is_apart or connection.incremental is not None
         if self._shares_memory or is_alone or self.job.device.type != "cuda":
             return
-        leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config)
+        leaving = _ALL_KINDS - self._resident(State.INFER)
         chunks = self.offloader.chunks(leaving)
         if chunks.keys() == leaving:
             lenders = chunks.pop("param", [])
@@ -426,7 +468,7 @@ class ShardingManager(Switch):
 
     def _fence(self, buffers: FlatBuffers, selection: Selection) -> ReleaseFence | None:
         """Return a fence that offloads parameters by bucket; None if they stay on the device."""
-        if not self.config.offload_train_param:
+        if "param" in self._resident(State.INFER):
             return None
         training = self._training_nbytes()
         sent = [
@@ -489,7 +531,7 @@ class ShardingManager(Switch):
                     self.container.release()
             self._resume_communicators()
             with self.job.agreement.phase("restore"):
-                wanted = resident_kinds(restored, self.config)
+                wanted = self._resident(restored)
                 self.offloader.offload(_ALL_KINDS - wanted)
                 self.offloader.onload(wanted)
         except LostRankError as lost:

@@ -53,12 +53,17 @@ NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
 """State -> kinds of training state needed on the device, whatever the configuration offloads."""
 
 
-def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
+def resident_kinds(
+    state: State, config: GenerateConfig, fitting: Collection[Kind] = ()
+) -> set[Kind]:
     """Return the kinds of training state on the device in `state`.
 
-    These are the needed kinds, and kinds that are never offloaded.
+    These are the needed kinds, kinds that are never offloaded, and `fitting`, which have room
+    beside vLLM, unless another model takes the device.
     """
     stays = {kind for kind in KINDS if not getattr(config, f"offload_train_{kind}")}
+    if state is not State.IDLE:
+        stays.update(fitting)
     return stays | NEEDED_KINDS[state]
 
 

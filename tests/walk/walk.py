@@ -441,7 +441,7 @@ class Walk(Attempts):
 
     def _must_refuse(self, name: str, call: Callable[[], object]) -> None:
         self._note(f"{name} in a rollout")
-        if not self.engine.config.generate_config.offload_train_param:
+        if self.engine.config.generate_config.offload_train_param is not True:
             return
         if self._accepted(name, call):
             raise Wrong(f"{name} in a rollout is not refused")

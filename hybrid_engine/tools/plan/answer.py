@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_engine.config.job_rules import what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.memory import GIB, MIB, gib
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
@@ -341,6 +340,9 @@ class JobVerdict:
         sentences = {heading: "; ".join(text for _, text in in_order) + "."}
         if self.job.cache.fits:
             sentences["Cache"] = f"{self._of_cache()}."
+        if self.job.stays.kinds:
+            kinds = ", ".join(sorted(self.job.stays.kinds))
+            sentences["Stays"] = f"on the device while vLLM generates: {kinds}."
         sentences["Left out"] = (
             f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
         )
@@ -397,7 +399,7 @@ class JobVerdict:
 
     def _offloads(self) -> list[str]:
         """Return the keys that offload training state which stays on the device."""
-        stays = what_stays(self.job.config)
+        stays = self.job.stays
         keys = [f"offload_train_{kind}: true" for kind in sorted(stays.kinds)]
         keys += ["critic_config.offload: true"] * stays.critic
         return [f"offload training ({', '.join(keys)})"] if keys else []

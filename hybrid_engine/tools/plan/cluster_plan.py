@@ -236,6 +236,7 @@ def job_phases(
     bucket: int,
     critic: TrainingMemory | None,
     working: Working,
+    stays: Stays,
 ) -> dict[str, Phase]:
     """Return phase -> bytes on a device, without the optional reference policy's phase.
 
@@ -246,8 +247,9 @@ def job_phases(
         bucket: bytes of the largest bucket.
         critic: training state of the critic.
         working: estimates of training steps, by rank.
+        stays: state that stays on the device.
     """
-    plan = plan_memory(state, inference, bucket, critic, stays=what_stays(config))
+    plan = plan_memory(state, inference, bucket, critic, stays=stays)
     phases = dict(plan.phases)
     del phases["reference"]
     steps = {"train": working.activations + working.gathered, "critic train": working.critic}
@@ -281,6 +283,7 @@ class JobPlan:
         phases: phase of the job -> bytes on a device, with all state that the configuration keeps
             there.
         working: estimates of training steps.
+        stays: state that stays on the device.
         on_host: bytes of offloaded state in host memory while vLLM generates, and of copies of
             messages.
         stage_caches: caches of the layers of every stage.
@@ -299,6 +302,7 @@ class JobPlan:
     memory: MemoryPeaks
     phases: Mapping[str, Phase]
     working: Working
+    stays: Stays
     on_host: np.ndarray
     stage_caches: Sequence[tuple[LayerCache, ...]]
     max_model_len: int
@@ -491,7 +495,8 @@ def plan_job(
     bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
     critic = critic_memory(config, world_size)
     keeps_inference = not generate.release_weights
-    on_host = host_bytes(state, critic, what_stays(config))
+    stays = what_stays(config, state, cluster.device_gib * GIB)
+    on_host = host_bytes(state, critic, stays)
     return JobPlan(
         config=config,
         table=table,
@@ -503,8 +508,9 @@ def plan_job(
         bytes=moved,
         sequential=sequential,
         memory=MemoryPeaks(state, weights, bucket, keeps_inference=keeps_inference),
-        phases=job_phases(config, state, weights, bucket, critic, working),
+        phases=job_phases(config, state, weights, bucket, critic, working, stays),
         working=working,
+        stays=stays,
         on_host=on_host + copied_messages(config, cluster, moved),
         stage_caches=cached,
         max_model_len=longest,

@@ -14,6 +14,7 @@ import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import SwitchContexts
 from hybrid_engine.switch.states import State, call_hook
@@ -106,6 +107,19 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
             left = 0 if offloads["grad"] else rig.training.version
             assert torch.equal(rig.training.grad, torch.full_like(rig.training.grad, left))
             rig.training.step()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_fits_beside_inference_stays(job: None, share: float):
+    """Once there is optimizer state, and until another model takes the device."""
+    rig = Rig(offload_train_param="auto", offload_train_optimizer="auto", gpu_memory_utilization=share)
+    staying = {"param", "optimizer"} if share < 1 or own_device().type == "cpu" else set()
+    rig.manager.enter(INFER)
+    assert rig.resident() == set(), "before the first step"
+    rig.train()
+    for state, resident in {INFER: staying, FORWARD: staying | {"param"}, IDLE: set()}.items():
+        rig.manager.enter(state)
+        assert rig.resident() == resident, state
 
 
 @pytest.mark.parametrize("before", [INFER, FORWARD, IDLE])
