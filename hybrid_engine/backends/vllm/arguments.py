@@ -75,7 +75,12 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         # vLLM would normalize by preprocessor_config.json alone. Without a mean in that file
         # it normalizes nothing, and transformers' processor has defaults.
         defaults["mm_device_do_normalize"] = False
-    return {**defaults, **derived, **settings.generate.vllm}
+    arguments = {**defaults, **derived, **settings.generate.vllm}
+    if device_type == "cpu" and "speculative_config" in arguments:
+        # A drafter with latent attention chooses by itself.
+        drafts = {"attention_backend": "CPU_MLA", **arguments["speculative_config"]}
+        arguments["speculative_config"] = drafts
+    return arguments
 
 
 def engine_config(
