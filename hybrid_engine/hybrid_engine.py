@@ -14,7 +14,6 @@ import torch
 
 from hybrid_engine.assembly import EngineParts, build_parts, inference_side, shard_and_build
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import ColocatedModel, Data, Trainer
 from hybrid_engine.ranks.job import Job
@@ -287,7 +286,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         Caches are not included. Not collective.
         """
-        actor = held_nbytes(self.train.offload_items(), self.job.device.type)
+        actor = self.sharding.offloader.held_nbytes()
         found = Counter({"actor": actor, "vLLM": self.sharding.inference.resident_nbytes()})
         for model in self.colocated_models:
             found[model.name] += model.resident_nbytes()

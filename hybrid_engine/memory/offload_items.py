@@ -92,6 +92,7 @@ def pieces(ranges: Iterable[Span]) -> Iterator[Span]:
             yield first, min(first + _PIECE_NBYTES, stop)
 
 
+Holder = torch.nn.Module | torch.optim.Optimizer
 Kind = Literal["param", "grad", "optimizer"]
 Action = Literal["copy", "drop", "rebuild"]
 KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
@@ -153,11 +154,29 @@ class Guards:
 
     def __init__(self) -> None:
         self._guards: list[weakref.WeakMethod[Callable[[Collection[str]], None]]] = []
+        self._holders: list[weakref.ref[Holder]] = []
 
     def add(self, guard: Callable[[Collection[str]], None]) -> None:
         """Call `guard` as well, for as long as its object lives."""
         living = [reference for reference in self._guards if reference() is not None]
         self._guards = [weakref.WeakMethod(guard), *living]
+
+    def reach(self, holders: Iterable[Holder]) -> None:
+        """Note what holds tensors that users reach."""
+        self._holders += map(weakref.ref, holders)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the modules' parameters, and what the optimizers step on and keep of them."""
+        for holder in (reference() for reference in self._holders):
+            if isinstance(holder, torch.nn.Module):
+                yield from holder.parameters()
+            elif holder is not None:
+                for group in holder.param_groups:
+                    yield from group["params"]
+                for state in holder.state.values():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor):
+                            yield value
 
     def __call__(self, kinds: Iterable[str]) -> None:
         used_kinds = frozenset(kinds)
@@ -493,11 +512,6 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
             storage.action = "copy"
     only_caches = [item for key, item in caches.items() if key not in storages]
     return Survey(list(storages.values()), only_caches)
-
-
-def held_nbytes(items: Iterable[OffloadItem], device_type: str) -> int:
-    """Return the bytes of memory behind these items on devices of this type, without caches."""
-    return sum(storage.resident_nbytes() for storage in survey(items, device_type).storages)
 
 
 def checked(kind: Kind) -> Kind:

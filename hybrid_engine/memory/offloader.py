@@ -52,6 +52,8 @@ from hybrid_engine.memory.offload_items import (
     reuse_places,
     survey,
 )
+from hybrid_engine.memory.refusal import RefusedTensors
+from hybrid_engine.ranks.torch_internals import storage_id, wrapped_tensors
 
 
 class Offloader:
@@ -86,6 +88,7 @@ class Offloader:
         self._keeps_inventory = False
         # Valid within a block of `owner_rests`.
         self._inventory: Survey | None = None
+        self._refused = {kind: RefusedTensors(owner.guard, kind) for kind in KINDS}
         # Elsewhere a copy is done when the call returns, so saving ahead would overlap nothing.
         self._saves_ahead = self._device_type == "cuda"
         owner.guard.add(self.require_present)
@@ -96,13 +99,19 @@ class Offloader:
 
         The owner must not create or drop tensors meanwhile. Listing thousands of tensors takes
         longer than looking up the sizes of a few storages. Offloads still list it again.
+
+        After the block every use of the owner's tensors that are not on the device is refused, or
+        waits for those that are late (refusal.py).
         """
+        for refused in self._refused.values():
+            refused.clear()
         self._keeps_inventory = True
         try:
             yield
         finally:
             self._keeps_inventory = False
             self._inventory = None
+            self._refuse()
 
     def require_present(self, kinds: Collection[str]) -> None:
         """Wait for state of these kinds that is on its way back; raise StateError if any is off.
@@ -269,6 +278,8 @@ class Offloader:
         for kind in KINDS:
             if kind in kinds and self._is_coming(kind):
                 self._complete(kind, is_late=True)
+            if kind in kinds and kind not in self._departed:
+                self._refused[kind].clear()
 
     def take_seconds_behind(self) -> tuple[float, float]:
         """Return the seconds of late copies that were hidden and exposed since the last call.
@@ -305,12 +316,33 @@ class Offloader:
         """
         return (self._inventory or self._survey()).resident_nbytes()
 
+    def held_nbytes(self) -> int:
+        """Return the bytes on the device, without caches."""
+        return sum(storage.resident_nbytes() for storage in self._survey().storages)
+
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
 
+    def _refuse(self) -> None:
+        """Refuse the use of tensors that are not on the device, unless the owner rests."""
+        departed: dict[int, RefusedTensors] = {}
+        for kind, storages in self._departed.items():
+            refused = self._refused[kind]
+            if not refused and not self._keeps_inventory:
+                departed |= {storage_id(storage.storage): refused for storage in storages}
+        if not departed:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in {id(tensor): tensor for tensor in self._owner.guard.tensors()}.values():
+                (local, *_) = (*wrapped_tensors(tensor).values(), tensor)
+                of_kind = departed.get(storage_id(local.untyped_storage()))
+                if of_kind is not None:
+                    of_kind.add(tensor)
+
     def _survey(self) -> Survey:
-        inventory = survey(self._owner.offload_items(), self._device_type)
+        with torch._C.DisableTorchFunctionSubclass():
+            inventory = survey(self._owner.offload_items(), self._device_type)
         if self._keeps_inventory:
             self._inventory = inventory
         return inventory

@@ -295,7 +295,8 @@ class WeightPublisher(Switch):
             self._comparison.repeat()
         self.state = State.INTERRUPTED
         if manager is None:
-            self._switch_alone(before, target, tally)
+            with self.offloader.owner_rests():
+                self._switch_alone(before, target, tally)
             seconds = time.perf_counter() - started
             report: ReshardReport | None = tally.report(
                 f"{before}->{target}", self.trainer.version, seconds

@@ -17,6 +17,7 @@ from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.ports import InferenceWeights, Trainer
 
 if TYPE_CHECKING:
+    from hybrid_engine.memory.offloader import Offloader
     from hybrid_engine.switch.report import ReshardReport
 
 
@@ -172,11 +173,13 @@ class Switch(SwitchHooks, ABC):
         state: present state of the devices.
         last_report: report of the last switch.
         inference: this process's part of the inference weights.
+        offloader: offloads and onloads the trainer's state.
     """
 
     state: State = State.INTERRUPTED
     last_report: ReshardReport | None = None
     inference: InferenceWeights
+    offloader: Offloader
 
     def __init__(self, trainer: Trainer, within: Switch | None = None) -> None:
         """

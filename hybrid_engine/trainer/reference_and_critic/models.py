@@ -13,7 +13,7 @@ import torch
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
 from hybrid_engine.errors import ConfigError, StateError, Violation
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Offloadable, held_nbytes
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Offloadable
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -72,7 +72,7 @@ class AuxiliaryModel:
 
     def resident_nbytes(self) -> int:
         """Return the bytes of this model's state on this rank's device."""
-        return held_nbytes(self._state.offload_items(), self._worker.job.device.type)
+        return self._offloader.held_nbytes()
 
     def require(self, kinds: Collection[str]) -> None:
         """Raise StateError unless these kinds of state are on the device."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector
 
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
@@ -22,7 +25,7 @@ from tests.zoo import sharded_models, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-Calls = Mapping[str, Callable[[], object]]
+Calls = dict[str, Callable[[], object]]
 
 
 @dataclass
@@ -65,6 +68,20 @@ def gathered(model: torch.nn.Module) -> TensorDict:
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors}
 
 
+def uses(parameters: list[torch.nn.Parameter], moment: torch.Tensor) -> Calls:
+    """Return uses of tensors that no hook of a module or an optimizer sees, and that change nothing."""
+    return {
+        "write": lambda: parameters[0].data.add_(0),
+        "norm": lambda: sum(parameter.norm() for parameter in parameters),
+        "copy of all": lambda: torch._foreach_mul(parameters, 0.9),
+        "parameters_to_vector": lambda: parameters_to_vector(parameters[:1]),
+        "deepcopy": lambda: copy.deepcopy(parameters[0]),
+        "torch.save": lambda: torch.save(parameters[0], io.BytesIO()),
+        "a moment": lambda: moment * 2,
+        "torch.save of a moment": lambda: torch.save(moment, io.BytesIO()),
+    }
+
+
 def with_fsdp(directory: Path) -> Outcomes:
     model = sharded_models.from_config(directory)
     engine = HybridEngine(
@@ -87,6 +104,7 @@ def with_fsdp(directory: Path) -> Outcomes:
         "step": optimizer.step,
         "optimizer.state_dict": optimizer.state_dict,
         "optimizer.load_state_dict": lambda: optimizer.load_state_dict(moments),
+        **uses([*model.parameters()], next(iter(optimizer.state.values()))["exp_avg"]),
     }
     state = [*model.parameters()]
     for moments_of_parameter in optimizer.state.values():
@@ -104,7 +122,7 @@ def with_megatron(directory: Path) -> Outcomes:
         optimizer = worker.train.optimizer
         whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
         whole = {name: tensor.clone() for name, tensor in whole.items()}
-    calls: Calls = {
+    calls = {
         "state_dict": chunk.state_dict,
         "sharded_state_dict": lambda: chunk.module.sharded_state_dict(),
         "load_state_dict": lambda: chunk.load_state_dict(whole, strict=False),
@@ -113,6 +131,7 @@ def with_megatron(directory: Path) -> Outcomes:
         "save_checkpoint of the worker": lambda: worker.save_checkpoint(directory / "checkpoint"),
     }
     parameters = [*chunk.parameters()]
+    calls |= uses(parameters, next(iter(optimizer.optimizer.state.values()))["exp_avg"])
     outcomes = outcomes_of(worker, calls, lambda: [parameter.detach() for parameter in parameters])
     worker.shutdown()
     return outcomes

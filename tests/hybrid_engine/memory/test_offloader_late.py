@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +30,9 @@ class Rig:
             (lambda: allocate_elastic(NUMEL, torch.float32, "cpu", "param")) if elastic else lambda: torch.zeros(NUMEL)
         )
         self.tensors = {kind: [make() for _ in range(4)] for kind in ("param", "optimizer")}
-        self.offloader = Offloader(Items(self.inventory), "cpu")
+        self.offloader = Offloader(items := Items(self.inventory), "cpu")
+        self.optimizer = torch.optim.SGD(self.all())
+        items.guard.reach([self.optimizer])
         self.write(0)
 
     def inventory(self) -> list[OffloadItem]:
@@ -66,23 +70,32 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(elastic=request.param)
 
 
-USES: dict[str, Callable[[Offloader], object]] = {
-    "guard": lambda offloader: offloader.require_present(KINDS),
-    "wait": lambda offloader: offloader.wait(),
-    "onload": lambda offloader: offloader.onload(),
+USES: dict[str, Callable[[Rig], object]] = {
+    "guard": lambda rig: rig.offloader.require_present(KINDS),
+    "wait": lambda rig: rig.offloader.wait(),
+    "onload": lambda rig: rig.offloader.onload(),
+    "direct use": lambda rig: rig.tensors["optimizer"][0].norm(),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_late_state_is_there_before_its_use(rig: Rig, late_copies: LateCopies, use: str):
-    rig.offloader.offload()
-    rig.offloader.onload(late=LATE_KINDS)
+    with rig.offloader.owner_rests():
+        rig.offloader.offload()
+    for kind, tensors in rig.tensors.items():
+        assert tensors[0].shape == (NUMEL,)
+        for call in (tensors[0].norm, tensors[1].zero_, partial(copy.deepcopy, tensors[2])):
+            with pytest.raises(StateError, check=has_code("state-is-offloaded", kind)):
+                call()
+    with rig.offloader.owner_rests():
+        rig.offloader.onload(late=LATE_KINDS)
     for _ in range(2):
         rig.offloader.require_present(["param", "grad"])
         assert len(late_copies.under_way) == 4, "passes wait for no optimizer state"
     assert not rig.offloader.is_offloaded("optimizer")
-    USES[use](rig.offloader)
+    USES[use](rig)
     rig.assert_restored()
+    assert {type(tensor) for tensor in rig.all()} == {torch.Tensor}
     rig.offloader.require_present(KINDS)
     waited = use != "onload"
     exposed = waited * SECONDS_EXPOSED
@@ -109,13 +122,14 @@ def test_late_state_that_leaves_again_keeps_its_contents(rig: Rig, late_copies: 
 
 @pytest.mark.parametrize("use", USES)
 def test_contents_of_a_failed_copy_stay_in_host_memory(rig: Rig, late_copies: LateCopies, use: str):
-    rig.offloader.offload()
-    rig.offloader.onload(late=LATE_KINDS)
+    with rig.offloader.owner_rests():
+        rig.offloader.offload()
+        rig.offloader.onload(late=LATE_KINDS)
     for _ in range(2):
         late_copies.errors = [OSError("bus")]
         with pytest.raises(OffloadError, check=has_code("onload-failed", "optimizer", "bus")):
-            USES[use](rig.offloader)
-    USES[use](rig.offloader)
+            USES[use](rig)
+    USES[use](rig)
     rig.assert_restored()
     rig.assert_still_works()
 
