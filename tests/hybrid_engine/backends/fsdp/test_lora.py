@@ -22,13 +22,15 @@ from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.errors import has_code
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
-from tests.zoo.families import served_config, write_config
+from tests.zoo.families import read_config, served_config, write_config
+from tests.zoo.megatron_models import whole_weights
 from tests.zoo.tiny_models import label_log_probs, read_canonical, token_batch
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -284,6 +286,17 @@ def test_vllm_base_and_adapter_equal_its_own_load(outcomes: Outcomes) -> None:
         assert adapted.different == {}  # the base is not merged
         assert adapted.loras == []
         assert adapted.num_loras == NUM_STEPS * 2 * 3  # layers and modules
+
+
+def test_one_rank_merges_as_peft_and_refuses_other_adapters(job: None, tmp_path: Path) -> None:
+    path = write_config(tmp_path, served_config("llama", torch_dtype="float32"))
+    model: Any = sharded_models.shard(peft_model(path, MERGED))
+    with closing(ShardedModel(model, table_for(read_config(path)), 0)) as sharded:
+        sharded.weights.prepare()
+        expected = peft_model(path, MERGED).merge_and_unload().state_dict()
+        torch.testing.assert_close(whole_weights(sharded.weights), expected)
+        with model.disable_adapter(), pytest.raises(ReshardError, check=has_code("adapters-changed")):
+            sharded.weights.prepare()
 
 
 def test_vllm_weights_equal_those_merged_by_peft(outcomes: Outcomes) -> None:

@@ -311,6 +311,20 @@ def test_differences_from_the_config_are_refused(tmp_path: Path, name: str) -> N
 HYBRID = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=2)
 
 
+def test_gradients_are_summed_in_float32(job: None, tmp_path: Path) -> None:
+    """A sum of three equal gradients of bfloat16 needs more bits than bfloat16 has."""
+    model = model_from(tmp_path)
+    shard_model(model, FsdpConfig(mixed_precision="bf16"), mesh_of(FsdpConfig(), torch.device("cpu"), 1))
+    gradients = []
+    for number in (1, 3):
+        model.zero_grad()
+        for later in reversed(range(number)):
+            model.set_requires_gradient_sync(later == 0)
+            model(torch.arange(16)[None]).logits.square().mean().backward()
+        gradients.append(model.lm_head.weight.grad.to_local())
+    assert torch.equal(3 * gradients[0], gradients[1])
+
+
 @pytest.mark.ranks
 def test_replicas_train_after_groups_of_an_equal_mesh_have_ended(ranks: Ranks) -> None:
     """torch caches reductions by mesh, with groups that have ended by then."""

@@ -17,10 +17,11 @@ from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.internals import StridedShard
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import HybridEngineError, ReshardError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
+from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 from tests.zoo.families import read_config, served_config, tiny_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard
@@ -135,13 +136,6 @@ def steps_of_a_mixed_optimizer(rank: Rank) -> None:
         wrapped.close()
 
 
-def replaced_later(rank: Rank) -> None:
-    model = shard(rank.model())
-    wrapped = rank.wrapped(model)
-    model.to(torch.float64)
-    wrapped.weights.prepare()
-
-
 def not_finite(rank: Rank) -> None:
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
@@ -171,7 +165,6 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], tuple[str, ...]]] = {
     "another optimizer": (optimizer_of_another_model, ("ModelError", "foreign-parameters", "21 of 21")),
     "another config": (another_config, ("ParameterMismatchError", "lm_head.weight", "(140, 64)", "(130, 64)")),
     "sharded later": (sharded_later, ("ReshardError", "parameters-moved", "1 parameters")),
-    "replaced later": (replaced_later, ("ReshardError", "parameters-moved", "21 parameters")),
     "not finite": (not_finite, ("WeightError", "model.norm.weight on rank")),
 }
 
@@ -206,6 +199,19 @@ def refused(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Ou
 def test_unusable_models_are_refused_on_every_rank(refused: list[Outcomes], name: str) -> None:
     for outcomes in refused:
         assert all(value in outcomes[name] for value in REFUSED[name][1]), outcomes[name]
+
+
+def test_gathered_parameters_are_freed_and_moved_ones_refused(job: None, tmp_path: Path) -> None:
+    with closing(Job.join(60)) as alone:
+        rank = _rank(alone, tmp_path)
+        model = shard(rank.model())
+        weights = rank.wrapped(model).weights
+        model(torch.arange(8)[None])  # the head stays gathered
+        weights.prepare()
+        assert isinstance(model.lm_head.weight, DTensor)
+        model.to(torch.float64)
+        with pytest.raises(ReshardError, check=has_code("parameters-moved", "21 parameters")):
+            weights.prepare()
 
 
 # -- accepted models -------------------------------------------------------------------------------

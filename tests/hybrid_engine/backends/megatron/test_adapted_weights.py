@@ -75,6 +75,9 @@ def test_a_weight_has_the_product_of_its_adapter() -> None:
     base, part = layer(torch.randn(6, 5)), adapter(6, 5)
     (total,) = sums_of(wrapped("LoRALinear", base, adapter=part))
     torch.testing.assert_close(total, base.weight + product(part))
+    disabled = wrapped("LoRALinear", base, adapter=part)
+    disabled._adapter_enabled = False  # type: ignore[assignment]
+    assert Adapters([disabled]).weights == {}
 
 
 def test_adapters_of_q_k_and_v_have_the_rows_of_their_query_groups() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from packaging.version import Version
 
+from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.forward_probe import hide_padding
 from hybrid_engine.backends.megatron.internals import PRIVATE_NAMES
 from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ConfigError, ParameterMismatchError, WeightError
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
-from tests.harness.errors import has_violations
+from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of, running
-from tests.zoo.tiny_models import save_model
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, parallel_state_of, running
+from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch
 
 
 def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
@@ -41,6 +43,51 @@ def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
     )
     with pytest.raises(ConfigError, check=expected):
         LiveModel([chunk], None, table_for(served_config("llama")))
+
+
+def test_layers_keep_the_numbers_of_the_checkpoint(job: None, tmp_path: Path) -> None:
+    """Layers that do nothing are not counted, and those that predict more tokens come last."""
+    path = save_model(tmp_path, "deepseek_v3", mtp_layers=2)
+    batch = token_batch(0, num_sequences=2, length=12)
+    with running(path, ActorConfig(**DENSE_FLOAT32, noop_layers=(1,))) as run:
+        load_canonical(run, path)
+        log_probs = run.engine.log_probs(batch)
+        names = {name for name, _ in run.engine.model.weights.model.named_parameters()}
+    expected = label_log_probs(build_hf_model("deepseek_v3")(batch["tokens"]).logits, batch["labels"])
+    torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
+    assert {name.split(".")[2] for name in names if name.startswith("mtp.")} == {"3", "4"}
+
+
+def test_padding_and_adapters_are_zero_after_loading(job: None, tmp_path: Path) -> None:
+    path = save_model(tmp_path, "qwen3")
+    with running(path, ActorConfig(**DENSE_FLOAT32, lora={"rank": 4})) as run:
+        weights = run.engine.model.weights
+        for flat in weights.base.buffers().values():
+            flat.fill_(7)
+        weights.base.finish_loading()
+        for name, parameter in weights.model.named_parameters():
+            is_padded = name.startswith(("embedding.", "output_layer."))
+            expected = [0, 7] if is_padded else [0] if name.endswith("linear_out.weight") else [7]
+            assert parameter.unique().tolist() == expected, name
+        run.actor.chunks[0].to(torch.float64)
+        with pytest.raises(ReshardError, check=has_code("parameters-moved")):
+            weights.prepare()
+
+
+def test_factors_of_norms_are_exact_in_both_directions(job: None, tmp_path: Path) -> None:
+    """A norm around 1 in a model whose norms Megatron stores minus 1; here Gemma's, as if its checkpoint had it."""
+    path = save_model(tmp_path, "gemma2")
+    with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
+        load_canonical(run, path)
+        rules = [replace(rule, around_one="decoder.final_layernorm.weight" in rule.names) for rule in run.table.rules]
+        model = ModelTensors(run.actor.chunks, replace(run.table, rules=rules))
+        weights = MegatronAdaptor(model)
+        weights.prepare()
+        ((weight, factor),) = model.norm_factors.tensors.items()
+        assert torch.equal(factor, weight + 1)
+        factor.fill_(1.25)
+        weights.finish_loading()
+        assert weight.unique().tolist() == [0.25]
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -150,8 +197,6 @@ def refuse_other_models(path: Path) -> dict[str, str]:
     config = ActorConfig(**{**DENSE_FLOAT32, **TP2})
     messages = {}
     with parallel_state_of(config):
-        from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-        from hybrid_engine.backends.megatron.model_tensors import ModelTensors
         from hybrid_engine.trainer.megatron.build import build_model
 
         hf_config = read_config(path)

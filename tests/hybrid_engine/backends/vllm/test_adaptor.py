@@ -297,6 +297,26 @@ def test_an_observer_gets_all_parameters_in_loader_layout_within_its_context(ada
     assert all(torch.equal(parameters[f"{name}.weight"], tensor) for name, tensor in weights_of(0).items())
 
 
+def test_a_verified_fill_reports_weights_that_vllm_does_not_compute_with(adaptor: VllmAdaptor) -> None:
+    norm = adaptor.model.norm
+    reports: list[str] = []
+    with adaptor.proving(SHAPES, reports.append):
+        fill(adaptor, weights_of(0))
+    assert reports == []
+    with adaptor.proving(["norm"], reports.append):
+        fill(adaptor, weights_of(1))
+        norm.weight.data[0] += 1
+    with (
+        adaptor.proving(["norm"], reports.append),
+        adaptor.observed(lambda *_: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data.clone()))),
+    ):
+        fill(adaptor, weights_of(2))
+    assert [report.partition("rank 0, ")[2] for report in reports] == [
+        "vLLM's weights changed after they were committed",
+        "vLLM's norm.weight is not the tensor that was filled",
+    ]
+
+
 def test_untraceable_tensors_are_written_by_the_loader() -> None:
     model = Computing()
     expected = Computing()
@@ -313,6 +333,8 @@ def test_untraceable_tensors_are_written_by_the_loader() -> None:
                 source = weights.get(name.removeprefix("staged:"), weights.get(name.rpartition(".")[2]))
                 if name.startswith(("staged:", "three.")):
                     flat.copy_(source.flatten())
+                else:
+                    assert not flat.any()  # what the loader leaves as it was is zero
             adaptor.commit([group])
         assert model.calls[-1] == ["both"]
         for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
-from hybrid_engine.errors import ModelError
+from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
+from hybrid_engine.errors import ModelError, StateError
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
@@ -257,6 +260,23 @@ def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.Mon
     assert differing_paths(model.held(), load(quantised, 1).held()) == []
 
 
+def test_nothing_is_processed_together_with_a_failed_rank(job: None) -> None:
+    model = Model(layer=quantised)
+    with contextlib.ExitStack() as ends:
+        barrier = ProcessingBarrier(0, Job.join(60).new_group(ends))
+        adaptor = build_adaptor(model, keeps_addresses=True, barrier=barrier)
+        adaptor.release()
+        adaptor.allocate(["layer"])
+        with adaptor.observed(fail), pytest.raises(MemoryError):
+            adaptor.commit(["layer"])
+        assert barrier.is_over  # its peers raise
+        fill(adaptor, model, 1)
+        adaptor.allocate(["layer"])
+        adaptor.abandon()
+        with pytest.raises(StateError, check=has_code("processing-is-over", "processing layer")):
+            adaptor.commit(["layer"])
+
+
 def fail(*_: object) -> None:
     raise MemoryError
 
@@ -276,8 +296,12 @@ def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: 
         process(layer)
 
     monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
+    # As in vLLM's linear layers.
+    monkeypatch.setattr(
+        torch.nn.Module, "update_param_tp_status", lambda layer: seen.append(layer.weight.shape), raising=False
+    )
     fill(adaptor, model, 0)
-    assert seen == [("high", before.num_threads)]
+    assert seen == [("high", before.num_threads), (COLUMNS, ROWS)]
     assert ProcessSettings.now() == before  # changes by the processing are undone
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import ReshardError, StateError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from tests.harness.errors import Refusal, check_refusals, has_code, refusal_of
@@ -231,6 +231,26 @@ def assert_same(first: Values, second: Values) -> None:
     assert first["tensors"].keys() == second["tensors"].keys()
     different = [name for name, tensor in first["tensors"].items() if not torch.equal(tensor, second["tensors"][name])]
     assert not different
+
+
+def test_one_rank_resumes_with_all_bits(job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path / "model", "qwen3")
+    alone = Job.join(60)
+    with running(path, configured(BFLOAT16)) as run:
+        train(run, 0)
+        checkpoints_of(run, alone).save(tmp_path / "saved")
+        saved = state_of(run)
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 1)
+            checkpoints_of(run, alone).save(tmp_path / "another order")
+    with running(path, configured(BFLOAT16, seed=99)) as run:
+        checkpoints_of(run, alone).load(tmp_path / "saved")
+        assert_same(saved, state_of(run))
+        with pytest.raises(StateError, check=has_code("checkpoint-of-another-layout", "data_parallel_rank 1, now 0")):
+            checkpoints_of(run, alone).load(tmp_path / "another order")
+        run.actor.chunks[0].to(torch.float64)
+        with pytest.raises(ReshardError, check=has_code("parameters-moved")):
+            checkpoints_of(run, alone).save(tmp_path / "saved")
 
 
 @pytest.fixture(scope="module")

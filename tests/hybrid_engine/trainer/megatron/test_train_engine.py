@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import BatchError, HybridEngineError
+from hybrid_engine.errors import BatchError, HybridEngineError, ReshardError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import own_share
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
-from tests.harness.errors import violations_of
+from tests.harness.errors import has_code, violations_of
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
@@ -182,6 +182,18 @@ def _run_recomputed(path: Path, settings: Values) -> Recomputed:
             if parameter.requires_grad
         }
     return Recomputed(report, gradients, sum(kept[: ends[0]]))
+
+
+def test_scores_have_no_dropout_and_need_the_weights_in_their_place(job: None, tmp_path: Path) -> None:
+    path = save_model(tmp_path, "qwen3")
+    dropout = {"transformer": {"hidden_dropout": 0.5}}
+    with running(path, ActorConfig(**DENSE_FLOAT32, overrides=dropout)) as run:
+        run.engine.train_step(make_batch(), negative_log_likelihood)
+        scores = [run.engine.log_probs(make_batch()) for _ in range(2)]
+        assert torch.equal(*scores)
+        run.actor.chunks[0].to(torch.float64)
+        with pytest.raises(ReshardError, check=has_code("parameters-moved")):
+            run.engine.log_probs(make_batch())
 
 
 RECOMPUTING = {"recomputed": {}, "recomputed, adapters": {"lora": {"rank": 4}}}
