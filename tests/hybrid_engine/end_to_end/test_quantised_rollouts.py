@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -133,7 +134,8 @@ def refuse(directory: str) -> list[str]:
     if dist.get_rank() == 0:
         block_formats.publish(path, block_formats.PUBLISHED_FP8)
     dist.barrier()
-    for kernel, sizes in ((contextlib.nullcontext(), {}), (block_formats.kernels_in_torch(), {"tp_size": 2})):
+    without_amx = mock.patch("torch.cpu._is_amx_tile_supported", return_value=False)
+    for kernel, sizes in ((without_amx, {}), (block_formats.kernels_in_torch(), {"tp_size": 2})):
         model = sharded_models.from_config(path)
         with kernel, pytest.raises(HybridEngineError) as caught:
             HybridEngine(
