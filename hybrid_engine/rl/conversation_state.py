@@ -357,7 +357,7 @@ class EnvironmentRunner:
             return [int(token) for token in reply]
         if form == "a text":
             encode = self._tokenizer.encode
-            return encode([reply], add_special_tokens=False, most_tokens=state.room)[0]
+            return encode([reply], add_special_tokens=False, most_tokens=max(1, state.room))[0]
         if form != "a chat":
             raise ValueError(f"the reply is {form}")
         if state.messages is None:
@@ -368,5 +368,5 @@ class EnvironmentRunner:
         rendering = rendering_of(self._chat, self._tokenizer)
         answer = state.turns[-1].token_ids
         # Some of the tokens may be drawn already.
-        most = state.room + len(answer)
+        most = max(1, state.room) + len(answer)
         return self._tokenizer.encode_reply(state.messages, answer, reply, rendering, most)
