@@ -76,7 +76,7 @@ test-gpu: ## The same checks, and more, over a GPU in software: any machine (GPU
 	$(OVER_SOFTWARE_GPU) -m pytest tests/software_gpu -v -p no:cacheprovider --durations 10 $(ARGS)
 	$(OVER_SOFTWARE_GPU) -m pytest -p tests.software_gpu.checks -v -p no:cacheprovider --durations 10 $(ARGS) \
 	    $(addprefix tests/hybrid_engine/switch/test_,$(addsuffix .py,$(OF_THE_SWITCH))) \
-	    tests/walk/test_walk.py::test_a_random_walk
+	    $(addprefix tests/walk/test_walk.py::test_,a_random_walk every_call_is_right_or_refused)
 	$(OVER_SOFTWARE_GPU) -m pytest tests/gpu --confcutdir=tests/gpu -v -p no:cacheprovider --timeout 900 \
 	    --budget 5000 --device cuda $(if $(JSON),--records '$(JSON)') $(ARGS)
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)

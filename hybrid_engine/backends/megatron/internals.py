@@ -92,14 +92,15 @@ PRIVATE_NAMES = (
 )
 
 METHODS_WITH_STATE = (
+    "prepare_grads",
     "reload_model_params",
     "_get_main_param_and_optimizer_states",
     "_set_main_param_and_optimizer_states",
     "load_parameter_state_from_dp_zero_legacy",
 )
-"""Methods of Megatron's optimizers that read or write main parameters and moments.
+"""Methods of Megatron's optimizers that read or write gradients, main parameters and moments.
 
-All others that do so call the torch optimizer, which has hooks.
+All others that do so call one of these, or the torch optimizer, which has hooks.
 """
 
 CHANGED_BY_TRAINING = frozenset(
