@@ -7,7 +7,6 @@
       cuda_driver.py       checked calls of the driver
       descriptors.py       file descriptors of the owner, passed to its peers
     pool.py              memory of a GPU that training and inference use in turn
-      pieces.py            its parts, each with contents of one side at a time
     offloader.py         training state: device -> host memory and back
       offload_items.py     the inventory to offload, storage by storage
       arena.py             host memory that a GPU can read and forks do not inherit; copies

@@ -5,9 +5,8 @@ Forked children do not inherit the memory, and a GPU can read it directly:
     allocation  mmap -> populated by several threads, in huge pages -> cudaHostRegister
     growth      a new allocation, to which contents are copied; if it fails, the old one stays
 
-Registering populates as well, but in one thread, 4 KiB at a time; that would take most of the first
-switch. A forked child (a DataLoader's worker) gets no copy: a fork copies pages that a device reads
-immediately, all of them.
+Registering populates too, but in one thread, 4 KiB at a time. A fork would immediately copy all
+pages that a device reads.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class _Mapping:
         """Allocate a page behind every address; before kernel 5.14 the registration does it."""
         # 6.1 instead of 2.1 GB/s with one thread on an H100's host; ignored without huge pages.
         libc().madvise(self.address, self.nbytes, _HUGEPAGE)
-        starts = range(0, self.nbytes, _SLICE_NBYTES)
-        addresses = [self.address + start for start in starts]
-        sizes = [min(_SLICE_NBYTES, self.nbytes - start) for start in starts]
+        end = self.address + self.nbytes
+        addresses = range(self.address, end, _SLICE_NBYTES)
+        sizes = [min(_SLICE_NBYTES, end - start) for start in addresses]
         num_threads = min(NUM_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(num_threads) as threads:
             # Iterating raises the error of a thread.
@@ -140,9 +139,7 @@ class Arena:
     def __init__(self, copier: Copier | None = None) -> None:
         """Create an empty arena.
 
-        Args:
-            copier: its copies are completed before memory is freed; after a lost rank no other
-                code waits for them.
+        `copier`: its copies end before memory is freed; after a lost rank nothing else waits.
         """
         self.nbytes = 0
         self._copier = copier
@@ -163,11 +160,8 @@ class Arena:
         """
         nbytes = max(nbytes, self.nbytes)
         current = None if self._allocation is None else self._allocation.mapping
-        if current is None:
-            fits = not nbytes
-        else:
-            fits = nbytes <= current.nbytes and (current.is_registered or not pinned)
-        if not fits:
+        room = 0 if current is None else current.nbytes
+        if nbytes > room or (current is not None and pinned and not current.is_registered):
             rounded = round_up(nbytes, _HUGE_PAGE)
             try:
                 allocation = _HostAllocation(rounded, pinned=pinned, copier=self._copier)
@@ -213,10 +207,7 @@ class QueuedCopy:
         self._events = events
 
     def wait(self) -> float:
-        """Wait until the copy is done, and so all before it in its direction.
-
-        Returns the seconds that the device copied.
-        """
+        """Wait for the copy, and so for all before it in its direction; return its seconds."""
         if not self._events:
             return 0.0
         begin, end = self._events
@@ -226,10 +217,7 @@ class QueuedCopy:
         return float(begin.elapsed_time(end)) / 1000
 
     def seconds_after(self, reached: torch.cuda.Event | None) -> float:
-        """Return the seconds from an event to the end of this copy, which was waited for.
-
-        0 if the copy ended first.
-        """
+        """Return the seconds from an event to the end of this copy, which is done; at least 0."""
         if reached is None or not self._events or not reached.query():
             return 0.0
         return max(0.0, float(reached.elapsed_time(self._events[1])) / 1000)
@@ -238,9 +226,8 @@ class QueuedCopy:
 class Copier:
     """Copies bytes between a device and an arena.
 
-    On CUDA copies are queued, in chunks, on one stream for each direction, so that both overlap
-    with each other and with the device's other work. On the CPU a copy is done when the call
-    returns.
+    On CUDA copies are queued, in chunks, on one stream for each direction, beside the device's
+    other work. On the CPU a copy is done when the call returns.
     """
 
     def __init__(self) -> None:

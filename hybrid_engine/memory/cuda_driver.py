@@ -1,8 +1,7 @@
 """Checked calls of the CUDA driver's virtual memory API, for elastic buffers.
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual
-Memory Management" chapter of the driver API. Run on an H200 and an H100 by tests/gpu. Tests on the
-CPU run it with the real bindings over the driver of a GPU in software (tests/software_gpu).
+Memory Management". Run on an H200 and an H100 by tests/gpu, and on the GPU in software.
 
 Rules for callers:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
@@ -125,17 +124,11 @@ class CudaDriver:
         return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
 
     def import_descriptor(self, descriptor: int) -> Any:
-        """Return a handle of memory that another process exported.
-
-        The descriptor may be closed afterwards.
-        """
+        """Return a handle of memory that another process exported; the descriptor is not kept."""
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
 
     def finish_stream(self) -> None:
-        """Wait for the work queued on the current stream.
-
-        Messages, which have separate streams, stay in flight.
-        """
+        """Wait for the work queued on the current stream; messages stay in flight."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -190,14 +183,10 @@ class CudaDriver:
 
 @functools.cache
 def driver_of(ordinal: int) -> CudaDriver | None:
-    """Return the driver of a CUDA device, or None after logging why it cannot be used.
-
-    The answer, and so the warning, is computed once per device.
-    """
+    """Return the driver of a CUDA device, or None after logging, once, why it cannot be used."""
     device = torch.device("cuda", ordinal)
     # Creates torch's context, which the driver's calls need.
     torch.cuda.synchronize(device)
-    driver = None
     try:
         from cuda.bindings import driver as api
     except ImportError:
@@ -205,8 +194,8 @@ def driver_of(ordinal: int) -> CudaDriver | None:
     else:
         driver = CudaDriver(api, device)
         reason = driver.why_unsupported()
-    if reason is None:
-        return driver
+        if reason is None:
+            return driver
     logger.warning(
         "No elastic buffers on %s: %s. Training buffers are ordinary tensors: they leave the "
         "device only whole, after the whole switch, and peers on the host receive them in messages",

@@ -3,16 +3,14 @@
     owner   Descriptor(fd).offer(name) -> address      a thread answers while any name is offered
     peer    fetch(address, names) -> [fd, ...]         duplicates, which the peer closes
 
-Passing a descriptor (SCM_RIGHTS) needs no permission over the other process. Opening /proc/<pid>/fd
-or pidfd_getfd(2) does, and containers refuse it by process namespaces, Yama and seccomp. Instead
-both processes need a common directory. The socket lies in a subdirectory of `MEETING_DIRECTORY`
-that only this user can open, and the owner reads the peer's user from the kernel (SO_PEERCRED).
-Names are random: a name that was withdrawn is never used again.
+Passing a descriptor (SCM_RIGHTS) needs no permission over the other process; /proc/<pid>/fd and
+pidfd_getfd(2) do, and containers refuse it. Instead both processes need a common directory: the
+socket lies in a subdirectory of `MEETING_DIRECTORY` that only this user can open, and the owner
+reads the peer's user from the kernel (SO_PEERCRED). Names are random and never used again.
 
 A descriptor is closed with the last reference to its `Descriptor`. The thread holds references
-while it sends, under the lock `sending`. A caller that drops the last other reference under the
-same lock has therefore closed the descriptor when it releases the lock, and the memory is free. A
-process that is killed leaves its socket behind.
+while it sends, under the lock `sending`: a caller that drops the last other reference under the
+same lock has closed the descriptor, and the memory is free. A killed process leaves its socket.
 """
 
 from __future__ import annotations
@@ -193,10 +191,8 @@ def _send(connection: socket.socket, names: Sequence[str]) -> None:
 def fetch(address: str, names: Sequence[str]) -> list[int]:
     """Return duplicates of the descriptors that another process offers under these names.
 
-    At most `MOST_AT_ONCE` names; the caller closes the descriptors.
-
-    Raises TransportError if the owner has ended, belongs to another user, does not answer, or no
-    longer offers one of the names.
+    At most `MOST_AT_ONCE` names; the caller closes the descriptors. Raises TransportError if the
+    owner has ended, is another user's, does not answer, or no longer offers one of the names.
     """
     fds = array("i")
     try:

@@ -1,17 +1,15 @@
 """Device memory that is released and restored in chunks at a constant address, and read by peers.
 
-Run on an H200 and an H100, by two processes that read each other's memory. Between GPUs it was run
-only in software (tests/software_gpu).
+Run on an H200 and an H100; between GPUs only in software (tests/software_gpu).
 
     create     one address range; chunks of physical memory, created, mapped
     release    wait for the stream -> notify peers -> close descriptor -> unmap -> free the chunk
     restore    a new chunk of physical memory at the old address; contents undefined
 
-A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map
-a table, as host pages, with the serial number of every chunk, which is 0 while the chunk has no
-memory. They fetch the descriptor of that number from the owner (descriptors.py), as CUDA intends. A
-peer maps chunks only while it reads them: until it unmaps them their memory stays allocated, even
-after the owner has released them.
+A restored chunk is new memory, so a peer's older mapping is stale. Peers therefore map a table, as
+host pages, with the serial number of every chunk, 0 while it has no memory, and fetch the
+descriptor of that number from the owner (descriptors.py). A peer maps chunks only while it reads
+them: until it unmaps them, memory that the owner has released stays allocated.
 
     peer = DevicePeer(handle, driver)            once: an address range of this process, unmapped
     chunks = handle.chunks(extents)              once
@@ -24,9 +22,8 @@ serial number stays, and peers keep it mapped.
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
 
-A forked child (a DataLoader's worker) inherits the descriptors, and memory is freed only when none
-is open in any process. The child therefore closes them at once. It cannot use the memory anyway,
-because CUDA does not work in it.
+A forked child inherits the descriptors, and memory is freed only when none is open in any process.
+The child closes them at once; CUDA does not work in it anyway.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ from hybrid_engine.memory.host_pages import (
     round_up,
     tensor_over,
 )
-from hybrid_engine.memory.pieces import Part, PoolPiece
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
@@ -95,8 +91,8 @@ class DeviceHandle(Record, frozen=True, tag=True):
         numel: elements of the tensor.
         dtype: torch's name of its dtype, without the prefix.
 
-    Construction, by decoding as well, raises MessageError unless `dtype` is a dtype of torch, the
-    tensor lies in whole elements within the range, and the table has a number for every chunk.
+    Construction raises MessageError unless `dtype` is a dtype of torch, the tensor lies in whole
+    elements within the range, and the table has a number for every chunk.
     """
 
     table: BufferHandle
@@ -198,9 +194,8 @@ class DeviceMemory:
         return tensor_over(self.address, self.nbytes, device, self).view(self.dtype)
 
     def release(self, first: int, last: int) -> None:
-        """Free the chunks of bytes [first, last).
+        """Free the chunks of bytes [first, last), whole ones, after the current stream's work.
 
-        Both are multiples of `granularity`, or `last` is the end. Waits for the current stream.
         Work on other streams that uses the chunks must have ended.
         """
         self._raise_if_closed()
@@ -215,8 +210,7 @@ class DeviceMemory:
     def restore(self, first: int, last: int) -> None:
         """Allocate the chunks of bytes [first, last) that have no memory; others keep contents.
 
-        Raises DeviceMemoryError when the device has too little memory. Restored chunks then stay,
-        and a later call continues from there.
+        Raises DeviceMemoryError for lack of memory; a later call continues from there.
         """
         self._raise_if_closed()
         for index in self.chunks.within(first, last):
@@ -226,7 +220,7 @@ class DeviceMemory:
     def resident_nbytes(self) -> int:
         """Return the bytes of physical memory behind the range now."""
         self._raise_if_closed()
-        return self.chunks.resident_nbytes()
+        return sum(nbytes for _, nbytes, _ in self.chunks.resident())
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
         """Return a handle for peers, of `numel` elements from byte `offset`.
@@ -254,27 +248,65 @@ class DeviceMemory:
             raise StateError("the elastic buffer is closed", code="buffer-is-closed")
 
 
-class Chunks:
-    """The chunks of an address range, and the table that peers read. Independent of tensors.
+class PoolPiece:
+    """Physical memory of a pool (pool.py), with contents of one side at a time.
+
+    It counts the parts of that side's address range that have contents in it.
+    """
+
+    def __init__(self) -> None:
+        self._side = ""
+        self._parts: set[object] = set()
+
+    def take(self, side: str, part: object) -> None:
+        """Note that a part of `side` has contents here. Raises StateError if another side has."""
+        if self._parts and self._side != side:
+            raise StateError(
+                f"memory of {side} still has contents of {self._side} ({len(self._parts)} parts): "
+                "they must leave first",
+                code="memory-in-use",
+            )
+        self._side = side
+        self._parts.add(part)
+
+    def leave(self, part: object) -> None:
+        """Note that a part has no contents here any more."""
+        self._parts.discard(part)
+
+
+class _ChunkedRange:
+    """An address range of a device, reserved whole and mapped in chunks.
 
     Attributes:
         address, reserved_nbytes: the range.
     """
 
-    def __init__(
-        self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str
-    ) -> None:
+    def __init__(self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int) -> None:
         self.driver = driver
         self.reserved_nbytes = reserved_nbytes
         self._chunk_nbytes = chunk_nbytes
+        self.address = driver.reserve(reserved_nbytes)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return address and bytes of a chunk; the last one has the rest of the range."""
+        start = index * self._chunk_nbytes
+        return self.address + start, min(self._chunk_nbytes, self.reserved_nbytes - start)
+
+
+class Chunks(_ChunkedRange):
+    """The chunks of an address range, and the table that peers read. Independent of tensors."""
+
+    def __init__(
+        self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str
+    ) -> None:
         count = -(-reserved_nbytes // chunk_nbytes)
         # Handles of physical memory, None while a chunk has none.
         self._handles: list[Any | None] = [None] * count
         self._next_serial = AWAY + 1
         self._is_exported = False
-        self._table_memory = HostMemory.create(count, torch.int64, f"{label}.chunks")
+        self._table_memory = HostMemory(count, torch.int64, f"{label}.chunks")
         self._table = self._table_memory.tensor().numpy()
-        self.address = driver.reserve(reserved_nbytes)
+        super().__init__(driver, reserved_nbytes, chunk_nbytes)
         # Descriptors of exported chunks, by number.
         self._descriptors: dict[int, Descriptor] = {}
         # Pieces of a pool behind the chunks, and those of these chunks that have contents.
@@ -297,15 +329,12 @@ class Chunks:
     def resident(self) -> list[tuple[int, int, Any]]:
         """Return number, bytes and driver's handle of the resident chunks."""
         return [
-            (index, self._nbytes(index), handle)
+            (index, self._place(index)[1], handle)
             for index, handle in enumerate(self._handles)
             if self.is_resident(index)
         ]
 
-    def resident_nbytes(self) -> int:
-        return sum(nbytes for _, nbytes, _ in self.resident())
-
-    def settle(self, pieces: Sequence[Part]) -> None:
+    def settle(self, pieces: Sequence[tuple[int, PoolPiece]]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.
 
         `pieces`: bytes and piece, in order of addresses.
@@ -351,10 +380,10 @@ class Chunks:
             elif self._is_exported:
                 self._publish(index)
             return
-        nbytes = self._nbytes(index)
+        address, nbytes = self._place(index)
         handle = self.driver.create(nbytes)
         try:
-            self.driver.map(self._address(index), nbytes, handle)
+            self.driver.map(address, nbytes, handle)
         except BaseException:
             self.driver.release(handle)
             raise
@@ -396,14 +425,13 @@ class Chunks:
             return
         self._right = right
         for _, run in groupby(enumerate(sorted(self._pieces)), lambda place: place[1] - place[0]):
-            indexes = [index for _, index in run]
-            nbytes = sum(map(self._nbytes, indexes))
-            self.driver.permit(self._address(indexes[0]), nbytes, right)
+            places = [self._place(index) for _, index in run]
+            self.driver.permit(places[0][0], sum(nbytes for _, nbytes in places), right)
 
     def _free(self, index: int) -> None:
         # First, so that a peer that fetches the descriptor later gets an error.
         self._withdraw(index)
-        self.driver.unmap(self._address(index), self._nbytes(index))
+        self.driver.unmap(*self._place(index))
         handle = self._handles[index]
         self._handles[index] = None
         self.driver.release(handle)
@@ -455,7 +483,7 @@ class Chunks:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             num_open = len(os.listdir("/proc/self/fd"))
             raise DeviceMemoryError(
-                f"chunk {index} of {len(self._handles)} ({self._nbytes(index)} bytes) cannot be "
+                f"chunk {index} of {len(self._handles)} ({self._place(index)[1]} bytes) cannot be "
                 f"exported: {error}. This process has {num_open} of {limit} file descriptors open. "
                 "Raise the limit (`ulimit -n`) if it is reached",
                 code="cannot-export",
@@ -475,12 +503,6 @@ class Chunks:
         # While a descriptor is being sent, dropping it here would not close it.
         with sending:
             self._descriptors.pop(index, None)
-
-    def _address(self, index: int) -> int:
-        return self.address + index * self._chunk_nbytes
-
-    def _nbytes(self, index: int) -> int:
-        return min(self._chunk_nbytes, self.reserved_nbytes - index * self._chunk_nbytes)
 
 
 _all_chunks: weakref.WeakSet[Chunks] = weakref.WeakSet()
@@ -506,12 +528,10 @@ def _raise_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class DevicePeer:
+class DevicePeer(_ChunkedRange):
     """A peer's flat tensor on a device, mapped into this process only while it is read.
 
-    A mapping keeps a chunk's memory allocated after its owner released it, and a restored chunk is
-    different memory, so mappings end as early as the reader allows. The memory may be on another
-    GPU than the one this process uses, if the two can reach each other.
+    The memory may be on another GPU than the one this process uses, if they reach each other.
     """
 
     def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
@@ -520,27 +540,26 @@ class DevicePeer:
         Raises TransportError when the owner is on another host, has ended or closed the buffer.
         """
         self._handle = handle
-        self._driver = driver
         self._is_closed = False
         self._is_read = False
         self._table = map_pages(handle.table).numpy()
-        self._range = _PeerRange(driver, handle.reserved_nbytes, handle.chunk_nbytes)
-        dtype = getattr(torch, handle.dtype)
-        nbytes = handle.numel * dtype.itemsize
-        start = self._range.address + handle.offset
-        self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(dtype)
+        super().__init__(driver, handle.reserved_nbytes, handle.chunk_nbytes)
+        # Serial numbers of the mapped chunks, by chunk number.
+        self._mapped: dict[int, int] = {}
+        # The last tensor over the range keeps this object.
+        end = weakref.finalize(self, driver.unreserve, self.address, handle.reserved_nbytes)
+        end.atexit = False
 
     @contextmanager
     def mapped(self, chunks: list[int] | None = None) -> Iterator[torch.Tensor]:
         """Yield the flat tensor, of which the elements in `chunks` (default: all) may be read.
 
-        Work queued inside the `with` block may read them too. Reading other elements, or later, is
-        an illegal access. Other chunks are not mapped, since their owner may have released them.
-        Chunks of a pool stay mapped.
+        Work queued inside the `with` block may read them too; reading other elements, or later, is
+        an illegal access. Chunks of a pool stay mapped.
 
-        Raises TransportError when the owner has released one of the chunks, when the descriptors
-        cannot be fetched, and, at the end, when the owner released a chunk meanwhile: the bytes
-        read may then be outdated. Raises StateError inside another block, and after `close`.
+        Raises TransportError when the owner has released one of the chunks, also at the end (the
+        bytes read may be outdated), and when the descriptors cannot be fetched. Raises StateError
+        inside another block, and after `close`.
         """
         if chunks is None:
             chunks = self._handle.chunks([Extent(0, self._handle.numel)])
@@ -563,33 +582,39 @@ class DevicePeer:
             # The owner may have released a chunk since its number was read.
             self._raise_if_changed(chunks, serials)
             try:
-                yield self._tensor
+                yield self._tensor()
             finally:
                 # Unmapping does not wait for queued work.
-                self._driver.finish_stream()
+                self.driver.finish_stream()
             self._raise_if_changed(chunks, serials)
         finally:
             self._is_read = False
-            self._range.clear(least=_SHARED)
+            self._clear(least=_SHARED)
 
     def trim(self) -> None:
         """Unmap the chunks that have left a pool."""
-        for index in list(self._range.mapped):
+        for index in list(self._mapped):
             if self._table[index] == AWAY:
-                self._range.unmap(index)
+                self._unmap(index)
 
     def close(self) -> None:
         """Close the peer; idempotent."""
-        self._range.clear()
+        self._clear()
         self._is_closed = True
+
+    def _tensor(self) -> torch.Tensor:
+        handle = self._handle
+        dtype = getattr(torch, handle.dtype)
+        nbytes = handle.numel * dtype.itemsize
+        start = self.address + handle.offset
+        return tensor_over(start, nbytes, self.driver.device, self).view(dtype)
 
     def _map(self, chunks: list[int], serials: list[int]) -> None:
         """Map the chunks that are not mapped, or mapped under an older serial number."""
         if self._is_closed:
             raise StateError("the peer is closed", code="peer-is-closed")
-        mapped = self._range.mapped
         pairs = zip(chunks, serials, strict=True)
-        missing = [(index, serial) for index, serial in pairs if mapped.get(index) != serial]
+        missing = [(index, serial) for index, serial in pairs if self._mapped.get(index) != serial]
         if not missing:
             return
         table = self._handle.table
@@ -598,7 +623,7 @@ class DevicePeer:
         )
         try:
             for (index, serial), descriptor in zip(missing, descriptors, strict=True):
-                self._range.map(index, serial, descriptor)
+                self._map_chunk(index, serial, descriptor)
         except DeviceMemoryError as error:
             raise TransportError(
                 f"chunk {index} of a peer's buffer cannot be mapped: {error}. If it lies on "
@@ -617,46 +642,24 @@ class DevicePeer:
                 code="chunks-are-released",
             )
 
-
-class _PeerRange:
-    """An address range of this process with a peer's chunks, freed with the last tensor over it.
-
-    Attributes:
-        mapped: serial numbers of the mapped chunks, by chunk number.
-    """
-
-    def __init__(self, driver: CudaDriver, nbytes: int, chunk_nbytes: int) -> None:
-        self.address = driver.reserve(nbytes)
-        self.mapped: dict[int, int] = {}
-        self._nbytes = nbytes
-        self._chunk_nbytes = chunk_nbytes
-        self._driver = driver
-        end = weakref.finalize(self, driver.unreserve, self.address, nbytes)
-        end.atexit = False
-
-    def map(self, index: int, serial: int, descriptor: int) -> None:
+    def _map_chunk(self, index: int, serial: int, descriptor: int) -> None:
         """Map another process's chunk, replacing an older mapping."""
-        if index in self.mapped:
-            self.unmap(index)
-        handle = self._driver.import_descriptor(descriptor)
+        if index in self._mapped:
+            self._unmap(index)
+        handle = self.driver.import_descriptor(descriptor)
         try:
-            self._driver.map(*self._place(index), handle)
+            self.driver.map(*self._place(index), handle)
         finally:
             # The mapping alone keeps the memory.
-            self._driver.release(handle)
-        self.mapped[index] = serial
+            self.driver.release(handle)
+        self._mapped[index] = serial
 
-    def clear(self, least: float = math.inf) -> None:
+    def _clear(self, least: float = math.inf) -> None:
         """Unmap all chunks whose serial number is below `least`; queued reads must have ended."""
-        for index, serial in list(self.mapped.items()):
+        for index, serial in list(self._mapped.items()):
             if serial < least:
-                self.unmap(index)
+                self._unmap(index)
 
-    def unmap(self, index: int) -> None:
-        self._driver.unmap(*self._place(index))
-        del self.mapped[index]
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return address and bytes of a chunk; the last one has the rest of the range."""
-        start = index * self._chunk_nbytes
-        return self.address + start, min(self._chunk_nbytes, self._nbytes - start)
+    def _unmap(self, index: int) -> None:
+        self.driver.unmap(*self._place(index))
+        del self._mapped[index]

@@ -8,11 +8,9 @@
                                               and its process lives
     with reading(handle) as flat:             in another process of the host: the same memory
 
-The two kinds differ in a released range: on the CPU it reads as zeros and is allocated again when
-touched; on CUDA it must not be touched before `restore`. They also differ in a peer's mapping: host
-pages stay mapped (`host_pages.map_pages`), device memory is mapped only while it is read
-(`open_peer`). The memory lives as long as any tensor over it, so a tensor that outlives `close`
-stays valid.
+A released range reads as zeros on the CPU and is allocated again when touched; on CUDA it must not
+be touched before `restore`. A peer keeps host pages mapped (`host_pages.map_pages`), and device
+memory only while it reads it (`open_peer`). The memory lives as long as any tensor over it.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ Handle = BufferHandle | DeviceHandle
 class ElasticBuffer:
     """A flat tensor whose memory can be released and restored at one address, whole or in part.
 
-    The object is only a handle. Pages, descriptors and mapping belong to the memory object behind
-    it, and last until neither this object nor a tensor over the memory is left; `close` ends the
-    export.
-
     Attributes:
-        memory: the memory object.
+        memory: owner of pages, descriptors and mapping; lasts until neither this object nor a
+            tensor over it is left. `close` ends the export.
     """
 
     def __init__(
@@ -72,7 +67,7 @@ class ElasticBuffer:
             raise ValueError(f"numel must be >= 1, got {numel}")
         device = torch.device(device)
         if device.type == "cpu":
-            memory: HostMemory | DeviceMemory = HostMemory.create(numel, dtype, label)
+            memory: HostMemory | DeviceMemory = HostMemory(numel, dtype, label)
         else:
             driver = _require_driver(device)
             memory = DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts)
@@ -109,10 +104,9 @@ class ElasticBuffer:
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Release the byte range [start, stop); contents are lost. Default: the whole buffer.
 
-        Bounds are rounded inwards to whole granules, so a neighbour's bytes are never lost; the end
-        of the buffer counts as the end of its last granule. On CUDA this waits for the current
-        stream, and the memory is free once no peer has it mapped. Raises ValueError on an invalid
-        range and StateError after `close`.
+        Bounds are rounded inwards to whole granules, of which the last ends with the buffer. On
+        CUDA this waits for the current stream, and the memory is free once no peer has it mapped.
+        Raises ValueError on an invalid range and StateError after `close`.
         """
         start, stop = self._checked(start, stop)
         memory = self.memory
@@ -126,10 +120,9 @@ class ElasticBuffer:
     def restore(self, start: int = 0, stop: int | None = None) -> None:
         """Allocate the byte range [start, stop) again. Default: the whole buffer. Idempotent.
 
-        Released granules then hold zeros on the CPU (where this does nothing: pages are allocated
-        when touched) and undefined values on CUDA; resident granules keep their contents. Bounds
-        are rounded outwards to whole granules. Raises DeviceMemoryError for lack of memory:
-        restored granules stay, and a later call continues from there.
+        Bounds are rounded outwards to whole granules. Released ones then hold zeros on the CPU and
+        undefined values on CUDA; resident ones keep their contents. Raises DeviceMemoryError for
+        lack of memory: restored granules stay, and a later call continues from there.
         """
         start, stop = self._checked(start, stop)
         memory = self.memory
@@ -171,9 +164,7 @@ class ElasticBuffer:
 def is_elastic(device: torch.device | str | int) -> bool:
     """Return True if the device has elastic buffers, which peers on its host can read."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return driver_of(_ordinal(device)) is not None
-    return device.type == "cpu"
+    return device.type == "cpu" or _driver_of(device) is not None
 
 
 def allocate_elastic(
@@ -181,19 +172,14 @@ def allocate_elastic(
 ) -> torch.Tensor:
     """Allocate a zero-filled flat tensor of `kind` ("param", "grad", "relay"), elastic if possible.
 
-    Default allocator of the buffer hook of megatron_patches. The tensor lies in an `ElasticBuffer`
-    that lives as long as the tensor's storage (`exported_buffer_of` returns it). It is an ordinary
-    tensor on a CUDA device without cuda-bindings or the driver's virtual memory (logged once), and
-    on other kinds of devices.
+    Allocator of the buffer hook of megatron_patches. The tensor lies in an `ElasticBuffer` that
+    lives as long as its storage (`exported_buffer_of`). It is an ordinary tensor on a device
+    without elastic memory; on CUDA the reason is logged once.
     """
-    device = torch.device(device)
-    if numel == 0 or not is_elastic(device):
-        return torch.zeros(numel, dtype=dtype, device=device)
-    # Parameters leave bucket by bucket, other buffers as a whole.
-    in_parts = kind == "param"
-    flat = ElasticBuffer(numel, dtype, label=kind, device=device, in_parts=in_parts).tensor
+    flat = reserve_elastic(numel, dtype, device, kind)
+    restore_elastic(flat, numel)
     # On the CPU new pages are zero.
-    return flat if device.type == "cpu" else flat.zero_()
+    return flat if flat.device.type == "cpu" else flat.zero_()
 
 
 def reserve_elastic(
@@ -204,12 +190,11 @@ def reserve_elastic(
     On CUDA no memory is allocated until `restore_elastic`.
     """
     device = torch.device(device)
-    # On the CPU memory is allocated page by page when touched, so there is nothing to postpone.
-    if device.type == "cpu" or numel == 0 or not is_elastic(device):
-        return allocate_elastic(numel, dtype, device, kind)
-    return ElasticBuffer(
-        numel, dtype, label=kind, device=device, resident=False, in_parts=kind == "param"
-    ).tensor
+    if numel == 0 or not is_elastic(device):
+        return torch.zeros(numel, dtype=dtype, device=device)
+    # Parameters leave bucket by bucket, other buffers as a whole.
+    in_parts = kind == "param"
+    return ElasticBuffer(numel, dtype, kind, device, resident=False, in_parts=in_parts).tensor
 
 
 def restore_elastic(flat: torch.Tensor, stop: int) -> None:
@@ -239,11 +224,7 @@ def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
 
 
 def export_tensor(tensor: torch.Tensor) -> Handle | None:
-    """Return the handle by which a peer reads this tensor; None if it is not in an elastic buffer.
-
-    Raises ValueError when the tensor is not contiguous: a handle describes one flat run of
-    elements.
-    """
+    """Return the handle of a contiguous tensor, else ValueError; None without an elastic buffer."""
     buffer = exported_buffer_of(tensor)
     if buffer is None:
         return None
@@ -259,9 +240,8 @@ def export_tensor(tensor: torch.Tensor) -> Handle | None:
 def open_peer(handle: DeviceHandle, device: torch.device | str = "cuda") -> DevicePeer:
     """Return a peer for the device memory behind `handle`, to be mapped while it is read.
 
-    The memory belongs to this or another process on the host; `device` is the CUDA device of this
-    process that will read it. Raises TransportError, with the remedy, when the owner is on another
-    host, belongs to another user, or has ended or closed the buffer.
+    `device`: the CUDA device of this process that will read it. Raises TransportError, with the
+    remedy, when the owner is on another host, of another user, or has ended or closed the buffer.
     """
     return DevicePeer(handle, _require_driver(torch.device(device)))
 
@@ -287,7 +267,7 @@ _buffers = weakref.WeakKeyDictionary()
 
 
 def _require_driver(device: torch.device) -> CudaDriver:
-    driver = driver_of(_ordinal(device)) if device.type == "cuda" else None
+    driver = _driver_of(device)
     if driver is None:
         raise StateError(
             f"elastic buffers are not available on {device}: on CUDA they need {INSTALL_HINT}",
@@ -296,5 +276,7 @@ def _require_driver(device: torch.device) -> CudaDriver:
     return driver
 
 
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def _driver_of(device: torch.device) -> CudaDriver | None:
+    if device.type != "cuda":
+        return None
+    return driver_of(torch.cuda.current_device() if device.index is None else device.index)

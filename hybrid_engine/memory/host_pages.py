@@ -4,17 +4,13 @@
     release    fallocate(PUNCH_HOLE): pages back to the system, contents lost, address kept
     map_pages  in another process of the host, by descriptor (descriptors.py): the same pages
 
-Pages become resident when they are first touched, reads included: reading a released range gives
-zeros and makes its pages resident again. Restoring a range therefore needs no action. Populating
-pages in advance was measured, 256 MB in one thread, CPU time: a copy into absent pages 187 ms;
-after `fallocate` and MADV_POPULATE_WRITE 165 ms in all, after either alone 170 and 185; into
-resident pages 15 ms. Nearly all of it is the kernel creating the pages in either case, so it was
-not implemented.
+Pages become resident when they are first touched, reads included: a released range reads as zeros.
+Restoring therefore needs no action, and populating pages in advance was measured to save little:
+nearly all of the time is the kernel's, creating the pages.
 
 Also here: the C library of this process, and tensors over memory that torch did not allocate, on
-any device (`tensor_over`). These are made through DLPack, because torch takes the device from the
-record and does not access the address, which may still be unmapped. The owner lives as long as the
-tensor's storage.
+any device (`tensor_over`), through DLPack: torch takes the device from the record and does not
+access the address, which may still be unmapped.
 """
 
 from __future__ import annotations
@@ -132,8 +128,7 @@ def host_tensor_over(
 ) -> torch.Tensor:
     """Return a flat tensor of `numel` elements over `nbytes` of host memory.
 
-    Its storage keeps `owner` alive. Unlike `tensor_over` it runs no Python when the tensor dies, so
-    such tensors can be created and dropped at any time.
+    Its storage keeps `owner` alive. Unlike `tensor_over` it runs no Python when the tensor dies.
     """
     pages = (ctypes.c_ubyte * nbytes).from_address(address)
     # ctypes arrays take any attribute, and torch keeps the array.
@@ -176,8 +171,8 @@ class BufferHandle(Record, frozen=True, tag=True):
         numel: elements of the tensor.
         dtype: torch's name of its dtype, without the prefix.
 
-    Construction, by decoding as well, raises MessageError unless `dtype` is a dtype of torch and
-    the tensor lies in whole elements within the file.
+    Construction raises MessageError unless `dtype` is a dtype of torch and the tensor lies in whole
+    elements within the file.
     """
 
     address: str
@@ -212,25 +207,28 @@ def require_within(nbytes: int, offset: int, numel: int, dtype: str) -> None:
         )
 
 
-class HostMemory:
+class _FileMapping:
     """A mapped memory file, unmapped when neither this object nor a tensor over it is left."""
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+        self.address = map_memory(nbytes, fd, writable=writable)
+        self.reserved_nbytes = nbytes
+        unmap = weakref.finalize(self, libc().munmap, self.address, nbytes)
+        # Tensors may be read until the very end of the process. The system unmaps the file.
+        unmap.atexit = False
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor from byte `offset`, which keeps the mapping alive."""
+        nbytes = self.reserved_nbytes - offset
+        return host_tensor_over(self.address + offset, nbytes, dtype, numel, self)
+
+
+class HostMemory(_FileMapping):
+    """A memory file of this process, for a tensor of `numel` elements."""
 
     granularity = PAGE
 
-    def __init__(self, address: int, reserved_nbytes: int, fd: int | None = None) -> None:
-        self.address = address
-        self.reserved_nbytes = reserved_nbytes
-        self.numel = 0
-        self.nbytes = 0
-        self.dtype = torch.uint8
-        self.token = ""
-        self._unmap = weakref.finalize(self, libc().munmap, address, reserved_nbytes)
-        # Tensors may be read until the very end of the process. The system unmaps the file.
-        self._unmap.atexit = False
-        self._file = None if fd is None else Descriptor(fd)
-
-    @classmethod
-    def create(cls, numel: int, dtype: torch.dtype, label: str) -> HostMemory:
+    def __init__(self, numel: int, dtype: torch.dtype, label: str) -> None:
         """Reserve `numel` elements, none resident yet. `label` is visible in /proc/<pid>/maps.
 
         Raises DependencyError without memory files, and OSError.
@@ -241,32 +239,23 @@ class HostMemory:
                 "glibc 2.27 or later",
                 code="no-memfd",
             )
-        nbytes = numel * dtype.itemsize
-        file_nbytes = round_up(nbytes, PAGE)
+        self.numel = numel
+        self.dtype = dtype
+        self.nbytes = numel * dtype.itemsize
         safe_label = re.sub(r"[^A-Za-z0-9_-]", "_", label)[:64]
-        token = f"hybrid_engine.{safe_label}.{secrets.token_hex(8)}"
-        fd = os.memfd_create(token)
+        self.token = f"hybrid_engine.{safe_label}.{secrets.token_hex(8)}"
+        fd = os.memfd_create(self.token)
         try:
-            os.ftruncate(fd, file_nbytes)
-            address = map_memory(file_nbytes, fd)
+            os.ftruncate(fd, round_up(self.nbytes, PAGE))
+            super().__init__(fd, round_up(self.nbytes, PAGE))
         except BaseException:
             os.close(fd)
             raise
-        memory = cls(address, file_nbytes, fd)
-        memory.numel = numel
-        memory.nbytes = nbytes
-        memory.dtype = dtype
-        memory.token = token
-        return memory
+        self._file: Descriptor | None = Descriptor(fd)
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
         return self.view(0, self.numel, self.dtype)
-
-    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor from byte `offset`, which keeps the mapping alive."""
-        nbytes = self.reserved_nbytes - offset
-        return host_tensor_over(self.address + offset, nbytes, dtype, numel, self)
 
     def release(self, first: int, last: int) -> None:
         """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
@@ -306,10 +295,9 @@ class HostMemory:
 def map_pages(handle: BufferHandle) -> torch.Tensor:
     """Map the pages behind `handle`, of this or another process on the host, without a copy.
 
-    Returns a flat tensor over the owner's pages, which stay mapped until the tensor dies, even if
-    the owner ends. They are mapped read-only: a write through the tensor ends the process with
-    SIGSEGV. Raises TransportError as `fetch` does, and if the file has another size or cannot be
-    mapped.
+    Returns a flat tensor over the owner's pages, which stay mapped until the tensor dies. They are
+    read-only: a write ends the process with SIGSEGV. Raises TransportError as `fetch` does, and if
+    the file has another size or cannot be mapped.
     """
     (fd,) = fetch(handle.address, [handle.token])
     try:
@@ -321,13 +309,12 @@ def map_pages(handle: BufferHandle) -> torch.Tensor:
                 f"{handle.file_nbytes}; exchange the handles again",
                 code="wrong-file-size",
             )
-        address = map_memory(handle.file_nbytes, fd, writable=False)
+        mapping = _FileMapping(fd, nbytes, writable=False)
     except OSError as error:
         raise TransportError(f"{handle.address}: {error.strerror}", code="cannot-map") from error
     finally:
         os.close(fd)
-    memory = HostMemory(address, handle.file_nbytes)
-    return memory.view(handle.offset, handle.numel, getattr(torch, handle.dtype))
+    return mapping.view(handle.offset, handle.numel, getattr(torch, handle.dtype))
 
 
 def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -45,10 +46,7 @@ class Spans:
         return sum(stop - start for start, stop in self._spans)
 
     def add(self, start: int, stop: int) -> Span:
-        """Add a range, and return the joined range that contains it.
-
-        An empty range changes nothing.
-        """
+        """Add a range, and return the joined range; an empty one changes nothing."""
         if start >= stop:
             return start, start
         # First range that ends at `start` or later, and first range that begins after `stop`.
@@ -146,10 +144,9 @@ class OffloadItem:
 class Guards:
     """Callbacks that refuse the use of state that is off the device; the newest is called first.
 
-    Calling the object with the kinds of state that are about to be used calls every guard. A guard
-    raises StateError if it has moved these kinds, or has another reason to refuse. Guards are bound
-    methods, held weakly: they refer to the model, and the hooks that call them would otherwise keep
-    both alive.
+    Calling the object with kinds of state that are about to be used calls every guard, which raises
+    StateError to refuse. Guards are bound methods, held weakly: the hooks that call them would
+    otherwise keep the model alive.
     """
 
     def __init__(self) -> None:
@@ -259,14 +256,13 @@ class Storage:
         owner, kind, action: of the first item that lists the storage, see `survey`.
         buffer: the elastic buffer that contains it, if any.
         arena_offset: start of its place in the arena, in bytes.
-        in_arena: the contents are in the arena, or on their way there.
         saved: byte ranges whose contents are in the arena, or on their way there.
         done: byte ranges that may be released, because they are saved or need not be kept.
         released: byte ranges whose contents are not on the device. A range is added before its
             memory is freed, and removed after its contents are back.
         is_coming: it has memory again, and the copies of its contents are under way.
         arrivals: these copies.
-        saves: byte ranges on their way to the arena, each with its copy, in the order of copies.
+        saves: byte ranges on their way to the arena, each with its copy, in order.
     """
 
     key: int
@@ -277,7 +273,6 @@ class Storage:
     nbytes: int
     buffer: ElasticBuffer | None
     arena_offset: int = 0
-    in_arena: bool = False
     saved: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
     released: Spans = field(default_factory=Spans)
@@ -296,9 +291,7 @@ class Storage:
     @property
     def has_begun_to_leave(self) -> bool:
         """True if any of its contents are, or may be, off the device."""
-        return self.in_arena or any(
-            spans.nbytes for spans in (self.saved, self.done, self.released)
-        )
+        return any(spans.nbytes for spans in (self.saved, self.done, self.released))
 
     @property
     def device(self) -> torch.device:
@@ -331,10 +324,7 @@ class Storage:
             self.storage.resize_(0)
 
     def release_inside(self, start: int, stop: int) -> int:
-        """Release the granules wholly inside this byte range of an elastic storage.
-
-        Returns the bytes released.
-        """
+        """Release granules wholly inside this byte range of an elastic storage; return bytes."""
         assert self.buffer is not None, "only elastic storages are released in part"
         granule = self.buffer.granularity
         before = self.released.nbytes
@@ -350,8 +340,7 @@ class Storage:
     def take_back(self) -> Iterator[Span]:
         """Allocate the released memory again; it is zero if dropped, else undefined.
 
-        Yields each byte range as soon as it has memory. A caller that stops early leaves the
-        remaining ranges without memory.
+        Yields each byte range as soon as it has memory.
         """
         dropped = self.action == "drop"
         if self.buffer is None:
@@ -376,11 +365,9 @@ class Storage:
                     self.bytes_view()[start:stop].zero_()
 
     def call_off(self) -> None:
-        """Free memory allocated for an onload, once no copy writes it; contents stay in the arena.
-
-        Their location is recorded before the first wait, because an interrupt may follow it.
-        """
+        """Free memory allocated for an onload, once no copy writes it."""
         was_coming = self.is_coming
+        # Before the first wait, because an interrupt may follow it.
         self.is_coming = False
         self._await_arrivals()
         if not was_coming:
@@ -392,10 +379,9 @@ class Storage:
             self.buffer.release(start, stop)
 
     def complete(self) -> float:
-        """Wait for the copies of an onload; then the storage is on the device again.
+        """Wait for the copies of an onload, and return their seconds; then the storage is back.
 
-        Returns the seconds that the device copied. Raises the error of a failed copy: nothing is
-        lost, and the next call waits again.
+        Raises the error of a failed copy: nothing is lost, and the next call waits again.
         """
         seconds = self._await_arrivals()
         if self.is_coming:
@@ -410,18 +396,14 @@ class Storage:
         return seconds
 
     def forget_departure(self) -> None:
-        """Record that everything is on the device again.
-
-        An interrupt may come between any two lines. Until `released` is empty the contents count as
-        absent and are copied from the arena once more; once it is empty the other fields do not
-        matter.
-        """
+        """Record that everything is on the device again."""
+        # An interrupt may come between any two lines: until `released` is empty the contents count
+        # as absent, then the other fields do not matter.
         # First: `call_off` frees the memory of a storage that is coming.
         self.is_coming = False
         for spans in (self.released, self.saved, self.done):
             spans.clear()
         self.saves.clear()
-        self.in_arena = False
 
     def resident_nbytes(self) -> int:
         """Return the bytes of device memory behind the storage now."""
@@ -453,37 +435,29 @@ class Survey:
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of device memory by kind and owner."""
-        resident: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-
-        def count(kind: Kind, owner: str, nbytes: int) -> None:
-            by_owner = resident[kind]
-            by_owner[owner] = by_owner.get(owner, 0) + nbytes
-
+        resident = {kind: Counter[str]() for kind in KINDS}
         for storage in self.storages:
-            count(storage.kind, storage.owner, storage.resident_nbytes())
+            resident[storage.kind][storage.owner] += storage.resident_nbytes()
         for item in self.caches:
-            count(item.kind, item.owner, item.tensor.untyped_storage().nbytes())
-        return resident
+            resident[item.kind][item.owner] += item.tensor.untyped_storage().nbytes()
+        return {kind: dict(by_owner) for kind, by_owner in resident.items()}
 
     def forget_caches(self, kinds: Collection[Kind], moved: OffloadReport) -> None:
         """Make the owners of these kinds' caches drop them, and count the bytes in `moved`."""
         for item in self.caches:
-            if item.kind not in kinds:
-                continue
-            if item.kind in moved.nbytes:
-                moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
-            if item.forget is not None:
+            if item.kind in kinds and item.forget is not None:
+                if item.kind in moved.nbytes:
+                    moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
                 item.forget()
         # The items may be the last references to the caches.
         self.caches[:] = [item for item in self.caches if item.kind not in kinds]
 
 
 def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
-    """Return the storages of these items on devices of this type.
+    """Return the storages of these items on devices of this type, as `Offloader` describes.
 
-    A storage that several items view gets the first kind and owner that list it, in order of KINDS.
-    It is dropped only if items with action "drop" cover it and none has action "copy". It is a
-    cache only if all its items have action "rebuild".
+    A storage has the first kind and owner that list it, in order of KINDS. It is a cache only if
+    all its items have action "rebuild".
     """
     storages: dict[int, Storage] = {}
     covered: set[int] = set()
@@ -538,11 +512,7 @@ def elastic_ranges(
 
 
 def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
-    """Assign every new copied storage a place in the arena.
-
-    A storage gets its previous place if `placed` has one of the same size, else a place after all
-    others.
-    """
+    """Assign every new copied storage its previous place in the arena, or one after all others."""
     copied = [storage for storage in placed if storage.action == "copy"]
     offsets = {(storage.key, storage.nbytes): storage.arena_offset for storage in copied}
     end = max((storage.arena_stop for storage in copied), default=0)
@@ -570,20 +540,20 @@ class SavedContents:
 def reuse_places(storages: Iterable[Storage], saved: Mapping[int, SavedContents]) -> bool:
     """Keep the places in the arena if all copied storages have one, and return whether they do.
 
-    A storage whose contents equal the saved ones counts as copied.
+    A storage with the saved contents counts as saved.
     """
     copied = [storage for storage in storages if storage.action == "copy"]
     # All or none: `lay_out` puts a storage without a place behind those of the last departure,
     # which are not known here. A storage that is new, or of another size, might therefore be
     # laid over a place that was kept.
-    for storage in copied:
-        contents = saved.get(storage.key)
-        if contents is None or contents.nbytes != storage.nbytes:
-            return False
+    sizes = {key: contents.nbytes for key, contents in saved.items()}
+    if any(sizes.get(storage.key) != storage.nbytes for storage in copied):
+        return False
     for storage in copied:
         contents = saved[storage.key]
         storage.arena_offset = contents.offset
-        storage.in_arena = SavedContents.of(storage) == contents
+        if SavedContents.of(storage) == contents:
+            storage.saved.add(0, storage.nbytes)
     return True
 
 
@@ -598,7 +568,7 @@ def storage_of(
 ) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
     """Return the tensor's storage, its key, and the elastic buffer that contains it, if any.
 
-    Raises OffloadError for a tensor that only wraps other tensors.
+    Raises OffloadError for a wrapper of other tensors.
     """
     if wrapped_tensors(tensor):
         raise OffloadError(

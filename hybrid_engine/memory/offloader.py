@@ -13,14 +13,11 @@
     onload(..., late={kind})       the kind's copies go on behind other work; whatever the owner
                                    guards waits for them before it uses the kind
 
-Memory is freed in one of two ways. A storage in an elastic buffer releases its pages and keeps its
-address. Any other storage is resized to 0 bytes and back, so every view stays valid but may be at a
-new address.
+A storage in an elastic buffer releases its pages and keeps its address. Any other is resized to 0
+bytes and back: every view stays valid but may be at a new address.
 
-Memory before and after, per kind, where T is the bytes of its storages and C the copied part:
-before, T on the device; after, 0 on the device and C in the arena. The arena is allocated at the
-first offload (pinned on CUDA), grows where state appears, and is kept for all later cycles. Without
-a GPU only dropping saves memory.
+The arena of a kind takes the bytes of its copied storages. It is allocated at the first offload
+(pinned on CUDA), grows where state appears, and is kept. Without a GPU only dropping saves memory.
 """
 
 from __future__ import annotations
@@ -60,10 +57,9 @@ class Offloader:
     """Offloads the state of an owner, kind by kind, and refuses the use of absent state.
 
     The inventory is listed again at every offload, because optimizers create state at their first
-    step. A storage that several items view is moved once, with the first kind that lists it in the
-    order param, grad, optimizer. It is dropped only if items with action "drop" cover it and none
-    has action "copy". An onload restores exactly the storages that the previous offload moved.
-    Caches ("rebuild") are dropped at every offload of their kind and not restored.
+    step. A storage that several items view is moved once, with the first of KINDS that lists it. It
+    is dropped only if items with action "drop" cover it and none has action "copy". An onload
+    restores exactly the storages that left. Caches ("rebuild") are dropped, and not restored.
 
     Args:
         owner: lists the items; from now on its `guard` calls this object.
@@ -97,8 +93,7 @@ class Offloader:
     def owner_rests(self) -> Iterator[None]:
         """List the inventory only once inside the block, for `resident_nbytes`.
 
-        The owner must not create or drop tensors meanwhile. Listing thousands of tensors takes
-        longer than looking up the sizes of a few storages. Offloads still list it again.
+        The owner must not create or drop tensors meanwhile. Offloads still list it again.
 
         After the block every use of the owner's tensors that are not on the device is refused, or
         waits for those that are late (refusal.py).
@@ -114,10 +109,7 @@ class Offloader:
             self._refuse()
 
     def require_present(self, kinds: Collection[str]) -> None:
-        """Wait for state of these kinds that is on its way back; raise StateError if any is off.
-
-        Raises OffloadError as `wait`.
-        """
+        """Wait for state of these kinds on its way back; raise StateError if any is off."""
         self.wait(kinds)
         away = [kind for kind in KINDS if kind in kinds and kind in self._departed]
         if away:
@@ -131,23 +123,20 @@ class Offloader:
             )
 
     def is_offloaded(self, kind: Kind) -> bool:
-        """Return True after a successful offload of the kind, until an onload of all has begun.
-
-        False while only parts are off the device.
-        """
+        """Return True after an offload of the whole kind, until an onload of all has begun."""
         if checked(kind) not in self._offloaded:
             return False
         storages = self._departed[kind]
         # A kind without storages leaves as well.
-        if not storages:
-            return True
-        return any(storage.released.nbytes and not storage.is_coming for storage in storages)
+        return not storages or any(
+            storage.released.nbytes and not storage.is_coming for storage in storages
+        )
 
     def departure(self, kind: Kind) -> object | None:
         """Return a token of the current departure of an offloaded kind; None if not offloaded.
 
-        The token is the same object as long as no part of the kind was on the device, or on its
-        way there; the contents are then unchanged as well.
+        It stays the same object as long as no part of the kind was on the device, or on its way
+        there: the contents are then unchanged as well.
         """
         return self._offloaded.get(checked(kind))
 
@@ -187,34 +176,27 @@ class Offloader:
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
         """Move parts of elastic storages off the device ahead of `offload({kind})`.
 
-        Every page wholly inside the union of the parts so far is released. Parts of storages that
-        are not elastic, or not in the inventory, wait for `offload`. From the first part on the
-        kind must not be written, and the parts passed here must not be read. `onload({kind})` puts
-        the parts back.
-
-        Returns:
-            The bytes released.
-
-        Raises:
-            OffloadError: the contents are then on the device or in the arena; `onload({kind})`
-                restores everything.
+        Releases every page wholly inside the union of the parts so far, and returns the bytes.
+        Parts of storages that are not elastic, or not in the inventory, wait for `offload`. From
+        the first part on the kind must not be written, and these parts must not be read.
+        `onload({kind})` puts them back, also after an OffloadError.
         """
         if self.is_offloaded(kind):
             return 0
         leaving = self._leaving_ranges(kind, parts)
-        released = 0
         try:
             self._save_all(leaving)
-            for storage, ranges in leaving:
-                for start, stop in ranges:
-                    released += self._release_saved(storage, start, stop)
+            return sum(
+                self._release_saved(storage, start, stop)
+                for storage, ranges in leaving
+                for start, stop in ranges
+            )
         except Exception as error:
             raise OffloadError(
                 f"offload of parts of {kind} failed: {error}. "
                 f"Nothing is lost; onload {kind} to restore it",
                 code="offload-failed",
             ) from error
-        return released
 
     def save_parts(self, kind: Kind, parts: Iterable[Part]) -> None:
         """Begin to copy parts that a later `offload_parts` will release; do not write them again.
@@ -237,11 +219,10 @@ class Offloader:
         Args:
             kinds: kinds to move back.
             read_only: the contents are not expected to change until the next offload of the kind,
-                which then compares digests and copies only changed storages. The digests are
-                computed here, so kinds that are late have none.
-            late: kinds whose memory is taken now and whose copies, on CUDA, go on behind the other
-                kinds' and behind the device's work. The guard waits for them (`require_present`),
-                and so does an onload that does not name them here; an offload calls them off.
+                which then copies only storages with another digest than now; not of late kinds.
+            late: kinds whose memory is taken now and whose copies, on CUDA, go on behind other
+                work. The guard waits for them (`require_present`), and so does an onload that does
+                not name them here; an offload calls them off.
 
         Raises:
             OffloadError: restored storages stay on the device and the rest in the arena. The
@@ -296,9 +277,8 @@ class Offloader:
         for storage in (self._inventory or self._survey()).storages:
             if storage.kind in kinds:
                 of_kind = chunks.setdefault(storage.kind, [])
-                memory = None if storage.buffer is None else storage.buffer.memory
-                if isinstance(memory, DeviceMemory):
-                    of_kind.append(memory.chunks)
+                if storage.buffer and isinstance(storage.buffer.memory, DeviceMemory):
+                    of_kind.append(storage.buffer.memory.chunks)
         return chunks
 
     def away_nbytes(self) -> dict[Kind, int]:
@@ -310,10 +290,7 @@ class Offloader:
         return nbytes
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes on the device by kind and owner.
-
-        A storage counts once, under its first owner.
-        """
+        """Return the bytes on the device by kind and owner, of each storage's first owner."""
         return (self._inventory or self._survey()).resident_nbytes()
 
     def held_nbytes(self) -> int:
@@ -322,7 +299,7 @@ class Offloader:
 
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
-        return sum(arena.memory.numel() for arena in self._arenas.values())
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     def _refuse(self) -> None:
         """Refuse the use of tensors that are not on the device, unless the owner rests."""
@@ -362,12 +339,11 @@ class Offloader:
 
     def _on_device(self, kinds: Collection[Kind]) -> set[Kind]:
         """Return the kinds that are at least partly on the device, or on their way there."""
-        on_device = set()
-        for kind in kinds:
-            is_off = kind in self._offloaded and all(s.is_away for s in self._departed[kind])
-            if not is_off:
-                on_device.add(kind)
-        return on_device
+        return {
+            kind
+            for kind in kinds
+            if kind not in self._offloaded or not all(s.is_away for s in self._departed[kind])
+        }
 
     def _call_off(self, kinds: Collection[Kind], moved: OffloadReport | None = None) -> None:
         """Cancel the onload of these kinds."""
@@ -387,12 +363,11 @@ class Offloader:
         """Record as leaving all storages of these kinds: those that have begun, and all others."""
         known = {storage.key for storage in self._storages(KINDS) if storage.has_begun_to_leave}
         fresh = [s for s in storages if s.kind in kinds and s.key not in known and s.nbytes > 0]
-        reasons = []
-        for storage in fresh:
-            reason = storage.why_not_movable()
-            if reason is not None:
-                name = f"{storage.owner} ({storage.kind}, {storage.nbytes} bytes)"
-                reasons.append(f"\n  {name}: {reason}")
+        reasons = [
+            f"\n  {storage.owner} ({storage.kind}, {storage.nbytes} bytes): {reason}"
+            for storage in fresh
+            if (reason := storage.why_not_movable())
+        ]
         if reasons:
             raise OffloadError(
                 f"cannot be offloaded, nothing was moved:{''.join(reasons)}",
@@ -439,7 +414,6 @@ class Offloader:
         storage.wait_saved(0, storage.nbytes)
         storage.done.add(0, storage.nbytes)
         storage.free()
-        storage.in_arena = storage.action == "copy"
         moved.nbytes[storage.kind] += remaining
 
     def _release_saved(self, storage: Storage, start: int, stop: int) -> int:
@@ -451,7 +425,7 @@ class Offloader:
 
     def _save(self, storage: Storage, start: int, stop: int) -> int:
         """Copy the unsaved part of this byte range to the arena; return the bytes copied."""
-        if storage.action == "drop" or storage.in_arena:
+        if storage.action == "drop":
             return 0
         copied = 0
         for first, last in pieces(storage.saved.missing(start, stop)):
@@ -503,7 +477,7 @@ class Offloader:
         storages = self._departed[kind]
         saved = [storage for storage in storages if storage.action == "copy"]
         # Read before `complete` resets it.
-        is_saved = all(storage.in_arena for storage in saved)
+        is_saved = all(storage.saved.nbytes == storage.nbytes for storage in saved)
         arrivals = [copy for storage in storages for copy in storage.arrivals]
         reached = None
         try:
@@ -535,10 +509,7 @@ class Offloader:
         return self._arenas[storage.kind].memory[storage.arena_offset : storage.arena_stop]
 
     def _undo(self, kinds: Collection[Kind], error: Exception) -> NoReturn:
-        """Put back the state that a failed offload moved, then raise OffloadError.
-
-        State that cannot be put back stays offloaded and is named.
-        """
+        """Put back the state that a failed offload moved, then raise OffloadError."""
         zeroed = [
             storage
             for storage in self._storages(kinds)

@@ -5,10 +5,9 @@
                                                memory is created, and mapped at both addresses
     pool.give_back()                           as before: neither side has memory
 
-In between a release or a wake-up of shared memory only notes whose contents it has: nothing is
-mapped, unmapped or allocated, and peers keep their mappings. A `PoolPiece` refuses the second side
-while the first has contents there. A training buffer without contents cannot be touched by its
-addresses: an illegal access, as where it has no memory.
+In between, a release or a wake-up only notes whose contents the memory has: nothing is mapped or
+allocated, and peers keep their mappings. A `PoolPiece` refuses the second side while the first has
+contents there. Touching a training buffer without contents is an illegal access, as elsewhere.
 
     room      a training buffer that is off the device before inference gets contents (gradients,
               optimizer state): it is cut to the sizes of inference's segments
@@ -16,9 +15,8 @@ addresses: an illegal access, as where it has no memory.
               segments that wait until then (the KV cache)
     segment   of inference's memory; what finds no room is mapped and unmapped as before
 
-CUDA defines the contents of memory with two addresses at the boundaries of operations only: a
-kernel that reads by one address must begin after the kernel that wrote by the other has ended, by
-the order of a stream or an event.
+CUDA defines the contents of memory with two addresses at the boundaries of operations only: what
+reads by one address must begin after what wrote by the other, by a stream or an event.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from hybrid_engine.memory.cuda_driver import CudaDriver
-from hybrid_engine.memory.device_pages import Chunks
-from hybrid_engine.memory.pieces import Part, PoolPiece
+from hybrid_engine.memory.device_pages import Chunks, PoolPiece
 
 
 class AddressRange(NamedTuple):
@@ -60,9 +57,9 @@ def share_out(
 ) -> list[Cut]:
     """Return the cuts of rooms, segments and chunks that share memory, in order of addresses.
 
-    They cover each room, and each segment that shares any memory; what a segment does not share
-    comes last in it. Rooms are cut; chunks, which have contents already, are taken whole. Segments
-    that need memory early choose first, because only rooms suit them.
+    They cover each room, and each segment that shares any memory; what it does not share comes
+    last. Rooms are cut; chunks, which have contents, are taken whole. Segments that need memory
+    early choose first, because only rooms suit them.
 
     Args:
         rooms, chunks: sizes in bytes.
@@ -192,7 +189,7 @@ class Pool:
         cuts = share_out(
             [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], segments
         )
-        in_rooms: list[list[Part]] = [[] for _ in rooms]
+        in_rooms: list[list[tuple[int, PoolPiece]]] = [[] for _ in rooms]
         in_segments: list[list[tuple[int, int, PoolPiece | None]]] = [[] for _ in segments]
         lent: list[tuple[Chunks, int, PoolPiece]] = []
         ends = [room.address for room in rooms]

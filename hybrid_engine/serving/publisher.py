@@ -85,7 +85,14 @@ from hybrid_engine.serving.invitation import (
 from hybrid_engine.serving.roles import NoInference
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.sharding_manager import ShardingManager
-from hybrid_engine.switch.states import NEEDED_KINDS, State, Switch, require, resident_kinds
+from hybrid_engine.switch.states import (
+    NEEDED_KINDS,
+    State,
+    Switch,
+    call_hooks,
+    require,
+    resident_kinds,
+)
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -287,7 +294,7 @@ class WeightPublisher(Switch):
             self._disconnect()
         manager = self._connected() if with_servers else None
         with self.job.agreement.phase("start hooks") as ballot:
-            self._call_start_hooks(before, target)
+            call_hooks(self._start_hooks, before, target)
             ballot.number = self._comparison.must_repeat(
                 has_trained=before is State.TRAIN, will_fill=target is State.INFER
             )
@@ -297,16 +304,15 @@ class WeightPublisher(Switch):
         if manager is None:
             with self.offloader.owner_rests():
                 self._switch_alone(before, target, tally)
-            seconds = time.perf_counter() - started
             report: ReshardReport | None = tally.report(
-                f"{before}->{target}", self.trainer.version, seconds
+                f"{before}->{target}", self.trainer.version, time.perf_counter() - started
             )
         else:
             report = self._switch(manager, before, target)
         self.state = target
         self.last_report = report
         with self.job.agreement.phase("end hooks"):
-            self._call_end_hooks(report)
+            call_hooks(self._end_hooks, report)
         return report
 
     def _resync_after_interrupt(self, phase: str) -> None:

@@ -4,7 +4,7 @@ digests of this rank's training weights -->
                                             reasons to send each bucket, OR-ed over all ranks;
 live weight groups on this rank         --> the rest is skipped
 
-leaving INFER   kept      buckets that stay, within the memory bound
+leaving INFER   release   all but the buckets that stay, within the memory bound
 next switch     digests   of the bytes to be read
                 reasons   of this rank  ->  Agreement.any_of  ->  next: a Selection
                 forget    nothing counts as delivered during a fill, or after an incomplete fill
@@ -54,16 +54,14 @@ class Selection:
 class Incremental:
     """One rank's record of delivered weights.
 
-    No collectives: the caller combines the ranks' reasons. Ranks that receive the same flags keep
-    the same buckets.
+    No collectives: the caller combines the ranks' reasons, so all keep the same buckets.
 
     Args:
         buckets: buckets of the plan.
         source: this rank's training layout.
         groups: this rank's groups of inference weights.
         residency: bound on the inference weights that may stay.
-        frozen: tensors that no optimizer step is expected to change; their buckets are preferred
-            for staying from the start.
+        frozen: tensors that no optimizer step changes; their buckets are the first to stay.
     """
 
     def __init__(
@@ -77,9 +75,7 @@ class Incremental:
         self._buckets = buckets
         self._shards = source.shards
         self._residency = residency
-        self._groups: list[list[str]] = []
-        for bucket in buckets:
-            self._groups.append([group for group in bucket.groups if group in groups])
+        self._groups = [[group for group in bucket.groups if group in groups] for bucket in buckets]
 
         # Per bucket: buffer name -> element intervals of its tensors.
         self._runs: list[dict[str, Spans]] = [{} for _ in buckets]
@@ -99,38 +95,31 @@ class Incremental:
 
     def digests(self, buffers: FlatBuffers) -> Digests:
         """Return digests of these training buffers' present contents. Reads all bytes."""
-        digests = []
-        for runs in self._runs:
-            pieces = (
-                buffers[name][start:stop] for name, spans in runs.items() for start, stop in spans
+        return [
+            tuple(
+                box_digests(
+                    buffers[name][start:stop]
+                    for name, spans in runs.items()
+                    for start, stop in spans
+                )
             )
-            digests.append(tuple(box_digests(pieces)))
-        return digests
+            for runs in self._runs
+        ]
 
     def note_departure(self, departure: object | None, selection: Selection) -> None:
-        """Record that the weights of this selection have left the device unchanged.
-
-        `Offloader.departure` identifies the offload.
-        """
+        """Record that this selection's weights left unchanged, by `Offloader.departure`."""
         self._departed = (departure, selection.digests)
 
     def digests_since(self, departure: object | None) -> Digests | None:
-        """Return digests of parameters that have been off the device since `departure`.
-
-        None for another departure, and without any.
-        """
+        """Return digests of parameters that are off the device since `departure`, else None."""
         noted, digests = self._departed
         return digests if departure is not None and departure is noted else None
 
     def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
         """Return this rank's reasons to send, as flags.
 
-        The first flag of each bucket: its bytes changed. After these, another flag of each bucket:
-        a group of it is not live. The last flag: this rank cannot apply deltas.
-
-        Args:
-            digests: digests of this rank's training weights.
-            live: groups of this rank that hold the weights of the last fill.
+        For each bucket: its bytes changed. Then for each bucket: a group of it is not live. The
+        last: this rank cannot apply deltas. `live`: groups that hold the weights of the last fill.
         """
         live = frozenset(live)
         delivered = self._delivered
@@ -154,16 +143,19 @@ class Incremental:
         """
         *of_buckets, whole = flags
         num_buckets = len(self._buckets)
-        changed = of_buckets[:num_buckets]
-        gone = of_buckets[num_buckets:]
-        for index, flag in enumerate(changed):
-            self._num_changes[index] += flag
-        pairs = zip(changed, gone, strict=True)
-        skipped = frozenset(index for index, flags_here in enumerate(pairs) if not any(flags_here))
+        skipped = set()
+        for index in range(num_buckets):
+            is_changed, is_gone = of_buckets[index::num_buckets]
+            self._num_changes[index] += is_changed
+            if not is_changed and not is_gone:
+                skipped.add(index)
         unread: Releases = {}
         if skipped:
-            unread, *releases = self._schedule(skipped)
-        return Selection(whole, digests, skipped, unread, releases)
+            # Training memory of skipped buckets goes first.
+            first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
+            rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
+            unread, *releases = release_schedule(self._shards, [first, *rest])
+        return Selection(whole, digests, frozenset(skipped), unread, releases)
 
     def note(self, selection: Selection) -> None:
         """Record that every rank has received this selection."""
@@ -173,34 +165,18 @@ class Incremental:
         """Make the next switch send everything, without deltas, unless a selection is noted."""
         self._delivered = None
 
-    def kept(self) -> frozenset[int]:
-        """Return the buckets that stay while the devices train, by how often they changed.
+    def release(self, container: WeightContainer) -> int:
+        """Release the inference weights except the kept buckets; return the bytes that stay.
 
-        The least often changed come first, then plan order decides.
+        The buckets that changed least often are the first to stay.
         """
         preferred = sorted(range(len(self._buckets)), key=self._num_changes.__getitem__)
-        return self._residency.kept(preferred)
-
-    def release(self, container: WeightContainer) -> int:
-        """Release the inference weights except the kept buckets; return the bytes that stay."""
-        container.release(self.groups_of(self.kept()))
-        return self.nbytes_of(container.kept())
+        container.release(self.groups_of(self._residency.kept(preferred)))
+        live = container.kept()
+        return self._residency.nbytes_of(
+            [index for index, groups in enumerate(self._groups) if live.issuperset(groups)]
+        )
 
     def groups_of(self, buckets: Collection[int]) -> list[str]:
         """Return this rank's groups of these buckets."""
         return [group for index in sorted(buckets) for group in self._groups[index]]
-
-    def nbytes_of(self, live: Collection[str]) -> int:
-        """Return the bytes on this rank of buckets whose groups are all in `live`."""
-        live = frozenset(live)
-        buckets = [index for index, groups in enumerate(self._groups) if live.issuperset(groups)]
-        return self._residency.nbytes_of(buckets)
-
-    def _schedule(self, skipped: Collection[int]) -> Sequence[Releases]:
-        """Return this rank's training memory to release after each bucket.
-
-        That of skipped buckets goes first.
-        """
-        first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
-        rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
-        return release_schedule(self._shards, [first, *rest])

@@ -6,22 +6,19 @@
 
 A fence ends when every rank of the host has read what it needs of a bucket; it runs during the
 transfer of the next bucket. A rank therefore holds at most its training weights without the buckets
-before the last one, plus the inference weights so far. Ranks of other hosts take no part: what they
-need of this rank's memory, this rank has copied into messages itself. `ranks/agreement.py` keeps
-the hosts within a few buckets of each other.
+before the last one, plus the inference weights so far. Ranks of other hosts take no part: they get
+messages. `ranks/agreement.py` keeps the hosts within a few buckets of each other.
 
-If trainer and server are separate processes on one device, a completed read does not imply that the
-memory was released. There a fence means both: the bucket was read, and the previous one was
-released. A rank that only allocates waits for the fence before it allocates more, so the device
-holds as much as with a single process:
+If trainer and server are separate processes on one device, a fence means both: the bucket was read,
+and the previous one was released. A rank that only allocates waits for it before it allocates more,
+so the device holds as much as with a single process:
 
     trainer     fence b - 1 ends   b - 1 is released   fence b starts ...
     server      reads b            fence b starts and ends   commit b   allocate b + 1
 
-If a rank fails, all ranks of its host must still start the same fences; otherwise the next switch
-would receive the leftover ones. Each rank starts fences up to the one after the first that carries
-a failure, because no rank can observe the failure later than that. Ranks of other hosts learn of
-the failure from messages that they wait for, or from the watch at the next bucket.
+If a rank fails, all ranks of its host must still start the same fences, or the next switch would
+receive the leftover ones: up to the one after the first that carries a failure, in which the last
+rank observes it. Ranks of other hosts learn of it from messages, or the watch at the next bucket.
 """
 
 from __future__ import annotations
@@ -100,15 +97,15 @@ class ReleaseFence:
         self._first_failed: int | None = None  # number of the first fence that carried a failure
 
     def begin(self) -> None:
-        """Start to copy the parameters to host memory, if copies are asynchronous.
+        """Start to copy the parameters, which must not be written any more, to host memory.
 
-        From here on the training weights must not be written. Does nothing once a bucket was sent.
+        Does nothing if copies are not asynchronous, and once a bucket was sent.
         """
         if self._fences:
             return
         with span("save parameters"):
             for index in self._buckets:
-                self._offloader.save_parts("param", self._parts(index))
+                self._offloader.save_parts("param", parts_of(self._source, self._schedule[index]))
 
     def sent(self, index: int) -> None:
         """Start the fence of bucket `index`, of which this rank has read all it needs.
@@ -122,26 +119,20 @@ class ReleaseFence:
         self._pace.reach(len(self._fences))
         if self._is_apart:
             # Release the previous bucket first: starting a fence then also announces that release.
-            self._end_started()
+            self.finish()
         self._start(failed=False)
         if self._only_allocates:
-            self._end_started()
+            self.finish()
         elif len(self._fences) > 1 and not self._is_apart:
             self._end_next()
 
     def finish(self) -> None:
-        """Release the last bucket. Raises as `sent` does."""
-        self._end_started()
-
-    def _end_started(self) -> None:
+        """End the fences that were started, and release their buckets. Raises as `sent` does."""
         while self._num_ended < len(self._fences):
             self._end_next()
 
     def abandon(self) -> None:
-        """Start the fences that the other ranks start, after a failure here or elsewhere.
-
-        Waits only for fences that were already started.
-        """
+        """Start the fences that the other ranks start, after a failure; wait for started ones."""
         try:
             while self._num_ended < len(self._fences) and self._first_failed is None:
                 self._wait()
@@ -159,10 +150,7 @@ class ReleaseFence:
             self._start(failed=True)
 
     def drain(self) -> None:
-        """Wait until all started fences have ended.
-
-        Called after `abandon`, once the transports are abandoned too.
-        """
+        """Wait for all started fences, after `abandon`, and once the transports are abandoned."""
         while self._num_ended < len(self._fences):
             self._wait()
 
@@ -188,10 +176,8 @@ class ReleaseFence:
             )
         with span("offload bucket", index=bucket):
             self._before_release(self.released_nbytes)
-            self.released_nbytes += self._offloader.offload_parts("param", self._parts(bucket))
-
-    def _parts(self, index: int) -> list[Part]:
-        return parts_of(self._source, self._schedule[index])
+            parts = parts_of(self._source, self._schedule[bucket])
+            self.released_nbytes += self._offloader.offload_parts("param", parts)
 
     def _wait(self) -> int:
         """Wait for the oldest fence to end; return its status (see `_start`)."""

@@ -4,8 +4,7 @@
     digests    one digest of all boxes of a group on this rank; the device is awaited once
     require    one maximum over all ranks; only if a group differs, digests of its boxes by rank
 
-Norms, biases, routers and buffers are below the limit, and state that a loop updates by itself,
-such as the bias of experts, is among them. `generate_config.verify` compares the others.
+Norms, biases, routers and buffers are below the limit; `generate_config.verify` compares others.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ports import TrainingWeights
@@ -21,7 +21,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Place
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from hybrid_engine.transports.runs import strided
+from hybrid_engine.transports.runs import view_of
 
 MOST_NBYTES = 1 << 20
 """Exclusive limit of the bytes of a whole tensor that is compared."""
@@ -30,14 +30,10 @@ _PHASE = "comparison of replicas"
 
 
 class Replicas:
-    """Small weights of one rank that other ranks hold, too.
-
-    Args:
-        source: training layouts of all ranks.
-        rank: this rank.
-    """
+    """Small weights of one rank that other ranks hold, too."""
 
     def __init__(self, source: Side, rank: int) -> None:
+        """Group the boxes of `rank`; `source`: training layouts of all ranks."""
         holdings = source.placed.holdings
         shards = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
@@ -66,7 +62,7 @@ class Replicas:
             return []
         buffers = weights.buffers()
         boxes = [
-            strided(buffers[place.buffer.name].detach(), region.lengths, place)
+            view_of(buffers, region.lengths, place)
             for group in self._groups
             for region, place in group
         ]
@@ -84,7 +80,7 @@ class Replicas:
         if job.agreement.is_same(values, _PHASE):
             return
         texts = [region_text(region) for group in self._groups for region, _ in group]
-        digest_of = dict(zip(texts, (digest for group in digests for digest in group), strict=True))
+        digest_of = dict(zip(texts, chain.from_iterable(digests), strict=True))
         by_rank = job.agreement.gather(digest_of, dict[str, int], _PHASE, sys.maxsize)
         ranks_by_box: dict[str, dict[int, int]] = {}
         for rank, of_rank in enumerate(by_rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.pull import LocalTransport
-
-logger = logging.getLogger("hybrid_engine")
 
 
 @dataclass(frozen=True)
@@ -187,12 +184,10 @@ class SwitchTally:
         seconds = self.seconds["fill"]
         microseconds, rank = divmod(slowest, SLOWEST_RADIX)
         used = {link: nbytes for link, nbytes in fill.nbytes_by_link.items() if nbytes}
-        percent = None
-        if used.keys() <= gbps.keys():
-            percent = 100 * link_seconds(used, gbps) / seconds
+        is_known = used.keys() <= gbps.keys()
         self.of_fill = {
             "gb_per_second": sum(used.values()) / seconds / 1e9,
-            "percent_of_bound": percent,
+            "percent_of_bound": 100 * link_seconds(used, gbps) / seconds if is_known else None,
             "slowest_rank": rank,
             "slowest_seconds": microseconds / 1e6,
         }

@@ -2,10 +2,8 @@
 
     1  gather_side    training layouts of all ranks, once: by assembly.py, which orders the ranks by
                       them, or here
-    2  peer access    test on which hosts ranks can read each other's memory. It fails if ranks
-                      belong to several users, or GPUs cannot reach each other. Discovered during a
-                      switch that would be an error; discovered here, the ranks of that host send
-                      messages
+    2  peer access    test on which hosts ranks can read each other's memory; not if ranks belong to
+                      several users, or GPUs cannot reach each other: these ranks send messages
        share          inference layouts, and the hosts that can relay: they receive messages for
                       many ranks once
     3  plan           on every rank from the same records; each rank keeps its part
@@ -14,9 +12,7 @@
                       read by this plan
     5  connect        process groups, transports, the container to be filled
 
-ShardingManager calls this once. A program with another destination, such as a second Megatron
-model, calls it too. Memory: during set-up, the records of all ranks; afterwards, this rank's plan
-and its relay buffers, if any.
+Memory: during set-up, the records of all ranks; afterwards this rank's plan and relay buffers.
 """
 
 from __future__ import annotations
@@ -75,17 +71,13 @@ class Connection:
     """Plan and connected parts with which one rank switches.
 
     Attributes:
-        plan: this rank's plan.
         releases: bucket -> parts of this rank's training buffers to release once all ranks have
             read the bucket.
-        router: transports, connected for the plan.
         container: inference weights, filled through the router.
         fence_group: ranks of this host, for the fences of a switch (release_fence.py).
-        verifier: verifies each switch; None without `generate_config.verify`.
-        incremental: record of delivered weights; None without `generate_config.incremental`.
         replicas: small weights that several ranks hold; compared in each switch.
-        ranges: check of values that are sent in another dtype; None without
-            `generate_config.check_nan`.
+        verifier, incremental, ranges: None without `generate_config.verify`, `.incremental` and
+            `.check_nan`.
         is_apart: some rank of the job has one side only.
     """
 
@@ -108,9 +100,7 @@ class Connection:
 
 
 class Offer(Record, frozen=True):
-    """Properties of a rank that the plan needs in addition to its layouts.
-
-    Most ranks offer the same, and equal offers are sent once.
+    """Properties of a rank that the plan needs in addition to its layouts; equal for most ranks.
 
     Attributes:
         can_relay: this rank can receive messages for other ranks of its host, and share them.
@@ -151,12 +141,12 @@ def connect(
         job: job whose ranks hold both sides.
         source, destination: this rank's weights.
         config: transport, bucket size and timeout; the same on all ranks.
-        owner: receives the callbacks that close everything created here.
+        owner: closes everything created here.
         may_stay_unread: source tensors that no destination needs to read.
-        frozen: with `config.incremental`, returns this rank's tensors that no optimizer step
-            changes; they get separate buckets.
+        frozen: returns this rank's tensors that no optimizer step changes; with
+            `config.incremental` they get separate buckets.
         source_side: training layouts of all ranks, if known (`gather_side`).
-        timed: called with "layout" and "plan" to time them; by default nothing is timed.
+        timed: times "layout" and "plan".
 
     Raises on all ranks: PlanError with every inconsistency of the two sides; ConfigError if the
     transport cannot carry the plan, or if the job has another device or timeout; DeviceMemoryError
@@ -371,13 +361,14 @@ def _transfer_group(
 ) -> Group | None:
     """Create the group for messages; None if no rank exchanges any. Collective.
 
-    The group spans only ranks that exchange messages, directly or through others, because an NCCL
-    communicator takes hundreds of MB on every device.
+    It spans only ranks that exchange some: an NCCL communicator takes hundreds of MB on a device.
     """
-    ranks: list[int] = []
-    for transfer in job_plan.transfers():
-        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name:
-            ranks += (transfer.src_rank, transfer.dst_rank)
+    ranks = [
+        rank
+        for transfer in job_plan.transfers()
+        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name
+        for rank in (transfer.src_rank, transfer.dst_rank)
+    ]
     parts = job.parts_that_meet(ranks)
     if parts is None:
         return None
@@ -388,14 +379,14 @@ def _transfer_group(
 def _require_device(job: Job, buffers: FlatBuffers) -> None:
     """Raise ConfigError unless all training buffers are on the job's device.
 
-    A device without an index stands for any device of its type. Transports, relay buffers and
-    process groups are created for the job's device.
+    A device without an index stands for any device of its type.
     """
     device = job.device
-    others = set()
-    for flat in buffers.values():
-        if flat.device.type != device.type or device.index not in (None, flat.device.index):
-            others.add(str(flat.device))
+    others = {
+        str(other)
+        for other in (flat.device for flat in buffers.values())
+        if other.type != device.type or device.index not in (None, other.index)
+    }
     if others:
         where = " and ".join(sorted(others))
         problem = f"{device}, but training weights of rank {job.rank} are on {where}"
@@ -423,8 +414,7 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
                 reason = f"rank {job.rank} cannot offer its memory: {error}"
         handles = _gather_handles(job, exported, group)
         with job.agreement.phase(_PHASE):
-            by_rank = {buffer_id.rank: handle for buffer_id, handle in handles.items()}
-            reason = reason or _obstacle(job, by_rank)
+            reason = reason or _obstacle(job, handles)
         # Probes stay open until every rank has read them: this gather comes after all reads.
         gathered: Sequence[str] = job.agreement.gather(reason, str, _PHASE)
     reasons: dict[str, str] = {}
@@ -433,11 +423,10 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
             reasons.setdefault(host, host_reason)
     if reasons and config.transport == SharedMemoryTransport.name:
         remedy = "Choose auto or collective, or give the permission"
-        violations = []
-        for host_reason in reasons.values():
-            problem = f"{config.transport}, but {host_reason}"
-            violations.append(Violation(CONFIG_KEY, problem, remedy, code="no-peer-access"))
-        raise ConfigError(violations)
+        problems = [f"{config.transport}, but {host_reason}" for host_reason in reasons.values()]
+        raise ConfigError(
+            [Violation(CONFIG_KEY, problem, remedy, code="no-peer-access") for problem in problems]
+        )
     return reasons
 
 
@@ -474,12 +463,10 @@ def _probe(job: Job, owner: ExitStack) -> Handle:
     return probe.export()
 
 
-def _obstacle(job: Job, handles: Mapping[int, Handle]) -> str:
-    """Read the probes of the other ranks of this host; return why one cannot be read, or "".
-
-    `handles`: rank -> handle of its probe.
-    """
-    for peer, handle in handles.items():
+def _obstacle(job: Job, probes: Mapping[BufferId, Handle]) -> str:
+    """Read the probes of the other ranks of this host; return why one cannot be read, or ""."""
+    for buffer_id, handle in probes.items():
+        peer = buffer_id.rank
         if peer == job.rank:
             continue
         try:

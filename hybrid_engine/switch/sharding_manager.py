@@ -7,11 +7,10 @@
     IDLE         host *   host *             released            (* if configured to be offloaded)
 
 The package's docstring lists the phases of a switch; each ends with an agreement of all ranks. The
-device holds at most the larger of training state and inference weights, plus a few buckets. (With
-`incremental`, up to `incremental_mb` of inference weights stay: incremental.py.) A failed switch
-restores the state before it: training weights are never written, and offloaded ones are onloaded
-again. While state is being moved the manager is INTERRUPTED. If an exception that must not be
-caught (KeyboardInterrupt) escapes mid-switch, it stays INTERRUPTED, and the next switch recovers.
+device holds at most the larger of training state and inference weights, plus a few buckets, and
+with `incremental` up to `incremental_mb` of inference weights. A failed switch restores the state
+before it; training weights are never written. While state is moved the manager is INTERRUPTED, and
+stays so if an exception like KeyboardInterrupt escapes: the next switch recovers.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import compress
 from types import TracebackType
 from typing import Self
 
@@ -51,6 +51,7 @@ from hybrid_engine.switch.states import (
     Hook,
     State,
     Switch,
+    call_hooks,
     require,
     resident_kinds,
 )
@@ -86,13 +87,10 @@ class ShardingManager(Switch):
         reference: compared with the trainer if the inference engine cannot be.
 
     The plan is made once, here; a later switch that finds the training weights elsewhere raises.
-    Until `start` both sides keep their memory, and the state is INTERRUPTED because the location of
-    the tensors is not known yet.
+    Until `start` both sides keep their memory, and the state is INTERRUPTED.
 
     If the sides are separate processes and `release_weights` is false, the inference weights stay
-    usable during training. They are invalid only from just before the first byte of a fill until
-    its end; a switch to INFER ends in TRAIN, and trainers onload their state without the other
-    side.
+    usable during training, except during a fill; a switch to INFER ends in TRAIN.
 
     Attributes:
         has_written: the last `enter` has overwritten or released inference weights; otherwise they
@@ -191,11 +189,10 @@ class ShardingManager(Switch):
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; starts the manager if needed.
 
-        Returns None if `target` is the present state. Raises on all ranks if any rank fails. The
+        Returns None if `target` is the present state. Raises on all ranks if any rank fails; the
         previous state is then restored: IDLE if inference weights were lost on the way, INTERRUPTED
-        if restoring failed too or after Ctrl-C. Every later switch starts from the actual location
-        of the tensors. If only an end hook failed, the switch stands. No switch can follow a
-        LostRankError. Raises StateError if ranks request different states.
+        if restoring failed too or after Ctrl-C. If only an end hook failed, the switch stands. No
+        switch can follow a LostRankError. Raises StateError if ranks request different states.
         """
         self.has_written = False
         if self._require_open().is_apart:
@@ -209,17 +206,18 @@ class ShardingManager(Switch):
             self.state = State.INTERRUPTED
         if target is self.state:
             return None
-        with self._traced(f"{self.state.value}->{target.value}"), torch_defaults():
-            return self._enter(target)
+        direction = f"{self.state}->{target}"
+        with self._traced(direction), torch_defaults():
+            return self._enter(target, direction)
 
-    def _enter(self, target: State) -> ReshardReport:
+    def _enter(self, target: State, direction: str) -> ReshardReport:
         before = self.state
         started = time.perf_counter()
         # The first report includes the seconds of set-up.
         setup = self._setup_seconds if self.last_report is None else {}
         self._tally = SwitchTally(seconds=dict(setup))
         with self._phase("start hooks"):
-            self._call_start_hooks(before, target)
+            call_hooks(self._start_hooks, before, target)
         self.state = State.INTERRUPTED
         self._logprob_check.is_probing = False
         try:
@@ -228,17 +226,16 @@ class ShardingManager(Switch):
         except LostRankError:
             raise
         except Exception as error:
-            self._restore(before, target, error)
+            self._restore(before, direction, error)
             raise
         self.state = State.TRAIN if self._keeps_serving else target
         self._tally.seconds_behind = self.offloader.take_seconds_behind()
-        direction = f"{before.value}->{target.value}"
         seconds = time.perf_counter() - started
         report = self._tally.report(direction, self.trainer.version, seconds)
         self.last_report = report
         logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
         with self._phase("end hooks"):
-            self._call_end_hooks(report)
+            call_hooks(self._end_hooks, report)
         return report
 
     def require_kinds(self, kinds: Collection[str]) -> None:
@@ -365,15 +362,15 @@ class ShardingManager(Switch):
         With sides in separate processes they leave, because this one may not see vLLM's device.
         """
         choices = {kind: getattr(self.config, f"offload_train_{kind}") for kind in KINDS}
-        asked = [kind for kind in KINDS if choices[kind] == "auto"]
+        automatic = [kind for kind in KINDS if choices[kind] == "auto"]
         is_settled = self._fitting is not None or self._require_open().is_apart
-        if is_settled or not asked or not self.trainer.version:
+        if is_settled or not automatic or not self.trainer.version:
             return
         with self._phase("fit"):
             away = self.offloader.away_nbytes()
             by_owner = self.offloader.resident_nbytes()
             resident = {kind: sum(by_owner[kind].values()) for kind in KINDS}
-            nbytes = {kind: away[kind] + resident[kind] for kind in asked}
+            nbytes = {kind: away[kind] + resident[kind] for kind in automatic}
             room = math.inf
             if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -381,10 +378,8 @@ class ShardingManager(Switch):
                 leaving = sum(resident[kind] for kind in KINDS if choices[kind])
                 room = free + leaving - self.config.share_of_device * total
             fitting = fitting_kinds(nbytes, room)
-        leave = self.job.agreement.any_of([kind not in fitting for kind in asked], "fit")
-        self._fitting = frozenset(
-            kind for kind, leaves in zip(asked, leave, strict=True) if not leaves
-        )
+        leave = self.job.agreement.any_of([kind not in fitting for kind in automatic], "fit")
+        self._fitting = frozenset(automatic).difference(compress(automatic, leave))
         sizes = ", ".join(f"{kind} ({gib(nbytes[kind])})" for kind in sorted(self._fitting))
         logger.log(
             logging.INFO if self.job.rank == 0 else logging.DEBUG,
@@ -395,8 +390,7 @@ class ShardingManager(Switch):
     def _share_memory(self) -> None:
         """Let inference use the memory that training leaves, once all of training's state exists.
 
-        Weights that stay (`incremental`) need memory of their own, and so do sides in separate
-        processes.
+        Not with weights that stay (`incremental`), nor if the sides are separate processes.
         """
         connection = self._require_open()
         is_alone = connection.is_apart or connection.incremental is not None
@@ -423,11 +417,7 @@ class ShardingManager(Switch):
             incremental.forget()
 
     def _next_selection(self) -> Selection:
-        """Agree on the buckets that all ranks send.
-
-        Onloads the parameters if any bucket is sent, and releases the inference weights that it
-        replaces.
-        """
+        """Agree on the buckets that all ranks send; onload parameters to send, and make room."""
         connection = self._require_open()
         incremental = connection.incremental
         if incremental is None:
@@ -515,11 +505,8 @@ class ShardingManager(Switch):
             self._tally.onloaded += onloaded.total_nbytes
             self._note_peak()
 
-    def _restore(self, before: State, target: State, error: Exception) -> None:
-        """Recover from a failed switch: release inference weights, onload the state of `before`.
-
-        Inference weights that keep serving are released only if they were written.
-        """
+    def _restore(self, before: State, direction: str, error: Exception) -> None:
+        """Recover from a failed switch: release inference weights, onload the state of `before`."""
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
         if not self._keeps_serving:
             self.has_written = True
@@ -542,19 +529,13 @@ class ShardingManager(Switch):
         except Exception as restore_error:
             away = [kind for kind, nbytes in self.offloader.away_nbytes().items() if nbytes]
             raise ReshardError(
-                f"switch {before.value}->{target.value} failed ({error}) and so did "
+                f"switch {direction} failed ({error}) and so did "
                 f"the way back ({restore_error}); in host memory: {', '.join(away) or 'nothing'}; "
                 f"the state is {self.state.value}, and the next switch starts from it",
                 code="restore-failed",
             ) from error
         self.state = restored
-        logger.error(
-            "[Reshard] %s->%s failed; state is %s: %s",
-            before.value,
-            target.value,
-            restored.value,
-            error,
-        )
+        logger.error("[Reshard] %s failed; state is %s: %s", direction, restored.value, error)
 
     @contextmanager
     def _phase(self, name: str, patience: float | None = None) -> Iterator[Ballot]:
@@ -572,14 +553,10 @@ class ShardingManager(Switch):
         return nullcontext() if self._timeline is None else self._timeline.switch(name)
 
     def _training_nbytes(self) -> int:
-        by_kind = self.offloader.resident_nbytes().values()
-        return sum(sum(by_owner.values()) for by_owner in by_kind)
+        return sum(sum(by_owner.values()) for by_owner in self.offloader.resident_nbytes().values())
 
     def _note_peak(self, training: int | None = None) -> None:
-        """Update the peak from the present use of the device.
-
-        `training`: bytes of training state on the device; None: determine them.
-        """
+        """Update the peak from the bytes on the device; None: determine those of training."""
         if training is None:
             training = self._training_nbytes()
         inference = self.inference.resident_nbytes()
@@ -603,10 +580,7 @@ class ShardingManager(Switch):
             self._ends.close()
 
     def _resume_before_close(self) -> None:
-        """Resume the trainer's communicators, if all ranks close together.
-
-        A rank that resumes alone would wait in NCCL for the others without a timeout.
-        """
+        """Resume the trainer's communicators, if all ranks close together: alone it would hang."""
         agreement = self.job.agreement
         is_alone = agreement.lost is not None or agreement.has_left
         if self._connection is None or not self.config.suspend_communicators or is_alone:
@@ -621,10 +595,9 @@ class ShardingManager(Switch):
 
 
 class SwitchContexts(ABC):
-    """Base class of owners of a switch, `_sharding`.
+    """Base class of owners of a switch, `_sharding`; a context manager that starts and shuts down.
 
-    All methods but those for hooks are collective. As a context manager, it starts on entry and
-    shuts down at the end of the block, also after an error.
+    All methods but those for hooks are collective.
     """
 
     job: Job

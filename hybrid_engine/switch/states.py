@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import TracebackType
@@ -105,8 +105,11 @@ class Entered:
         self._is_running = False
 
     def __enter__(self) -> None:
-        alive = [context for context in (ref() for ref in self._contexts) if context is not None]
-        running = [context for context in alive if context._is_running]
+        running = [
+            context
+            for reference in self._contexts
+            if (context := reference()) is not None and context._is_running
+        ]
         self._outer = running[-1]._state if running else None
         # IDLE may be nested: a model beside the actor takes the device, and the outer state is
         # restored afterwards.
@@ -133,39 +136,8 @@ class Entered:
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
-class SwitchHooks:
-    """Base class with user hooks before and after each switch."""
-
-    def __init__(self) -> None:
-        self._start_hooks: list[Callable[..., object]] = []
-        self._end_hooks: list[Callable[..., object]] = []
-
-    def on_reshard_start(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
-        self._start_hooks.append(hook)
-        return hook
-
-    def on_reshard_end(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
-        self._end_hooks.append(hook)
-        return hook
-
-    def remove_hook(self, hook: Callable[..., object]) -> None:
-        """Remove `hook`, whether it runs before or after switches. Idempotent."""
-        self._start_hooks = [registered for registered in self._start_hooks if registered != hook]
-        self._end_hooks = [registered for registered in self._end_hooks if registered != hook]
-
-    def _call_start_hooks(self, before: object, target: object) -> None:
-        for hook in self._start_hooks:
-            call_hook(hook, before, target)
-
-    def _call_end_hooks(self, report: object) -> None:
-        for hook in self._end_hooks:
-            call_hook(hook, report)
-
-
-class Switch(SwitchHooks, ABC):
-    """Interface of a switch between states.
+class Switch(ABC):
+    """Interface of a switch between states, with user hooks before and after each switch.
 
     All methods but those for hooks are collective.
 
@@ -188,10 +160,27 @@ class Switch(SwitchHooks, ABC):
             within: outer switch of which this one is a part; the outer one's state then counts for
                 the trainer.
         """
-        super().__init__()
         self._contexts: Contexts = []
+        self._start_hooks: list[Callable[..., object]] = []
+        self._end_hooks: list[Callable[..., object]] = []
         if within is None:
             trainer.guard.add(self.require_kinds)
+
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
+        self._start_hooks.append(hook)
+        return hook
+
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
+        self._end_hooks.append(hook)
+        return hook
+
+    def remove_hook(self, hook: Callable[..., object]) -> None:
+        """Remove `hook`, whether it runs before or after switches. Idempotent."""
+        # New lists: a hook may remove itself while it is called.
+        self._start_hooks = [registered for registered in self._start_hooks if registered != hook]
+        self._end_hooks = [registered for registered in self._end_hooks if registered != hook]
 
     @abstractmethod
     def start(self) -> None:
@@ -221,9 +210,8 @@ class Switch(SwitchHooks, ABC):
         """Return a context that enters `state`.
 
         The state is kept at its end; the next context switches if necessary. Raises StateError
-        inside another state's context. Exception: IDLE, which frees the device for another model,
-        may be nested in any context; the outer state is restored at its end unless the block
-        raised.
+        inside another state's context, except for IDLE, which frees the device for another model:
+        at its end the outer state is restored unless the block raised.
         """
         return Entered(state, self.enter, self._contexts)
 
@@ -234,6 +222,12 @@ class Switch(SwitchHooks, ABC):
         """
         self.start()
         require(self.state, states)
+
+
+def call_hooks(hooks: Iterable[Callable[..., object]], *arguments: Any) -> None:
+    """Call hooks in order; see `call_hook`."""
+    for hook in hooks:
+        call_hook(hook, *arguments)
 
 
 def call_hook(hook: Callable[..., object], *arguments: Any) -> None:

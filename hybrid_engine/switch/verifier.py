@@ -16,12 +16,9 @@ previous state is restored.
     regions      | 0             | 1   | 2                   |    numbered alike on all ranks,
                                                                   over all tensors
 
-A region is the intersection of a box of training with a box of inference. Every rank holds each
-region of its boxes whole, so both sides can digest it in place. Neither the plan nor a transport is
-involved, so the comparison checks both, including relays and copies within a rank.
-
-Memory: 16 bytes for every region of the verified tensors, on each rank for all ranks that train
-them.
+A region is the intersection of a box of training with a box of inference, so both sides digest it
+in place. Neither the plan nor a transport is involved: the comparison checks both. Memory: 16 bytes
+on each rank for every region of the verified tensors and every rank that trains it.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
 
 from hybrid_engine.errors import WeightError
@@ -47,7 +45,7 @@ from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.runs import strided
+from hybrid_engine.transports.runs import view_of
 
 NUM_SAMPLED = 8
 """Number of canonical tensors that "sample" compares per switch.
@@ -61,9 +59,7 @@ class VerifyReport:
     """Results of a verification on this rank.
 
     Attributes:
-        num_tensors: canonical tensors that were compared.
-        nbytes: bytes of both sides that were read for digests.
-        digest_nbytes: bytes of digests received from other ranks.
+        num_tensors, nbytes, digest_nbytes: see `ReshardReport`.
         seconds: time for digests and comparison. The engine's own proof counts as commit.
     """
 
@@ -76,11 +72,7 @@ class VerifyReport:
 class Verifier:
     """Verification of a job's switches; every rank has one.
 
-    Args:
-        regions: regions to compare.
-        job: job of all ranks.
-        mode: "full" compares every tensor, "sample" `NUM_SAMPLED` tensors per switch in round-robin
-            order.
+    `mode`: "full" compares every tensor, "sample" `NUM_SAMPLED` per switch in round-robin order.
     """
 
     def __init__(self, regions: CommonRegions, job: Job, mode: Literal["sample", "full"]) -> None:
@@ -108,12 +100,6 @@ def _rows_of(digests: Sequence[tuple[PlacedRegion, int]]) -> torch.Tensor:
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
-def _rows_from(message: bytes) -> torch.Tensor:
-    if not message:  # torch.frombuffer refuses an empty buffer
-        return torch.empty(0, 2, dtype=torch.int64)
-    return torch.frombuffer(bytearray(message), dtype=torch.int64).view(-1, 2)
-
-
 class Verification:
     """Verification of one fill on one rank.
 
@@ -137,15 +123,10 @@ class Verification:
         self._sent: set[str] = set()
         self._nbytes = 0
         self._num_tensors = 0
-        self._seconds = {"verify": 0.0}
+        self._seconds: dict[str, float] = {}
         self._findings: list[str] = []
 
-    def filled(
-        self,
-        bucket: Bucket,
-        source: FlatBuffers,
-        destination: FlatBuffers,
-    ) -> None:
+    def filled(self, bucket: Bucket, source: FlatBuffers, destination: FlatBuffers) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
         with timed_span(self._seconds, "verify"):
             names = [name for name in bucket.tensors if name in self.tensors]
@@ -156,19 +137,16 @@ class Verification:
             destinations = list(self._boxes(names, self._regions.destination, destination))
             # A single call for both sides, because each call waits for the device.
             placed = [*sources, *destinations]
-            digests = box_digests(
-                (region.box for region in placed), [region.dtype for region in placed]
-            )
-            self._nbytes += sum(region.box.nbytes for region in placed)
-            pairs = [(region.part, digest) for region, digest in zip(placed, digests, strict=True)]
+            digests = box_digests([box for _, box, _ in placed], [dtype for *_, dtype in placed])
+            self._nbytes += sum(box.nbytes for _, box, _ in placed)
+            pairs = [(part, digest) for (part, *_), digest in zip(placed, digests, strict=True)]
             self._source += pairs[: len(sources)]
             self._destination += pairs[len(sources) :]
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
         """Count skipped buckets' tensors as compared, if they were when they were last sent.
 
-        Training's digests have not changed since, and the engine proves that it still holds the
-        bytes (`unproven`).
+        Training's have not changed since, and the engine proves that it holds them (`unproven`).
         """
         names = {name for bucket in buckets for name in bucket.tensors}
         self._num_tensors += len(names & self.tensors & self._compared)
@@ -183,12 +161,13 @@ class Verification:
         Raises WeightError with every mismatch on this rank, RemoteError with those of other ranks.
         """
         with timed_span(self._seconds, "verify"):
-            rows = _rows_of(self._source)
-            messages = self._job.agreement.gather(
-                rows.numpy().tobytes(), bytes, "verify", sys.maxsize
-            )
-            sources = [_rows_from(message) for message in messages]
-            received = sum(rows_of_rank.nbytes for rows_of_rank in sources) - rows.nbytes
+            rows = _rows_of(self._source).numpy().tobytes()
+            messages = self._job.agreement.gather(rows, bytes, "verify", sys.maxsize)
+            received = sum(map(len, messages)) - len(rows)
+            sources = [
+                torch.from_numpy(np.frombuffer(bytearray(message), np.int64).reshape(-1, 2))
+                for message in messages
+            ]
             with self._job.agreement.phase("verify"):
                 self._compare(sources)
                 if self._findings:
@@ -198,13 +177,12 @@ class Verification:
 
     def _boxes(
         self, names: Sequence[str], regions: OwnRegions, buffers: FlatBuffers
-    ) -> Iterator[_ComparedBox]:
-        """Yield this rank's regions of these tensors, as views of the buffers."""
+    ) -> Iterator[tuple[PlacedRegion, torch.Tensor, torch.dtype]]:
+        """Yield this rank's regions of these tensors, their views, and the dtype to compare."""
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in regions[name]:
-                flat = buffers[part.place.buffer.name].detach()
-                yield _ComparedBox(part, strided(flat, part.lengths, part.place), dtype)
+                yield part, view_of(buffers, part.lengths, part.place), dtype
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
         """Compare the received regions with `sources`, rows [N, 2] of each training rank."""
@@ -273,15 +251,6 @@ class PlacedRegion:
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
-class _ComparedBox:
-    """View of a region in its buffer, and the dtype in which both sides are compared."""
-
-    part: PlacedRegion
-    box: torch.Tensor
-    dtype: torch.dtype
-
-
 OwnRegions = Mapping[str, Sequence[PlacedRegion]]
 """Canonical tensor -> this rank's regions of it, once for each place.
 
@@ -302,9 +271,7 @@ class _Overlap:
 
 
 class CommonRegions:
-    """Regions of a job, and their places on this rank.
-
-    Numbered equally on all ranks, without a collective.
+    """Regions of a job, numbered equally on all ranks, and their places on this rank.
 
     Args:
         source, destination: layouts of all ranks; consistent, because a plan was made of them.
@@ -345,12 +312,15 @@ class CommonRegions:
 
     def _regions_of(self, layout: Layout, *, is_source: bool) -> OwnRegions:
         """Return the regions of one rank's layout."""
-        shards_by_tensor = layout.shards_by_tensor()
-        regions: dict[str, list[PlacedRegion]] = {name: [] for name in self._names}
-        for name, placed in regions.items():
-            for shard in shards_by_tensor.get(name, ()):
-                placed += self._parts(shard, is_source=is_source)
-        return regions
+        shards = layout.shards_by_tensor()
+        return {
+            name: [
+                part
+                for shard in shards.get(name, ())
+                for part in self._parts(shard, is_source=is_source)
+            ]
+            for name in self._names
+        }
 
     def _parts(self, shard: Shard, *, is_source: bool) -> Iterator[PlacedRegion]:
         """Yield the regions that a shard consists of."""
@@ -382,8 +352,7 @@ def _overlaps(sources: TensorOwners, destinations: TensorOwners) -> Iterator[_Ov
 class ValueRanges:
     """Parts of one rank's training weights that inference holds in a dtype of smaller range.
 
-    float16 ends at 65504, and bfloat16 slightly below float32. Rounding is monotonic, so all values
-    of a part are finite in a dtype if the smallest and the largest are.
+    Rounding is monotonic: all values of a part are finite in a dtype if the extremes are.
 
     Args:
         rank: this rank.
@@ -399,8 +368,11 @@ class ValueRanges:
             served_dtype = served.get(shard.region.tensor)
             if served_dtype is None or 0 in shard.region.lengths:
                 continue
-            if _has_smaller_range(served_dtype, dtype):
-                self._parts.append((shard, getattr(torch, served_dtype)))
+            served_type, trained_type = (getattr(torch, name) for name in (served_dtype, dtype))
+            if not (served_type.is_floating_point and trained_type.is_floating_point):
+                continue
+            if torch.finfo(served_type).max < torch.finfo(trained_type).max:
+                self._parts.append((shard, served_type))
 
     def require(self, training: TrainingWeights) -> None:
         """Raise WeightError naming every tensor with a value that a cast makes infinite.
@@ -411,17 +383,15 @@ class ValueRanges:
             return
         buffers = training.buffers()
         extremes = [torch.stack(self._view(buffers, shard).aminmax()) for shard, _ in self._parts]
-        fits = []
-        for extreme, (_, dtype) in zip(extremes, self._parts, strict=True):
-            fits.append(extreme.to(dtype).isfinite().all())
+        fits = [
+            extreme.to(dtype).isfinite().all()
+            for extreme, (_, dtype) in zip(extremes, self._parts, strict=True)
+        ]
         # A single synchronization with the device if everything fits.
         if bool(torch.stack(fits).all()):
             return
-        findings = []
-        for (shard, dtype), fit in zip(self._parts, fits, strict=True):
-            if not fit:
-                findings.append(self._finding(buffers, shard, dtype))
-        raise WeightError(findings)
+        too_large = [part for part, fit in zip(self._parts, fits, strict=True) if not fit]
+        raise WeightError([self._finding(buffers, *part) for part in too_large])
 
     def _finding(self, buffers: FlatBuffers, shard: Shard, dtype: torch.dtype) -> str:
         values = self._view(buffers, shard)
@@ -437,13 +407,4 @@ class ValueRanges:
 
     @staticmethod
     def _view(buffers: FlatBuffers, shard: Shard) -> torch.Tensor:
-        return strided(buffers[shard.place.buffer.name].detach(), shard.region.lengths, shard.place)
-
-
-def _has_smaller_range(served: str, trained: str) -> bool:
-    """Return True if the largest finite value of dtype `served` is below that of `trained`."""
-    served_dtype = getattr(torch, served)
-    trained_dtype = getattr(torch, trained)
-    if not (served_dtype.is_floating_point and trained_dtype.is_floating_point):
-        return False
-    return torch.finfo(served_dtype).max < torch.finfo(trained_dtype).max
+        return view_of(buffers, shard.region.lengths, shard.place)

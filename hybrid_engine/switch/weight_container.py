@@ -1,23 +1,14 @@
 """Inference weights of one rank, filled bucket by bucket from the training weights.
 
-    begin                                          on every rank, before any rank continues
-    for bucket in plan.buckets:                    on every rank, except buckets that all ranks skip
-        buffers = weights.allocate(groups)           this rank's groups of the bucket, maybe none
-        router.run(bucket, source, buffers, next)    transfer; the next bucket's messages start
-        fence.sent(bucket.index)                     training memory of earlier buckets is released
-        verification.filled(bucket, source, buffers) if the fill is verified
-        weights.commit(groups)                       the engine's own post-load processing
-    weights.finish_fill()                          staging memory is freed
-
-A rank that fails signals it wherever another rank may wait for it: weights.abandon, fence.abandon,
-router.abandon for each remaining bucket, fence.drain.
+The package's docstring lists the steps of a bucket. A rank that fails signals it wherever another
+rank may wait for it: weights.abandon, fence.abandon, router.abandon for each remaining bucket,
+fence.drain.
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
-Memory: in EMPTY only kept groups (`keep`); in FILLED the inference engine's weights. In between, at
-most the destination buffers of the buckets so far (live storage) or of one bucket (an engine that
-repacks).
+Memory: in EMPTY only kept groups; in FILLED the engine's weights. In between, at most the buffers
+of the buckets so far (live storage) or of one bucket (an engine that repacks).
 """
 
 from __future__ import annotations
@@ -107,28 +98,25 @@ class FillReport:
         sums = (self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas))
         counts = (self.nbytes_by_link, self.nbytes_by_peer, sums)
         by_rank = agreement.gather(counts, _RankCounts, "bytes of all ranks")
-        num_ranks = len(by_rank)
-        by_link: Counter[Link] = Counter()
-        by_pair: dict[str, Counter[int]] = {}
-        for rank, (links, peers, _) in enumerate(by_rank):
-            by_link.update({Link(link): nbytes for link, nbytes in links.items()})
-            for name, by_peer in peers.items():
-                pairs = {rank * num_ranks + peer: nbytes for peer, nbytes in by_peer.items()}
-                by_pair.setdefault(name, Counter()).update(pairs)
         columns = zip(*(rank_sums for _, _, rank_sums in by_rank), strict=True)
         staging, least, skipped, *deltas = map(sum, columns)
-        return FillReport(
+        total = FillReport(
             self.seconds,
-            {link: by_link[link] for link in Link},
-            by_pair,
-            staging,
-            least,
-            skipped,
-            DeltaCount(*deltas),
+            staging_nbytes=staging,
+            least_nbytes=least,
+            skipped_nbytes=skipped,
+            deltas=DeltaCount(*deltas),
         )
+        for rank, (by_link, by_name, _) in enumerate(by_rank):
+            by_pair = {
+                name: {rank * len(by_rank) + peer: nbytes for peer, nbytes in by_peer.items()}
+                for name, by_peer in by_name.items()
+            }
+            total.add_run(RunReport({}, by_pair, by_link))
+        return total
 
 
-_RankCounts = tuple[dict[str, int], dict[str, dict[int, int]], tuple[int, ...]]
+_RankCounts = tuple[dict[Link, int], dict[str, dict[int, int]], tuple[int, ...]]
 """One rank's bytes by link, bytes by transport and peer, and sums; see `FillReport.of_all`."""
 
 
@@ -137,12 +125,10 @@ class WeightContainer:
 
     Args:
         weights: this rank's inference weights.
-        plan: plan made from their layout.
-        router: transports, connected for the plan.
+        plan, router: made from their layout, and connected for the plan.
         num_ranks: number of ranks that fill together.
 
-    Construction is not collective. It raises PlanError unless the plan's buckets complete every
-    group of this rank exactly once.
+    Raises PlanError unless the plan's buckets complete every group of this rank exactly once.
     """
 
     def __init__(
@@ -170,9 +156,8 @@ class WeightContainer:
         self._report = FillReport()  # of the current fill, or of the last one
         self._num_met = 0  # `router.num_met` at the start of the fill
         self._buckets: Sequence[Bucket] = ()  # buckets of the fill, without skipped ones
-        self._following: Mapping[
-            int, Bucket
-        ] = {}  # bucket index -> bucket whose messages start during its commit
+        # Bucket index -> bucket whose messages start during its commit.
+        self._following: Mapping[int, Bucket] = {}
         self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
         self._check_groups()
 
@@ -188,14 +173,12 @@ class WeightContainer:
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
         """Prepare the next `fill` on this rank. No collective.
 
-        `fill` may follow only after all ranks have succeeded here, because a rank that fails here
-        cannot notify ranks that are already filling.
+        `fill` may follow only after all ranks have succeeded here: a rank that fails here cannot
+        notify ranks that are already filling.
 
         Args:
-            skipped: indexes of buckets to leave out, the same on all ranks; their groups must be
-                `kept`.
-            whole: send no deltas, because some rank may not hold the previous weights; the same on
-                all ranks.
+            skipped: indexes of buckets to leave out, on all ranks; their groups must be `kept`.
+            whole: send no deltas, on all ranks: one may not hold the previous weights.
 
         Raises StateError unless empty, and if an earlier fill was interrupted while it notified the
         other ranks.
@@ -227,10 +210,20 @@ class WeightContainer:
         self._filling = []
         self._num_met = self._router.num_met
         self._buckets = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
-        self._following = self._next_buckets()
+        # Messages of a bucket may not start if the bucket before uses the same relay memory.
+        self._following = {
+            bucket.index: next_bucket
+            for bucket, next_bucket in pairwise(self._buckets)
+            if (next_bucket.index - bucket.index) % NUM_SLOTS
+        }
         self._report = FillReport(
             least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._buckets),
-            skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
+            skipped_nbytes=sum(
+                transfer.nbytes
+                for index in skipped
+                for transfer in self._plan.buckets[index].counted()
+                if transfer.dst_rank == self._router.rank
+            ),
         )
         self._router.begin(whole=whole)
         self._has_begun = True
@@ -252,9 +245,9 @@ class WeightContainer:
             fence: releases training memory after every bucket.
             verification: verification of this fill.
 
-        Raises StateError without a preceding `begin`. If filling fails, the state is PARTIAL, and
-        the remaining buckets are abandoned so that no peer waits for this rank. The engine's errors
-        and interrupts (Ctrl-C) are raised as they are, other errors as ReshardError.
+        Raises StateError without a preceding `begin`. After a failure the state is PARTIAL, and no
+        peer waits for this rank. HybridEngineErrors and interrupts are raised as they are, other
+        errors as ReshardError.
         """
         if not self._has_begun:
             raise StateError("begin() comes before each fill()", code="fill-without-begin")
@@ -264,7 +257,15 @@ class WeightContainer:
             self._has_begun = False
             self._state = ContainerState.PARTIAL
             self._router.prepare()
-            self._fill(source, fence, verification, self._report)
+            for bucket in self._buckets:
+                with span("bucket", index=bucket.index, bytes=bucket.nbytes):
+                    self._fill_bucket(bucket, source, fence, verification)
+            self._step = "after the last bucket"
+            self._filling = []
+            if fence is not None:
+                fence.finish()
+            self._weights.finish_fill()
+            self._report.staging_nbytes = self._router.trim()
             self._is_in_step = True
         except BaseException as error:
             where = f"rank {self._router.rank}, {self._step}"
@@ -281,23 +282,6 @@ class WeightContainer:
         self._state = ContainerState.FILLED
         self._report.deltas = self._router.deltas_sent()
         return self._report
-
-    def _fill(
-        self,
-        source: FlatBuffers,
-        fence: ReleaseFence | None,
-        verification: Verification | None,
-        report: FillReport,
-    ) -> None:
-        for bucket in self._buckets:
-            with span("bucket", index=bucket.index, bytes=bucket.nbytes):
-                self._fill_bucket(bucket, source, fence, verification, report)
-        self._step = "after the last bucket"
-        self._filling = []
-        if fence is not None:
-            fence.finish()
-        self._weights.finish_fill()
-        report.staging_nbytes = self._router.trim()
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Release the inference weights, also after a failed fill. Idempotent; ends in EMPTY.
@@ -330,25 +314,6 @@ class WeightContainer:
         if faults:
             raise PlanError(faults)
 
-    def _read_nbytes(self, bucket: Bucket) -> int:
-        """Return the bytes of a bucket that this rank reads."""
-        return sum(
-            transfer.nbytes
-            for transfer in bucket.counted()
-            if transfer.dst_rank == self._router.rank
-        )
-
-    def _next_buckets(self) -> dict[int, Bucket]:
-        """Return bucket index -> next bucket, if its messages may start during the commit.
-
-        They may not if both buckets use the same relay memory.
-        """
-        return {
-            bucket.index: next_bucket
-            for bucket, next_bucket in pairwise(self._buckets)
-            if (next_bucket.index - bucket.index) % NUM_SLOTS
-        }
-
     def _own_groups(self, bucket: Bucket) -> list[str]:
         return [group for group in bucket.groups if group in self._groups]
 
@@ -358,13 +323,13 @@ class WeightContainer:
         source: FlatBuffers,
         fence: ReleaseFence | None,
         verification: Verification | None,
-        report: FillReport,
     ) -> None:
+        report = self._report
         groups = self._own_groups(bucket)
+        self._filling = groups
 
         def begin(phase: str) -> str:
             self._step = f"bucket {bucket.index}, phase {phase}"
-            self._filling = groups
             return phase
 
         with timed_span(report.seconds, begin("allocate")):
@@ -389,20 +354,16 @@ class WeightContainer:
                 self._weights.commit(groups)
 
     def _abandon(self, reason: str, fence: ReleaseFence | None) -> None:
-        """Notify the peers of a failure, and release the memory of messages.
-
-        The remaining buckets are abandoned in order, because peers may wait for this rank in each
-        of them.
-        """
+        """Notify the peers, which may wait in each remaining bucket, and free messages' memory."""
         remaining = self._buckets[self._router.num_met - self._num_met :]
         # The engine comes first: other ranks may wait in its commit, and not reach the buckets.
         steps: list[Callable[[], object]] = [self._weights.abandon]
         if fence is not None:
             steps.append(fence.abandon)
-        for bucket in remaining:
-            steps.append(
-                partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
-            )
+        steps += [
+            partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
+            for bucket in remaining
+        ]
         if fence is not None:
             steps.append(fence.drain)
         steps.append(self._router.trim)

@@ -20,9 +20,8 @@
         else ........................... collective      packed messages, gloo or NCCL
     bucket's fan_out, after it crossed the network: local or shared_memory, out of relay buffers
 
-Ranks negotiate nothing. All walk the buckets of the plan in one order, run or abandoned, and derive
-from it which transport carries each transfer, and in which message. Only whether a message is sent
-whole or as a delta is announced, in its header.
+Ranks negotiate nothing: all walk the buckets of the plan in one order, run or abandoned, and derive
+the transport and the message of each transfer. Only deltas are announced, in a message's header.
 
 Start-up, on every rank, by switch/setup.py (which also exchanges the objects):
 
@@ -46,9 +45,6 @@ Every switch, by switch/weight_container.py, after a fence (all sources are fina
                                                           buffer may be reused
     3  router.trim()                                    - staging, relay memory
 
-A rank that fails calls `router.abandon` for the remaining buckets: headers with its reason are sent
-instead.
-
-To add a transport, see router.py. To change the dtype of messages, see `plan.wire_dtype`; the peer
-that a timeout names, collective.py.
+A rank that fails calls `router.abandon` for the remaining buckets, which sends headers with its
+reason. To add a transport, see router.py. To change the dtype of messages, see `plan.wire_dtype`.
 """

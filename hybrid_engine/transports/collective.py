@@ -6,14 +6,12 @@
 
 `start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next
 bucket crosses while this one is written and committed. At most NUM_SLOTS buckets are in flight,
-each with separate staging memory, which is reused and grows to the largest bucket. Any two ranks
-post the same sequence for each other, and wait only for messages that the other posts in the same
-bucket.
+each with separate staging memory, which grows to the largest bucket. Any two ranks post the same
+sequence for each other, and wait only for messages that the other posts in the same bucket.
 
-A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its
-messages. Their headers declare the pieces void and carry the reason. No peer is therefore left
-waiting, and the process group stays usable. `notify` sends headers alone: a rank has finished a
-phase of a bucket, or has failed for a reason.
+A rank whose read fails, or that cannot take part in a bucket (`abandon`), still sends its messages:
+their headers declare the pieces void and carry the reason. No peer is left waiting, and the process
+group stays usable. `notify` sends headers alone.
 """
 
 from __future__ import annotations
@@ -69,13 +67,9 @@ _MOST_PEERS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketMessages:
-    """Messages and copies of this rank in a bucket; derived at the first switch.
+    """Messages, by ascending peer, and copies of this rank in a bucket, derived from `transfers`.
 
-    Attributes:
-        transfers: the transfers from which they were derived.
-        outgoing, incoming: messages, by ascending peer.
-        packing, unpacking: copies into and out of messages.
-        local: copies within the rank.
+    `packing`, `unpacking`: into and out of messages. `local`: within the rank.
     """
 
     transfers: Sequence[Transfer]
@@ -118,7 +112,6 @@ class InFlight:
 
     Attributes:
         incoming: messages with the memory that receives them.
-        posted: operations of the messages.
         failure: reason why the outgoing messages are void, or the incoming ones are lost.
         contents: parts to send after the headers of the incoming messages have arrived; None: the
             posted operations have them.
@@ -137,9 +130,8 @@ class InFlight:
 class CollectiveTransport:
     """Point-to-point messages over a process group.
 
-    After a timeout or a lost connection the process group is unusable (gloo closes its connections,
-    so peers notice soon), and every later call that needs it raises at once. After any other
-    failure the transport continues to work.
+    After a timeout or a lost connection the process group is unusable, and every later call that
+    needs it raises at once. After any other failure the transport continues to work.
 
     Args:
         context: must have a group. Staging lies on the current GPU with NCCL, else on the CPU.
@@ -186,8 +178,7 @@ class CollectiveTransport:
     ) -> None:
         """Post the messages of a bucket if they are not posted yet; see `ports.Transport`.
 
-        A failure to read is raised by `run`. Raises TransportError when the group is unusable or
-        memory is short.
+        Raises TransportError when the group is unusable or memory is short; `run` raises others.
         """
         if bucket not in self._in_flight:
             self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
@@ -217,7 +208,16 @@ class CollectiveTransport:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
             self._complete(bucket, exchange)
-            self._unpack(bucket, share, exchange.incoming, destination)
+            flats = _flats(exchange.incoming)
+            copy_straight(
+                self.name,
+                bucket,
+                share.unpacking,
+                lambda transfer: flats[transfer.src.buffer],
+                destination,
+                "write",
+                share.planned,
+            )
             copy_straight(
                 self.name,
                 bucket,
@@ -227,11 +227,10 @@ class CollectiveTransport:
             )
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Take part in a bucket without reading or writing; peers raise PeerTransportError.
+        """Take part in a bucket without reading or writing; see `ports.Transport`.
 
-        Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for
-        it; their error carries `reason`. Messages that were started before are sent unchanged.
-        Raises TransportError only when the messages cannot be exchanged.
+        Messages that were started before are sent unchanged. Raises TransportError only when the
+        messages cannot be exchanged.
         """
         self._exchange(bucket, transfers, None, reason)
 
@@ -278,10 +277,7 @@ class CollectiveTransport:
         return nbytes
 
     def close(self) -> None:
-        """Free staging memory; idempotent.
-
-        Process groups stay open: they belong to the caller. No bucket may be in flight.
-        """
+        """Free staging memory; idempotent. Process groups stay open. No bucket is in flight."""
         self._staging.clear()
         self._shares.clear()
 
@@ -343,7 +339,7 @@ class CollectiveTransport:
     ) -> tuple[Sequence[Part] | None, TransportError | None]:
         """Write the headers of packed messages, or of messages that are void for `reason`.
 
-        Returns None, and no failure: the contents are posted with the headers.
+        Returns None, because the contents are posted with the headers, and no failure.
         """
         write_headers(sent, [staged.header_bytes(bucket, reason) for staged in sent])
         return None, None
@@ -351,10 +347,7 @@ class CollectiveTransport:
     def _packed(
         self, bucket: int, transfers: Sequence[Transfer], source: FlatBuffers | None
     ) -> tuple[list[StagedMessage], list[StagedMessage], TransportError | None]:
-        """Return the messages to send and to receive, and the failure to pack the former.
-
-        Without a source nothing is packed.
-        """
+        """Return messages to send and to receive, and the failure to pack from a source."""
         share = self._share_of(bucket, transfers)
         slot = bucket % NUM_SLOTS
         sizes = [message.staged_nbytes for message in share.outgoing]
@@ -419,10 +412,11 @@ class CollectiveTransport:
 
         def source_of(transfer: Transfer) -> torch.Tensor:
             flat = source[transfer.src.buffer.name]
-            dtype = self._planner.source_dtype(transfer)
-            if flat.dtype != dtype:
+            planned = self._planner.source_buffers[transfer.src.buffer].dtype
+            if flat.dtype != getattr(torch, planned):
                 raise TransportError(
-                    f"the source is {flat.dtype}, its layout has {dtype}; build the plan again",
+                    f"the source is {flat.dtype}, its layout has torch.{planned}; "
+                    "build the plan again",
                     code="different-dtypes",
                 )
             return flat
@@ -433,23 +427,6 @@ class CollectiveTransport:
             planned = share.planned(failed.transfer)
             return failure_at(self.name, bucket, "read", planned, failed.error)
         return None
-
-    def _unpack(
-        self,
-        bucket: int,
-        share: _BucketMessages,
-        incoming: Iterable[StagedMessage],
-        destination: FlatBuffers,
-    ) -> None:
-        flats = _flats(incoming)
-        try:
-            share.unpacking.run(
-                lambda transfer: flats[transfer.src.buffer],
-                lambda transfer: destination[transfer.dst.buffer.name],
-            )
-        except CopyError as failed:
-            planned = share.planned(failed.transfer)
-            raise failure_at(self.name, bucket, "write", planned, failed.error) from failed.error
 
     def _peer_failure(
         self,
@@ -609,10 +586,7 @@ def _begin(
 
 
 def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
-    """Wait until a message is exchanged; with NCCL the host and the current stream wait.
-
-    Raises the errors of torch.
-    """
+    """Wait until a message is exchanged; with NCCL the host and the current stream wait."""
     if not of_nccl:
         work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
         return

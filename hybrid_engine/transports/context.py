@@ -35,13 +35,11 @@ class TransportContext:
             transfer's two buffers.
         handles: handles of the buffers, relay buffers included, that ranks of this host can map
             (`export_handles`).
-        group: process group for messages, with all peers of this rank; None: no messages. Use a
-            separate group, because a timeout makes it unusable.
-        destination_buffers: destination buffers of all ranks. A missing one has the dtype of its
-            source.
+        group: process group of its own for messages, with all peers of this rank; None: none.
+        destination_buffers: those of all ranks. A missing one has the dtype of its source.
         relays: the relay buffers that this rank fills or reads; None: none.
         notify_group: group for `Transport.notify`, with the ranks of the host; default: `group`.
-            Prefer gloo: NCCL would deliver after all messages in flight.
+            With NCCL it would deliver after all messages in flight.
         timeout: seconds that a bucket may wait for peers in total.
     """
 
@@ -62,15 +60,13 @@ _ALIGNMENT = 512
 class RelayBuffers:
     """Relay buffers that one rank fills or reads.
 
-    Other ranks of the host read this rank's buffers by handles (`export_handles`). Without a handle
-    a reader fails at its first bucket, so only hosts with elastic memory may relay
-    (`memory.elastic.is_elastic`).
+    Other ranks of the host read this rank's buffers by handles (`export_handles`), so only hosts
+    with elastic memory may relay.
 
     Attributes:
         buffers: relay buffers that this rank fills or reads (`ReshardPlan.relays`).
         tensors: flat tensors of the buffers on this rank, by name. Buffers of every NUM_SLOTS-th
-            bucket share the same bytes. They take NUM_SLOTS times the relayed bytes of the fullest
-            bucket (once, if there is one bucket), until `release`.
+            bucket share bytes: NUM_SLOTS times those of the fullest bucket, until `release`.
     """
 
     def __init__(
@@ -94,29 +90,25 @@ class RelayBuffers:
         # Neighbouring buckets are in flight together, so their buffers must not overlap.
         slots = sorted({int(bucket) % NUM_SLOTS for bucket in ends})
         nbytes = len(slots) * slot_nbytes
-        self._arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
+        arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
+        # None on devices without elastic memory, which keep the relay memory.
+        self._memory = exported_buffer_of(arena)
         self.tensors: TensorDict = {}
         for name, buffer in local.items():
             slot = slots.index(int(buffer.group) % NUM_SLOTS)
             start = slot * slot_nbytes + starts[name]
-            flat = self._arena[start : start + buffer.nbytes]
+            flat = arena[start : start + buffer.nbytes]
             self.tensors[name] = flat.view(getattr(torch, buffer.dtype))
 
     def release(self) -> int:
-        """Free the memory and return its bytes; addresses and handles stay valid.
-
-        No rank may read the buffers until `restore`.
-        """
-        buffer = exported_buffer_of(self._arena) if self.tensors else None
-        # Devices without elastic memory keep the relay memory.
-        if buffer is None:
+        """Free the memory until `restore`, and return its bytes; handles stay valid."""
+        if self._memory is None:
             return 0
-        nbytes = buffer.resident_nbytes()
-        buffer.release()
+        nbytes = self._memory.resident_nbytes()
+        self._memory.release()
         return nbytes
 
     def restore(self) -> None:
         """Allocate the memory again. Raises DeviceMemoryError."""
-        buffer = exported_buffer_of(self._arena) if self.tensors else None
-        if buffer is not None:
-            buffer.restore()
+        if self._memory is not None:
+            self._memory.restore()

@@ -22,7 +22,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.runs import Flats, origins_of, runs_of, tiled, views_of
+from hybrid_engine.transports.runs import Flats, TiledCopies, origins_of, runs_of, tiled, views_of
 
 FlatBuffers = Mapping[str, torch.Tensor]
 """Flat buffers of a rank, by name."""
@@ -32,12 +32,7 @@ FlatOf = Callable[[Transfer], torch.Tensor]
 
 
 class CopyError(Exception):
-    """A copy failed.
-
-    Attributes:
-        transfer: the transfer that failed.
-        error: the reason.
-    """
+    """A copy failed: `transfer`, for the reason `error`."""
 
     def __init__(self, transfer: Transfer, error: Exception) -> None:
         super().__init__(str(error))
@@ -65,7 +60,7 @@ class BatchedCopies:
         }
         self._origins: object = None
         self._runs: list[Transfer] = []
-        self._tiled = tiled(self._runs, {}, {})
+        self._tiled: TiledCopies | None = None
 
     @torch.no_grad()
     def run(self, source_of: FlatOf, destination_of: FlatOf) -> None:
@@ -122,16 +117,19 @@ def copy_straight(
     copies: BatchedCopies,
     source_of: FlatOf,
     destination: FlatBuffers,
+    phase: str = "transfer",
+    planned: Callable[[Transfer], Transfer] = lambda transfer: transfer,
 ) -> None:
     """Copy every transfer of `copies` from its flat source into its place in `destination`.
 
     Casts to the destination's dtype. On CUDA the copies are queued on the current stream. Raises
-    TransportError naming the transfer that failed.
+    TransportError that names the failed transfer, as `planned`.
     """
     try:
         copies.run(source_of, lambda transfer: destination[transfer.dst.buffer.name])
     except CopyError as failed:
-        raise failure_at(label, bucket, "transfer", failed.transfer, failed.error) from failed.error
+        transfer = planned(failed.transfer)
+        raise failure_at(label, bucket, phase, transfer, failed.error) from failed.error
 
 
 def failure_at(
@@ -166,9 +164,8 @@ PHASES = ("read", "transfer", "write")
 class PhaseClock:
     """Seconds by phase, summed up until `take`.
 
-    Phases: read (locate the sources, pack them), transfer (bytes cross from rank to rank, and
-    copies straight from source to destination), write (unpack into destinations). On CUDA a phase
-    that only queues work ends before the work does; the next phase that waits includes its time.
+    Phases: read (locate the sources, pack them), transfer (between ranks, or straight from source
+    to destination), write (unpack). On CUDA queued work counts to the next phase that waits.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

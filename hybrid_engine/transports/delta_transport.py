@@ -25,13 +25,7 @@ from hybrid_engine.transports.messages import Message, StagedMessage, write_head
 class DeltaTransport(CollectiveTransport):
     """`CollectiveTransport` that sends messages as deltas where these are smaller.
 
-    All ranks of a job use it, or none.
-
-    Args:
-        context: see `CollectiveTransport`.
-
-    Attributes:
-        deltas: copies of the previous messages, and counts.
+    All ranks of a job use it, or none. `deltas`: copies of the previous messages, and counts.
     """
 
     def __init__(self, context: TransportContext) -> None:
@@ -90,10 +84,7 @@ class DeltaTransport(CollectiveTransport):
         return None if self.deltas.is_whole else contents, failure
 
     def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
-        """Return incoming messages, each in one piece of memory.
-
-        On the host it is the copy of the previous message, else staging memory.
-        """
+        """Return incoming messages, each in one piece: on the host the copy, else staged."""
         # The copies are needed in either case: `_complete` writes them.
         parts = [
             self.deltas.received(bucket, message.peer, message.staged_nbytes)
@@ -119,9 +110,9 @@ class DeltaTransport(CollectiveTransport):
     def _announced(self, exchange: InFlight) -> tuple[list[Part], TransportError | None]:
         """Return memory for the contents that the received headers announce, and a failure.
 
-        The failure is a lack of memory. The peers send the contents nevertheless, and they must be
-        received, or the ranks would be out of step from here on. In that case, and if the memory of
-        the message is not the copy, a delta is received into the memory of the message.
+        The failure is a lack of memory. The contents must be received nevertheless, or the ranks
+        would be out of step. Then, and if the message is not the copy, a delta is received into the
+        memory of the message.
         """
         failure = None
         # A delta is always shorter than its message.

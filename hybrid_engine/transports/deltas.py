@@ -11,10 +11,9 @@ compared. A delta has
     their values                                    int16 [changed]
     their places in the block                       uint8 [changed]
 
-so 3 bytes for each changed word, and 1/256 of the message. A fill is either whole or one of deltas,
-for all ranks alike: it is whole unless all of them ended the previous one. Both kinds update the
-copies. In a fill of deltas each sender chooses for each message. The digest of the packed message
-is sent with a delta, so a copy that differs from the sender's is an error.
+so 3 bytes for each changed word, and 1/256 of the message. A fill is whole on all ranks unless all
+of them ended the previous one. Both kinds update the copies. In a fill of deltas each sender
+chooses for each message, and sends a digest with a delta: a copy that differs is an error.
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor | None, i
     new_parts = new.view(_WORD).split(part_numel)
     old_parts = old.view(_WORD).split(part_numel)
     # Words are compared twice, which takes less time than new memory for the first result.
-    counts_by_part = [
-        _by_block(_differing(new_part, old_part))
-        for new_part, old_part in zip(new_parts, old_parts, strict=True)
-    ]
-    counts = torch.cat(counts_by_part)
+    counts = torch.cat(
+        [
+            _by_block(_differing(new_part, old_part))
+            for new_part, old_part in zip(new_parts, old_parts, strict=True)
+        ]
+    )
     num_changed = int(counts.sum(dtype=torch.int64))
     if not num_changed:
         return new[:0], 0
@@ -168,8 +168,7 @@ _Key = tuple[int, int]
 class Deltas:
     """Copies of a rank's previous messages, and a record of the copies that their receivers have.
 
-    The copies are in host memory and together as large as the messages of a fill without omissions.
-    They are kept until `close`.
+    The copies are in host memory until `close`, as large as the messages of a complete fill.
 
     Attributes:
         is_whole: no message of this fill is a delta.
@@ -178,9 +177,8 @@ class Deltas:
     def __init__(self) -> None:
         self.is_whole = True
         self._count = DeltaCount()
-        # Copies of messages.
-        self._sent: dict[_Key, torch.Tensor] = {}
-        self._received: dict[_Key, torch.Tensor] = {}
+        # Copies of messages that were sent, and of received ones.
+        self._copies: dict[tuple[bool, _Key], torch.Tensor] = {}
         # Messages sent since the last whole fill began; their receivers have the same copy.
         self._delivered: set[_Key] = set()
         # Bytes of received deltas, by sender.
@@ -202,7 +200,7 @@ class Deltas:
         Returns None and 0 if the message must be sent whole. Updates the copy.
         """
         key = (bucket, peer)
-        copy = self._copy(self._sent, key, contents.numel())
+        copy = self._copy(key, contents.numel(), is_sent=True)
         delta = None
         if key in self._delivered:
             delta, num_changed = encode(contents, copy)
@@ -218,7 +216,7 @@ class Deltas:
 
     def received(self, bucket: int, peer: int, nbytes: int) -> torch.Tensor:
         """Return the copy of a received message, uint8 [nbytes] on the host."""
-        return self._copy(self._received, (bucket, peer), nbytes)
+        return self._copy((bucket, peer), nbytes, is_sent=False)
 
     def arrived(
         self,
@@ -228,16 +226,12 @@ class Deltas:
         delta: torch.Tensor | None,
         digest: int,
     ) -> None:
-        """Update the copy of a received message and its contents.
+        """Update the copy of a received message by its contents, or both by a delta.
 
-        With a delta, the delta is applied to the copy, and the copy is written to `contents`.
-        Without, `contents` are written to the copy. Neither is copied if `contents` lie in the
-        copy.
-
-        Raises TransportError if the copy differs from the sender's.
+        `contents` may lie in the copy. Raises TransportError if the copy differs from the sender's.
         """
         # `contents` exclude the header, the copy has room for it.
-        copy = self._received[bucket, peer][-contents.numel() :]
+        copy = self._copies[False, (bucket, peer)][-contents.numel() :]
         is_copy = contents.data_ptr() == copy.data_ptr()
         if delta is not None:
             apply(delta.cpu(), copy)
@@ -262,16 +256,16 @@ class Deltas:
 
     def counted(self) -> DeltaCount:
         """Return the counts of messages sent since `begin`, and the bytes of the copies."""
-        copies = (*self._sent.values(), *self._received.values())
-        return replace(self._count, copies_nbytes=sum(copy.numel() for copy in copies))
+        nbytes = sum(copy.numel() for copy in self._copies.values())
+        return replace(self._count, copies_nbytes=nbytes)
 
     def close(self) -> None:
         """Free the copies; the next fill must be whole."""
-        self._sent.clear()
-        self._received.clear()
+        self._copies.clear()
         self._delivered.clear()
 
-    def _copy(self, copies: dict[_Key, torch.Tensor], key: _Key, nbytes: int) -> torch.Tensor:
-        if key not in copies:
-            copies[key] = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        return copies[key]
+    def _copy(self, message: _Key, nbytes: int, *, is_sent: bool) -> torch.Tensor:
+        key = (is_sent, message)
+        if key not in self._copies:
+            self._copies[key] = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        return self._copies[key]

@@ -32,10 +32,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a transfer in a body, row-major, in the wire's dtype.
-
-    They take `nbytes` bytes from byte `start` of the body.
-    """
+    """Elements of a transfer in bytes [start, start + nbytes) of a body, row-major."""
 
     transfer: Transfer
     dtype: torch.dtype
@@ -172,10 +169,7 @@ class StagedMessage:
         return self.body[:HEADER_NBYTES]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
-        """Return the flat buffers of the transfers by `Message.pack_transfers`, `unpack_transfers`.
-
-        They are the body, in every dtype of its pieces, and the images.
-        """
+        """Return the flat buffers of packed transfers: images, and the body in every dtype."""
         flats = {}
         for image, flat in zip(self.message.images, self.images, strict=True):
             flats[image.buffer] = flat.view(image.dtype)
@@ -208,10 +202,7 @@ class StagedMessage:
 
 
 def write_headers(messages: Sequence[StagedMessage], headers: Iterable[bytes]) -> None:
-    """Write the headers of a bucket's messages (`header_bytes`).
-
-    They cross to a GPU in one copy, for which the host does not wait.
-    """
+    """Write headers (`header_bytes`), to a GPU in one copy, for which the host does not wait."""
     if messages:
         block = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
         if messages[0].body.is_cuda:
@@ -235,15 +226,7 @@ def read_headers(messages: Sequence[StagedMessage]) -> list[Header]:
 
 @dataclass(frozen=True)
 class MessagePlanner:
-    """Derives one rank's messages.
-
-    Attributes:
-        rank: global rank of this process.
-        source_buffers: source buffers of all ranks.
-        destination_buffers: destination buffers of all ranks; those with the dtype of their source
-            may be missing.
-        relay_buffers: relay buffers that this rank fills or reads.
-    """
+    """Derives one rank's messages; for buffers see `TransportContext`."""
 
     rank: int
     source_buffers: Mapping[BufferId, Buffer]
@@ -251,10 +234,7 @@ class MessagePlanner:
     relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
-        """Return the messages that this rank sends and receives, by ascending peer.
-
-        Copies within the rank need no message.
-        """
+        """Return the messages that this rank sends and receives, by ascending peer."""
         outgoing: dict[int, list[Transfer]] = {}
         incoming: dict[int, list[Transfer]] = {}
         for transfer in transfers:
@@ -270,10 +250,6 @@ class MessagePlanner:
         received = [self._message(peer, incoming[peer]) for peer in sorted(incoming)]
         return sent, received
 
-    def source_dtype(self, transfer: Transfer) -> torch.dtype:
-        """Return the planned dtype of the source buffer, with which the live one is compared."""
-        return _dtype(self.source_buffers[transfer.src.buffer].dtype)
-
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:
         pieces: list[Piece] = []
         end = HEADER_NBYTES
@@ -285,7 +261,7 @@ class MessagePlanner:
                 continue
             source = self.source_buffers[transfer.src.buffer]
             destination = self.destination_buffers.get(transfer.dst.buffer, source)
-            dtype = _dtype(wire_dtype(source.dtype, destination.dtype))
+            dtype = getattr(torch, wire_dtype(source.dtype, destination.dtype))
             # torch views bytes as elements only at aligned addresses.
             start = round_up(end, dtype.itemsize)
             nbytes = transfer.numel * dtype.itemsize
@@ -295,13 +271,7 @@ class MessagePlanner:
         # Sorted, so that both ends derive the same order.
         for buffer in sorted(relayed):
             into_buffer = relayed[buffer]
-            dtype = _dtype(self.relay_buffers[buffer].dtype)
+            dtype = getattr(torch, self.relay_buffers[buffer].dtype)
             numel = max(transfer.dst.extent(transfer.lengths).stop for transfer in into_buffer)
             images.append(RelayImage(buffer, tuple(into_buffer), dtype, numel))
         return Message(peer, tuple(pieces), end, tuple(images))
-
-
-def _dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch for the dtype name of a `Buffer`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -5,15 +5,14 @@
                             ElasticBuffer --export()--> handle
                                           --map_pages() or open_peer().mapped()--> flat view
 
-The source rank is passive while it is read, so no rank waits for another. The caller fences: before
-the first bucket, until all sources hold final values; before an owner releases memory that a bucket
-reads (switch/release_fence.py) or, after the last bucket, overwrites its buffer.
+No rank waits for another. The caller fences: before the first bucket, until all sources hold final
+values; before an owner releases (switch/release_fence.py) or overwrites memory that a bucket reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +36,7 @@ from hybrid_engine.transports.copies import (
 
 
 class PullTransport:
-    """Base class of the transports that pull; a subclass locates the sources."""
+    """Base class of the transports that pull, from this rank unless a subclass opens sources."""
 
     name: str
 
@@ -47,13 +46,7 @@ class PullTransport:
         # By bucket and first transfer: relay buffers are read in a second run of the bucket.
         self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}
 
-    def start(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers | None,
-        reason: str = "",
-    ) -> None:
+    def start(self, *_arguments: object, **_named: object) -> None:
         """Do nothing: there are no messages to post."""
 
     def run(
@@ -69,22 +62,20 @@ class PullTransport:
         # Device memory of peers is unmapped when the stack is closed.
         with ExitStack() as readings:
             with self._clock.phase("read"):
-                copies = self._copies_of(bucket, transfers)
+                key = (bucket, transfers[0])
+                known, copies = self._copies.get(key, (None, None))
+                # The router passes the same list at every switch; another list is another plan.
+                if copies is None or known is not transfers:
+                    copies = BatchedCopies(pulls_of(self.rank, transfers))
+                    self._copies[key] = (transfers, copies)
                 source_of = self._open_sources(bucket, copies, source, readings)
             with self._clock.phase("transfer"):
                 copy_straight(self.name, bucket, copies, source_of, destination)
 
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+    def abandon(self, *_arguments: object, **_named: object) -> None:
         """Do nothing: no rank waits for another."""
 
-    def notify(
-        self,
-        bucket: int,
-        phase: str,
-        receivers: Iterable[int],
-        senders: Iterable[int],
-        reason: str = "",
-    ) -> str:
+    def notify(self, *_arguments: object, **_named: object) -> str:
         """Return "": there are no messages."""
         return ""
 
@@ -100,16 +91,6 @@ class PullTransport:
         """Drop the copies prepared for the buckets; idempotent."""
         self._copies.clear()
 
-    def _copies_of(self, bucket: int, transfers: Sequence[Transfer]) -> BatchedCopies:
-        """Return the copies of the transfers that write to this rank."""
-        key = (bucket, transfers[0])
-        known, copies = self._copies.get(key, (None, None))
-        # The router passes the same list at every switch; another list is another plan.
-        if copies is None or known is not transfers:
-            copies = BatchedCopies(pulls_of(self.rank, transfers))
-            self._copies[key] = (transfers, copies)
-        return copies
-
     def _open_sources(
         self,
         bucket: int,
@@ -121,7 +102,7 @@ class PullTransport:
 
         `readings` is closed after the copies. Raises TransportError.
         """
-        raise NotImplementedError
+        return lambda transfer: source[transfer.src.buffer.name]
 
 
 class LocalTransport(PullTransport):
@@ -139,41 +120,24 @@ class LocalTransport(PullTransport):
         """See `router.RegisteredTransport`."""
         return cls(context.rank)
 
-    def _open_sources(
-        self,
-        bucket: int,
-        copies: BatchedCopies,
-        source: FlatBuffers,
-        readings: ExitStack,
-    ) -> FlatOf:
-        return lambda transfer: source[transfer.src.buffer.name]
-
 
 class SharedMemoryTransport(PullTransport):
     """Reads peers' elastic buffers, which are opened on first use and kept until `close`.
 
     Host pages stay mapped until then. A chunk of device memory is mapped while a bucket reads it,
-    so that its owner can release it afterwards; a chunk of a pool stays mapped while the pool does.
-
-    There is no timeout, because no rank waits for another: a peer that has ended is an error at its
-    first use, and harmless later.
+    one of a pool while the pool lasts. A peer that has ended is an error at its first use only.
     """
 
     name = "shared_memory"
 
     def __init__(self, rank: int, handles: Mapping[BufferId, Handle]) -> None:
-        """Prepare to read the buffers behind `handles`.
+        """Prepare to read the buffers behind `handles`, which are exchanged once.
 
-        If a rank reallocates its buffers the handles are stale; create another transport then.
-
-        Args:
-            rank: global rank of this process.
-            handles: handles of the source buffers of all ranks (`export_handles`), exchanged once.
+        If a rank reallocates its buffers, create another transport.
         """
         super().__init__(rank)
         self._handles = dict(handles)
-        self._host_pages: dict[BufferId, torch.Tensor] = {}
-        # Whole memory files, each of which contains many buffers.
+        # Whole memory files, each of which contains many buffers; they stay mapped.
         self._files: dict[BufferHandle, torch.Tensor] = {}
         self._device_peers: dict[BufferId, DevicePeer] = {}
         # Chunks that copies read, by source; derived at first use.
@@ -202,7 +166,6 @@ class SharedMemoryTransport(PullTransport):
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
         super().close()
-        self._host_pages.clear()
         self._files.clear()
         while self._device_peers:
             _, peer = self._device_peers.popitem()
@@ -217,8 +180,12 @@ class SharedMemoryTransport(PullTransport):
     ) -> FlatOf:
         flats: dict[BufferId, torch.Tensor] = {}
         for buffer_id, pulls in copies.by_source.items():
-            with self._located(bucket, pulls[0]):
+            try:
                 flats[buffer_id] = self._open(buffer_id, copies, readings)
+            except (OSError, TransportError) as error:
+                raise failure_at(
+                    self.name, bucket, "read", pulls[0], error, pulls[0].src_rank
+                ) from error
         return lambda transfer: flats[transfer.src.buffer]
 
     def _open(
@@ -232,15 +199,18 @@ class SharedMemoryTransport(PullTransport):
                 code="no-handle",
             )
         if not isinstance(handle, DeviceHandle):
-            # Host pages stay mapped after their first use.
-            if buffer_id not in self._host_pages:
-                self._host_pages[buffer_id] = self._map(handle)
-            return self._host_pages[buffer_id]
+            return self._map(handle)
         if buffer_id not in self._device_peers:
             self._device_peers[buffer_id] = open_peer(handle)
         by_buffer = self._chunks.setdefault(copies, {})
         if buffer_id not in by_buffer:
-            by_buffer[buffer_id] = handle.chunks(_extents(copies.by_source[buffer_id], handle))
+            # A smaller hole cannot contain a whole chunk, so leaving it out would save nothing.
+            hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize
+            by_buffer[buffer_id] = handle.chunks(
+                extent
+                for transfer in copies.by_source[buffer_id]
+                for extent in source_extents(transfer, hole)
+            )
         return readings.enter_context(self._device_peers[buffer_id].mapped(by_buffer[buffer_id]))
 
     def _map(self, handle: BufferHandle) -> torch.Tensor:
@@ -252,16 +222,6 @@ class SharedMemoryTransport(PullTransport):
         dtype = getattr(torch, handle.dtype)
         stop = handle.offset + handle.numel * dtype.itemsize
         return self._files[whole][handle.offset : stop].view(dtype)
-
-    @contextmanager
-    def _located(self, bucket: int, transfer: Transfer) -> Iterator[None]:
-        """Turn a failure to open a source into a TransportError that names bucket and transfer."""
-        try:
-            yield
-        except (OSError, TransportError) as error:
-            raise failure_at(
-                self.name, bucket, "read", transfer, error, peer=transfer.src_rank
-            ) from error
 
 
 def pulls_of(rank: int, transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -275,18 +235,11 @@ def pulls_of(rank: int, transfers: Iterable[Transfer]) -> list[Transfer]:
     return sorted(pulls, key=lambda pull: (pull.src_rank < rank, pull.src_rank))
 
 
-def _extents(transfers: Iterable[Transfer], handle: DeviceHandle) -> list[Extent]:
-    # A smaller hole cannot contain a whole chunk, so leaving it out would save nothing.
-    hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize
-    return [extent for transfer in transfers for extent in source_extents(transfer, hole)]
-
-
 def source_extents(transfer: Transfer, hole: int) -> list[Extent]:
     """Return the elements of the source that a transfer reads.
 
-    One extent per step along the first dim, from its first to its last element, because the
-    elements between the steps may belong to others (the experts of one layer). A single extent if
-    fewer than `hole` elements lie between two steps.
+    One extent per step along the first dim, because the elements between the steps may belong to
+    others (the experts of one layer); a single one if fewer than `hole` elements lie between.
     """
     src = transfer.src
     lengths = transfer.lengths

@@ -92,23 +92,15 @@ _READ = "relay read"
 
 
 def export_handles(rank: int, buffers: FlatBuffers) -> dict[BufferId, Handle]:
-    """Return handles of this rank's flat buffers that peers can map.
-
-    To be exchanged once among the ranks of a host.
-    """
-    handles: dict[BufferId, Handle] = {}
-    for name, flat in buffers.items():
-        handle = export_tensor(flat)
-        if handle is not None:
-            handles[BufferId(rank, name)] = handle
-    return handles
+    """Return handles of this rank's flat buffers that peers can map."""
+    handles = {BufferId(rank, name): export_tensor(flat) for name, flat in buffers.items()}
+    return {buffer: handle for buffer, handle in handles.items() if handle is not None}
 
 
 def pulled_buffers(rank: int, plan: ReshardPlan, preference: str) -> set[str]:
     """Return the names of this rank's buffers that other ranks read, if they can map them.
 
-    Only these are exported: on CUDA the driver takes about 0.9 ms for each chunk, whenever its
-    memory comes back.
+    Only these are exported, which takes about 0.9 ms for each chunk on CUDA.
     """
     return {
         transfer.src.buffer.name
@@ -127,9 +119,8 @@ class RunReport:
 
     Attributes:
         seconds: by phase (read, transfer, write).
-        nbytes: bytes received, by transport name and sending rank. Relayed bytes count once from
-            their sender to the relay rank, and once from there to each other reader. A message that
-            came as a delta counts with the bytes of the delta.
+        nbytes: bytes received, by transport name and sending rank. Relayed bytes count to the relay
+            rank, and from there to each other reader; a message that came as a delta with its own.
         nbytes_by_link: the same bytes by link.
     """
 
@@ -141,9 +132,7 @@ class RunReport:
 class TransportSet:
     """The transports of one rank, with a rule that assigns each transfer to one of them.
 
-    Every rank calls `run` for every bucket of the plan, even without a share, and each transport
-    runs in each bucket. A rank that cannot continue calls `abandon` for the remaining buckets.
-
+    Every rank calls `run`, or `abandon`, for every bucket of the plan, even without a share.
     Transfers out of relay buffers follow the bucket's other transfers:
 
         relay rank  receives -> notifies its readers -> reads its part -> waits for their
@@ -188,14 +177,10 @@ class TransportSet:
         Args:
             context: inputs of the transports.
             preference: see `choose_transport`; a plan with relays needs "auto".
-            registry: classes to build. Each carries the transfers of the class of the same name in
-                `REGISTRY`.
+            registry: classes to build, with the names of `REGISTRY`.
         """
-        transports = []
-        for transport_class in registry:
-            transport = transport_class.connect(context)
-            if transport is not None:
-                transports.append(transport)
+        connected = [transport_class.connect(context) for transport_class in registry]
+        transports = [transport for transport in connected if transport is not None]
         # Both ranks of a transfer on a host have the same handles, so they choose alike.
         exported = frozenset(context.handles)
         return cls(
@@ -215,8 +200,7 @@ class TransportSet:
         for transfer in plan.transfers():
             name = self._choose(transfer)
             buffer = transfer.src.buffer
-            obstacle = obstacle_of(name, transfer, exported)
-            if obstacle:
+            if obstacle := obstacle_of(name, transfer, exported):
                 problem = f"{name} cannot read {obstacle} ({buffer})"
                 remedy = "Choose auto or collective"
                 violation = Violation(CONFIG_KEY, problem, remedy, code="cannot-read")
@@ -251,10 +235,8 @@ class TransportSet:
             following: the next bucket, whose messages are sent meanwhile; passed by all ranks or by
                 none.
 
-        Raises:
-            TransportError: this rank or a peer failed; no peer is left waiting. Peers receive the
-                failure with the messages of a bucket, so one bucket later if these were already
-                sent.
+        Raises TransportError if this rank or a peer failed; no peer is left waiting. Peers receive
+        the failure with the messages of a bucket: one bucket later if these were already sent.
         """
         # Signals are held until the end. A rank interrupted before it has sent and received all
         # messages of a bucket would exchange messages of different buckets with its peers from then
@@ -287,8 +269,7 @@ class TransportSet:
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
         """Take part in a bucket without reading or writing; peers of this rank fail with `reason`.
 
-        `following` as in `run`. Raises TransportError when a process group is unusable, after the
-        other transports have notified their peers.
+        `following` as in `run`. Raises TransportError, at the end, for an unusable process group.
         """
         share = self._share(bucket)
         self.num_met += 1
@@ -309,20 +290,14 @@ class TransportSet:
             raise failure
 
     def trim(self) -> int:
-        """Free staging and relay memory after a fill; return its bytes.
-
-        Both are allocated again for the next fill.
-        """
+        """Free staging and relay memory until the next fill; return its bytes."""
         staged = sum(transport.trim() for transport in self._transports.values())
         return staged + self._relays.release()
 
     def begin(self, *, whole: bool) -> None:
-        """Set the form of the messages, before any rank fills; never raises.
+        """Set the form of the messages, on every rank, before any rank fills; never raises.
 
-        Called on every rank, because ranks that abandon a fill send messages too.
-
-        Args:
-            whole: no message is a delta; the same on all ranks.
+        `whole`: no message is a delta; the same on all ranks.
         """
         if self._deltas is not None:
             self._deltas.begin(whole=whole)
@@ -378,9 +353,9 @@ class TransportSet:
         destination: FlatBuffers,
         failure: Exception | None,
     ) -> Exception | None:
-        """Read from relay buffers, unless this rank or one of its relay ranks failed.
+        """Read from relay buffers, unless this rank or a relay rank failed; return a failure.
 
-        Both notifications are sent in any case, so that no rank is left waiting. Returns a failure.
+        Both notifications are sent in any case, so that no rank is left waiting.
         """
         for phase in (_ARRIVED, _READ):
             try:
@@ -398,10 +373,7 @@ class TransportSet:
         return failure
 
     def _notify(self, share: _BucketShare, phase: str, reason: str) -> str:
-        """Notify readers that a bucket has arrived, or relay ranks that it was read.
-
-        Returns the reason of the first failed sender, or "".
-        """
+        """Notify readers of an arrival, or relay ranks of a read; return a sender's failure."""
         receivers = share.readers
         senders = share.relay_ranks
         if phase == _READ:

@@ -92,6 +92,13 @@ def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch
     return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
 
 
+def view_of(
+    buffers: Mapping[str, torch.Tensor], lengths: tuple[int, ...], place: Place
+) -> torch.Tensor:
+    """Return the box of `lengths` at `place` of a rank's flat buffers, by name; without grad."""
+    return strided(buffers[place.buffer.name].detach(), lengths, place)
+
+
 def views_of(
     run: Transfer, sources: Flats, destinations: Flats
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

@@ -125,9 +125,8 @@ class SleepMode(WeightMemory):
     """Weights and KV cache in segments of vLLM's allocator, which have no memory while they sleep.
 
     Segments of the KV cache sleep, and those that hold nothing but weights, which a fill writes.
-    All else stays: vLLM's own sleep would copy buffers, constants and its runtime's memory to the
-    host and back in every switch. Addresses stay the same, so captured graphs stay valid; their
-    memory sleeps too if `sleep_mode_offload_cudagraph` asks for that.
+    All else stays; vLLM's own sleep would copy it to the host and back. Captured graphs stay valid;
+    their memory sleeps too if `sleep_mode_offload_cudagraph` asks for that.
 
     Once memory is shared with training (memory/pool.py), sleeping and waking up only note whose
     contents it has.
@@ -192,8 +191,13 @@ class SleepMode(WeightMemory):
         rest = [data for data in segments if not data.is_asleep and data.tag != "cudagraph"]
         if any(data.tag == "cudagraph" for data in segments):
             # vLLM copies captured graphs' memory to the host, and takes the rest to be asleep.
-            with SleepingSegments(rest).taken_for_asleep():
+            try:
+                for data in rest:
+                    data.is_asleep = True
                 allocator.sleep(offload_tags=("cudagraph",))
+            finally:
+                for data in rest:
+                    data.is_asleep = False
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again if it was freed. A failure frees all of it again."""
@@ -254,10 +258,8 @@ class SleepMode(WeightMemory):
 def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Worker.load_model`: state that outlives the engine is outside vLLM's memory pool.
 
-    Loading computes products, at least for digests of the model's constants, and takes all memory
-    from that pool. torch allocates its matrix-product workspaces before it, or they would keep the
-    pool's memory from the process's next engine. The workspaces are those of the current stream:
-    with tensor parallelism vLLM has created and selected a stream by now. Tensors of modules that
+    torch allocates its matrix-product workspaces, for the stream that vLLM has selected, before
+    loading; in the pool they would keep its memory from the next engine. Tensors of modules that
     vLLM imports move out afterwards, also if loading fails.
     """
 
@@ -276,25 +278,23 @@ def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
 def move_module_tensors_out(names: Iterable[str]) -> None:
     """Move tensors that are globals of these modules out of the memory of vLLM's allocator.
 
-    vLLM imports modules while it loads weights, when every new device tensor comes from that
-    memory. compressed_tensors makes its table of FP4 values then, which would keep the memory from
-    the process's next engine.
+    While vLLM loads weights every new device tensor comes from that memory, also those of modules
+    it imports, such as the table of FP4 values of compressed_tensors.
     """
     allocator = internals.CUMEM_ALLOCATOR.load().instance
     if allocator is None:
         return
-    segments = {start: start + data.handle[1] for start, data in allocator.pointer_to_data.items()}
+    segments = [
+        (start, start + data.handle[1]) for start, data in allocator.pointer_to_data.items()
+    ]
     for name in names:
         variables = getattr(sys.modules.get(name), "__dict__", {})
         for value in list(variables.values()):
             # Exact types: a subclass may refuse to have its data replaced.
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_within(value, segments):
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and any(
+                start <= value.data_ptr() < end for start, end in segments
+            ):
                 value.data = value.data.clone()
-
-
-def _is_within(tensor: torch.Tensor, segments: Mapping[int, int]) -> bool:
-    """Return whether a tensor begins in one of these segments, start -> end."""
-    return any(start <= tensor.data_ptr() < end for start, end in segments.items())
 
 
 def prepare_allocator() -> None:
@@ -306,10 +306,10 @@ def prepare_allocator() -> None:
     for _ in range(_MOST_COLLECTIONS):
         gc.collect()
         torch.cuda.empty_cache()
-        if not allocator.get_current_usage():
+        nbytes = allocator.get_current_usage()
+        if not nbytes:
             break
     _clear_error()
-    nbytes = allocator.get_current_usage()
     if nbytes:
         raise StateError(
             f"{nbytes} bytes of an earlier vLLM's weights or caches are in use in this process, "
@@ -325,19 +325,13 @@ class FreeCallback:
     """A callback of vLLM's extension before it unmaps an allocation and releases its memory.
 
     It makes sure that there is memory to release. An allocation that sleeps has none: the extension
-    would release the handle it had released when the allocation went to sleep. The driver reuses
-    handles, so this may be any other memory of the process; on an H100 it was a training buffer's.
-    An allocation that was free when vLLM had loaded weights has no memory either: vLLM releases and
-    forgets these, while torch keeps them until the memory pool ends. vLLM's callback fails for
-    them.
+    would release its old handle again, which the driver may have reused for any memory of the
+    process. Nor has one that was free when vLLM had loaded weights: vLLM releases and forgets it,
+    and its callback fails for it, while torch keeps it until the memory pool ends.
     """
 
     def __init__(self, allocator: Any, original: Callable[[int], Any]) -> None:
-        """
-        Args:
-            allocator: vLLM's.
-            original: vLLM's callback, which the extension may still call.
-        """
+        """`original`: vLLM's callback, which the extension may still call."""
         self._allocator = allocator
         self._original = original
 
@@ -369,7 +363,7 @@ class FreeCallback:
 def _with_some_memory(handle: Handle) -> Handle:
     """Map a granule of an allocation without memory; return `handle`.
 
-    A granule is enough, because the driver unmaps a range that is mapped in part.
+    The driver also unmaps a range that is mapped in part.
     """
     device, nbytes, address, number_address = handle
     create_and_map = internals.CREATE_AND_MAP.load()
@@ -442,11 +436,7 @@ class SleepingSegments:
     """
 
     def __init__(self, segments: Iterable[Any], taken: Mapping[int, int] | None = None) -> None:
-        """
-        Args:
-            segments: vLLM's `AllocationData`.
-            taken: address of a segment -> bytes of weights in it.
-        """
+        """`taken`: address of a segment -> bytes of weights in it."""
         self.segments = sorted(segments, key=_start)
         self._starts = [_start(segment) for segment in self.segments]
         self._taken = taken or {}
@@ -455,8 +445,7 @@ class SleepingSegments:
     def of(weights: Iterable[torch.Tensor]) -> SleepingSegments:
         """Return the segments that hold nothing but these weights, which get new values.
 
-        If torch has allocated more of a segment than the weights occupy, it holds something else,
-        whose contents would be lost: a buffer, a constant, an adapter.
+        A segment of which torch has allocated more holds something else: a buffer, an adapter.
         """
         allocator = internals.MEM_ALLOCATOR.load()()
         requested = {
@@ -484,17 +473,6 @@ class SleepingSegments:
     def nbytes(self) -> int:
         """Bytes of weights in the segments that sleep."""
         return sum(self._taken.get(_start(data), 0) for data in self.segments if data.is_asleep)
-
-    @contextlib.contextmanager
-    def taken_for_asleep(self) -> Iterator[None]:
-        """Make vLLM treat these segments, which are awake, as asleep in this context."""
-        for segment in self.segments:
-            segment.is_asleep = True
-        try:
-            yield
-        finally:
-            for segment in self.segments:
-                segment.is_asleep = False
 
     def wake(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Allocate memory, uninitialised, behind these tensors; by default, behind all segments.
