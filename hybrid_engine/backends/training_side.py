@@ -123,7 +123,8 @@ class GuardedState:
             optimizers: need all state.
             methods: objects and names of their methods that need all state and have no hooks.
         """
-        models, optimizers = list(models), list(optimizers)
+        models = list(models)
+        optimizers = list(optimizers)
         self.guard.reach([*models, *optimizers])
         # The hooks must not keep this object alive.
         self_ref = weakref.ref(self)

@@ -337,7 +337,7 @@ def what_stays(config: HybridConfig, state: TrainingMemory, device_nbytes: float
         "optimizer": generate.offload_train_optimizer,
     }
     kinds = {kind for kind, is_offloaded in offloads.items() if not is_offloaded}
-    asked = {
+    automatic = {
         kind: int(of_kinds(state, {kind}).max())
         for kind, choice in offloads.items()
         if choice == "auto"
@@ -349,7 +349,7 @@ def what_stays(config: HybridConfig, state: TrainingMemory, device_nbytes: float
     elif generate.incremental != "off":
         inference_nbytes = generate.incremental_mb * MIB
     return Stays(
-        kinds=fitting_kinds(asked, room).union(kinds),
+        kinds=fitting_kinds(automatic, room).union(kinds),
         inference_nbytes=inference_nbytes,
         critic=critic is not None and not critic.offload,
     )

@@ -500,7 +500,7 @@ class GenerateConfig(Section):
 
     @property
     def share_of_device(self) -> float:
-        """Fraction of a GPU that vLLM may use; all of it if `kv_cache_mb` says only its cache's."""
+        """Fraction of a GPU for vLLM; 1 with `kv_cache_mb`, which bounds the cache alone."""
         return self.gpu_memory_utilization if self.kv_cache_mb is None else 1.0
 
     def sizes(self, world_size: int) -> InferenceParallelism:

@@ -312,7 +312,7 @@ class Offloader:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in {id(tensor): tensor for tensor in self._owner.guard.tensors()}.values():
-                (local, *_) = (*wrapped_tensors(tensor).values(), tensor)
+                local = next(iter(wrapped_tensors(tensor).values()), tensor)
                 of_kind = departed.get(storage_id(local.untyped_storage()))
                 if of_kind is not None:
                     of_kind.add(tensor)

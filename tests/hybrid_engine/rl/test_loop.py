@@ -155,7 +155,7 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
     # An answer that ends with the last token of its budget leaves no room for a reply.
     full = Sampling(max_tokens=1, stop_token_ids=list(range(100)))
     with worker.rollout_context():
-        assert [len(one.turns) for row in converse(worker, chats, full, reply_twice) for one in row] == [1, 1]
+        assert [len(row[0].turns) for row in converse(worker, chats, full, reply_twice)] == [1, 1]
         before = converse(worker, chats, sampling, reply_twice)
         with pytest.raises(HybridEngineError, match="max_tokens") as unbounded:
             converse(worker, chats, own_sampling, reply_twice)

@@ -252,8 +252,8 @@ def test_resident_state_counts_on_the_device(tmp_path: Path) -> None:
     assert plain["memory"]["host"]["per_rank"]["max"] == params + before["optimizer"]["max"]
     for size, choice in ("100", "false"), ("10", "true"):
         jobs = (f"generate_config.offload_train_optimizer={choice}" for choice in ("auto", choice))
-        asked, same = (plan_as_json(*arguments, "--device-gib", size, key) for key in jobs)
-        assert asked["memory"] == same["memory"], size
+        planned, same = (plan_as_json(*arguments, "--device-gib", size, key) for key in jobs)
+        assert planned["memory"] == same["memory"], size
     critic = plan_as_json(*arguments, "critic_config={offload: false}")["memory"]["device"]
     assert critic["peak"]["max"] > before["training"]["max"] + before["training"]["max"] / 2
 
