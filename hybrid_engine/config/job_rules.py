@@ -226,12 +226,13 @@ def memory_plan(
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
     source, state = megatron_training(job.actor, job.table, job.world_size)
     budget_gib = config.device_budget_gib
+    critic = critic_memory(config, world_size)
     return plan_memory(
         state,
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
         largest_bucket(source, inference, config.generate_config.bucket_mb * MIB),
-        critic_memory(config, world_size),
-        stays=what_stays(config, state, (budget_gib or 0) * GIB),
+        critic,
+        stays=what_stays(config, state, critic, (budget_gib or 0) * GIB),
         budget=None if budget_gib is None else int(budget_gib * GIB),
     )
 
@@ -321,16 +322,21 @@ def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | Non
     return memory
 
 
-def what_stays(config: HybridConfig, state: TrainingMemory, device_nbytes: float) -> Stays:
+def what_stays(
+    config: HybridConfig,
+    state: TrainingMemory,
+    critic: TrainingMemory | None,
+    device_nbytes: float,
+) -> Stays:
     """Return the state that the configuration keeps on the device in every phase.
 
     Args:
         config: configuration of the job.
         state: training state of the actor.
+        critic: that of the critic, if there is one.
         device_nbytes: memory of a device, of which vLLM has its share.
     """
     generate = config.generate_config
-    critic = config.critic_config
     offloads = {
         "param": generate.offload_train_param,
         "grad": generate.offload_train_grad,
@@ -343,13 +349,17 @@ def what_stays(config: HybridConfig, state: TrainingMemory, device_nbytes: float
         if choice == "auto"
     }
     room = device_nbytes * (1 - generate.share_of_device) - of_kinds(state, kinds).max()
+    critic_stays = config.critic_config is not None and not config.critic_config.offload
+    if critic is not None and critic_stays:
+        room -= critic.total.max()
     inference_nbytes: int | None = 0
     if not generate.release_weights:
         inference_nbytes = None  # all weights stay
     elif generate.incremental != "off":
         inference_nbytes = generate.incremental_mb * MIB
     return Stays(
-        kinds=fitting_kinds(automatic, room).union(kinds),
+        kinds=frozenset(kinds),
+        fitting=fitting_kinds(automatic, room),
         inference_nbytes=inference_nbytes,
-        critic=critic is not None and not critic.offload,
+        critic=critic_stays,
     )

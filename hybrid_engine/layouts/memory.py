@@ -225,11 +225,13 @@ class Stays:
 
     Attributes:
         kinds: kinds of the actor's state: "param", "grad", "optimizer".
+        fitting: further kinds that stay unless a reference or a critic takes the device.
         inference_nbytes: upper limit of vLLM's weights on a rank that stay; None: all.
         critic: True if all of the critic stays.
     """
 
     kinds: frozenset[str] = frozenset()
+    fitting: frozenset[str] = frozenset()
     inference_nbytes: int | None = 0
     critic: bool = False
 
@@ -342,9 +344,9 @@ def plan_memory(
     switch = _switch(actor, inference, bucket_nbytes, stays, kept)
     phases = [
         Phase("train", with_actor("param", "grad", "optimizer")),
-        Phase("forward", with_actor("param")),
+        Phase("forward", with_actor("param", *stays.fitting)),
         switch,
-        Phase("generate", {**with_actor(), "vLLM": inference}),
+        Phase("generate", {**with_actor(*stays.fitting), "vLLM": inference}),
         Phase("reference", {**with_actor(), "reference": actor.params}),
     ]
     if critic is not None:
@@ -369,12 +371,13 @@ def _switch(
         bucket_nbytes,
         keeps_inference=stays.inference_nbytes is None,
     )
-    peak = peaks.switch if "param" in stays.kinds else peaks.interleaved_switch
+    kinds = stays.kinds | stays.fitting
+    peak = peaks.switch if "param" in kinds else peaks.interleaved_switch
     # If everything of both sides is present at once, one more bucket receives vLLM's weights
     # before vLLM derives its own tensors from them.
     extra_bucket = np.minimum(bucket_nbytes, inference)
     peak = peak + np.where(peak == peaks.switch, extra_bucket, 0)
-    peak = peak + of_kinds(actor, stays.kinds - {"param"})
+    peak = peak + of_kinds(actor, kinds - {"param"})
     if stays.inference_nbytes:
         peak = peak + kept.get("vLLM", 0)
     return Phase("switch", {}, peak + kept.get("critic", 0))

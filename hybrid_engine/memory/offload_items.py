@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Literal, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import QueuedCopy
@@ -170,10 +171,8 @@ class Guards:
             elif holder is not None:
                 for group in holder.param_groups:
                     yield from group["params"]
-                for state in holder.state.values():
-                    for value in state.values():
-                        if isinstance(value, torch.Tensor):
-                            yield value
+                leaves = tree_leaves(list(holder.state.values()))
+                yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def __call__(self, kinds: Iterable[str]) -> None:
         used_kinds = frozenset(kinds)

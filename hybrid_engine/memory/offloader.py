@@ -22,6 +22,7 @@ The arena of a kind takes the bytes of its copied storages. It is allocated at t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -85,6 +86,8 @@ class Offloader:
         # Valid within a block of `owner_rests`.
         self._inventory: Survey | None = None
         self._refused = {kind: RefusedTensors(owner.guard, kind) for kind in KINDS}
+        for refused in self._refused.values():
+            weakref.finalize(self, refused.clear)
         # Elsewhere a copy is done when the call returns, so saving ahead would overlap nothing.
         self._saves_ahead = self._device_type == "cuda"
         owner.guard.add(self.require_present)
@@ -259,8 +262,6 @@ class Offloader:
         for kind in KINDS:
             if kind in kinds and self._is_coming(kind):
                 self._complete(kind, is_late=True)
-            if kind in kinds and kind not in self._departed:
-                self._refused[kind].clear()
 
     def take_seconds_behind(self) -> tuple[float, float]:
         """Return the seconds of late copies that were hidden and exposed since the last call.
@@ -502,6 +503,7 @@ class Offloader:
                 self._unchanged[kind] = contents
             self._offloaded.pop(kind, None)
             del self._departed[kind]
+            self._refused[kind].clear()
 
     def _slot(self, storage: Storage) -> torch.Tensor:
         """Return the storage's part of the arena."""

@@ -6,31 +6,41 @@
 
 A tensor's class is replaced by a subclass with `__torch_function__`, so that whatever torch offers
 for it in Python asks first, with the same object as before. Sizes, dtype, device, gradient and
-identity do not ask. Not seen: views that were taken before, `to_dlpack`, and code that is not
-Python, such as a backward pass.
+identity do not ask. Not seen: views that were taken before, `p._local_tensor`, `torch.tensor(p)`,
+`x.data = p`, `to_dlpack`, transforms of `torch.func`, and code that is not Python.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, wraps
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_ATTRIBUTES = (
-    *("_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta"),
-    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+_Base = torch._C.TensorBase
+_CONTENTS = frozenset(("data", "T", "H", "mT", "mH", "real", "imag", "_base"))
+_METHODS = (
+    *("__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous"),
+    *("is_floating_point", "is_signed", "ndimension", "nelement", "numel", "register_hook"),
+    *("requires_grad_", "size", "storage_offset", "stride"),
 )
-_METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "numel", "requires_grad_")
 # What does not touch contents, as `__torch_function__` gets it.
 _HARMLESS = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-    *(getattr(Tensor, name) for name in (*_METHODS, "size", "stride")),
-    *(getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__set__", "__delete__")),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.is_complex, torch.is_floating_point, torch.numel),
+    *(
+        getattr(descriptor, name)
+        for attribute, descriptor in vars(_Base).items()
+        if isinstance(descriptor, GetSetDescriptorType) and attribute not in _CONTENTS
+        for name in ("__get__", "__set__", "__delete__")
+    ),
 }
+# Methods of tensors that wrap others, in Python.
+_OF_WRAPPERS = ("full_tensor", "redistribute", "to_local")
 
 
 class RefusedTensors:
@@ -62,12 +72,12 @@ class RefusedTensors:
 
     def clear(self) -> None:
         """End the checks."""
-        while self._tensors:
-            reference, original = self._tensors[-1]
+        for reference, original in self._tensors.copy():
             tensor = reference()
             if tensor is not None:
                 tensor.__class__ = original
-            self._tensors.pop()
+        # Last, so that an interrupt leaves none behind.
+        self._tensors.clear()
 
 
 def _checked_class(original: type, check: Callable[[], None]) -> type:
@@ -84,5 +94,17 @@ def _checked_class(original: type, check: Callable[[], None]) -> type:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **(named or {}))
 
-    members = {"__slots__": (), "__torch_function__": classmethod(check_first)}
+    members: dict[str, Any] = {"__slots__": (), "__torch_function__": classmethod(check_first)}
+    for name in _OF_WRAPPERS:
+        if hasattr(original, name):
+            members[name] = _checked_method(getattr(original, name), check)
     return type(original)(original.__name__, (original,), members)
+
+
+def _checked_method(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(method)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        check()
+        return method(*arguments, **named)
+
+    return checked

@@ -201,9 +201,11 @@ class ShardingManager(Switch):
             self.job.meet()
         self.start()
         position = list(State).index(self.state)
-        if not self.job.agreement.is_same([position], f"entering {target.context}"):
+        has_settled = self._fitting is not None
+        if not self.job.agreement.is_same([position, has_settled], f"entering {target.context}"):
             # Ctrl-C reached some ranks before the end of a switch, and others after it.
             self.state = State.INTERRUPTED
+            self._fitting = None
         if target is self.state:
             return None
         direction = f"{self.state}->{target}"
@@ -355,16 +357,20 @@ class ShardingManager(Switch):
     def _resident(self, state: State) -> set[Kind]:
         return resident_kinds(state, self.config, self._fitting or ())
 
+    def _undecided(self) -> list[Kind]:
+        """Return the kinds set to `auto`, until `_fit_beside_inference` has decided."""
+        if self._fitting is not None:
+            return []
+        return [kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}") == "auto"]
+
     def _fit_beside_inference(self) -> None:
         """Decide, once there is optimizer state, which kinds set to `auto` stay on the device.
 
         They stay if each rank has room for them beside vLLM's share of its GPU; on the CPU, always.
         With sides in separate processes they leave, because this one may not see vLLM's device.
         """
-        choices = {kind: getattr(self.config, f"offload_train_{kind}") for kind in KINDS}
-        automatic = [kind for kind in KINDS if choices[kind] == "auto"]
-        is_settled = self._fitting is not None or self._require_open().is_apart
-        if is_settled or not automatic or not self.trainer.version:
+        automatic = self._undecided()
+        if not automatic or self._require_open().is_apart or not self.trainer.version:
             return
         with self._phase("fit"):
             away = self.offloader.away_nbytes()
@@ -375,8 +381,9 @@ class ShardingManager(Switch):
             if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info()
-                leaving = sum(resident[kind] for kind in KINDS if choices[kind])
-                room = free + leaving - self.config.share_of_device * total
+                leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config)
+                free += sum(resident[kind] for kind in leaving) + self.inference.resident_nbytes()
+                room = free - self.config.share_of_device * total
             fitting = fitting_kinds(nbytes, room)
         leave = self.job.agreement.any_of([kind not in fitting for kind in automatic], "fit")
         self._fitting = frozenset(automatic).difference(compress(automatic, leave))
@@ -394,7 +401,9 @@ class ShardingManager(Switch):
         """
         connection = self._require_open()
         is_alone = connection.is_apart or connection.incremental is not None
-        if self._shares_memory or is_alone or self.job.device.type != "cuda":
+        is_alone |= self.job.device.type != "cuda"
+        # A kind that stays must keep its memory.
+        if self._shares_memory or is_alone or self._undecided():
             return
         leaving = _ALL_KINDS - self._resident(State.INFER)
         chunks = self.offloader.chunks(leaving)

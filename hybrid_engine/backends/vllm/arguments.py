@@ -76,7 +76,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         # it normalizes nothing, and transformers' processor has defaults.
         defaults["mm_device_do_normalize"] = False
     arguments = {**defaults, **derived, **settings.generate.vllm}
-    if device_type == "cpu" and "speculative_config" in arguments:
+    if device_type == "cpu" and arguments.get("speculative_config"):
         # A drafter with latent attention chooses by itself.
         drafts = {"attention_backend": "CPU_MLA", **arguments["speculative_config"]}
         arguments["speculative_config"] = drafts

@@ -340,9 +340,9 @@ class JobVerdict:
         sentences = {heading: "; ".join(text for _, text in in_order) + "."}
         if self.job.cache.fits:
             sentences["Cache"] = f"{self._of_cache()}."
-        if self.job.stays.kinds:
-            kinds = ", ".join(sorted(self.job.stays.kinds))
-            sentences["Stays"] = f"on the device while vLLM generates: {kinds}."
+        if kinds := self.job.stays.kinds | self.job.stays.fitting:
+            stays = f"on the device while vLLM generates: {', '.join(sorted(kinds))}."
+            sentences["Stays"] = stays
         sentences["Left out"] = (
             f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
         )

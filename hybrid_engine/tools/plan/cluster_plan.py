@@ -495,7 +495,7 @@ def plan_job(
     bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
     critic = critic_memory(config, world_size)
     keeps_inference = not generate.release_weights
-    stays = what_stays(config, state, cluster.device_gib * GIB)
+    stays = what_stays(config, state, critic, cluster.device_gib * GIB)
     on_host = host_bytes(state, critic, stays)
     return JobPlan(
         config=config,

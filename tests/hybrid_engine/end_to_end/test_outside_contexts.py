@@ -104,6 +104,8 @@ def with_fsdp(directory: Path) -> Outcomes:
         "step": optimizer.step,
         "optimizer.state_dict": optimizer.state_dict,
         "optimizer.load_state_dict": lambda: optimizer.load_state_dict(moments),
+        "full_tensor": lambda: next(model.parameters()).full_tensor(),
+        "to_local of a moment": lambda: next(iter(optimizer.state.values()))["exp_avg"].to_local(),
         **uses([*model.parameters()], next(iter(optimizer.state.values()))["exp_avg"]),
     }
     state = [*model.parameters()]

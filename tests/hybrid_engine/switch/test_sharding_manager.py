@@ -114,7 +114,9 @@ def test_what_fits_beside_inference_stays(job: None, share: float):
     """Once there is optimizer state, and until another model takes the device."""
     rig = Rig(offload_train_param="auto", offload_train_optimizer="auto", gpu_memory_utilization=share)
     staying = {"param", "optimizer"} if share < 1 or own_device().type == "cpu" else set()
-    rig.manager.enter(INFER)
+    with mock.patch.object(rig.inference, "share_memory") as shares:
+        rig.manager.enter(INFER)
+    shares.assert_not_called()  # A kind that stays later must not lend its memory.
     assert rig.resident() == set(), "before the first step"
     rig.train()
     for state, resident in {INFER: staying, FORWARD: staying | {"param"}, IDLE: set()}.items():
