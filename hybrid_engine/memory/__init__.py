@@ -9,6 +9,7 @@
     pool.py              memory of a GPU that training and inference use in turn
     offloader.py         training state: device -> host memory and back
       offload_items.py     the inventory to offload, storage by storage
+      refusal.py           tensors that are off the device: every use of them asks first
       arena.py             host memory that a GPU can read and forks do not inherit; copies
 
 Called by the trainer (buffers, items to offload), by switch/ (offloads, onloads, releases) and by

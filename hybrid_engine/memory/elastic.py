@@ -179,7 +179,7 @@ def allocate_elastic(
     flat = reserve_elastic(numel, dtype, device, kind)
     restore_elastic(flat, numel)
     # On the CPU new pages are zero.
-    return flat if flat.device.type == "cpu" else flat.zero_()
+    return flat if torch.device(device).type == "cpu" else flat.zero_()
 
 
 def reserve_elastic(

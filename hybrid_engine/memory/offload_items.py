@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import QueuedCopy
@@ -171,8 +170,7 @@ class Guards:
             elif holder is not None:
                 for group in holder.param_groups:
                     yield from group["params"]
-                leaves = tree_leaves(list(holder.state.values()))
-                yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+                yield from _tensors_in(holder.state)
 
     def __call__(self, kinds: Iterable[str]) -> None:
         used_kinds = frozenset(kinds)
@@ -180,6 +178,15 @@ class Guards:
             guard = reference()
             if guard is not None:
                 guard(used_kinds)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an optimizer's state, at any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(inner)
 
 
 class Offloadable(Protocol):

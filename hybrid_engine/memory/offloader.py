@@ -311,7 +311,7 @@ class Offloader:
                 departed |= {storage_id(storage.storage): refused for storage in storages}
         if not departed:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for tensor in {id(tensor): tensor for tensor in self._owner.guard.tensors()}.values():
                 local = next(iter(wrapped_tensors(tensor).values()), tensor)
                 of_kind = departed.get(storage_id(local.untyped_storage()))
@@ -319,7 +319,7 @@ class Offloader:
                     of_kind.add(tensor)
 
     def _survey(self) -> Survey:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             inventory = survey(self._owner.offload_items(), self._device_type)
         if self._keeps_inventory:
             self._inventory = inventory

@@ -7,7 +7,7 @@
 A tensor's class is replaced by a subclass with `__torch_function__`, so that whatever torch offers
 for it in Python asks first, with the same object as before. Sizes, dtype, device, gradient and
 identity do not ask. Not seen: views that were taken before, `p._local_tensor`, `torch.tensor(p)`,
-`x.data = p`, `to_dlpack`, transforms of `torch.func`, and code that is not Python.
+`x.data = p`, dlpack, transforms of torch.func, and code that is not Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Base = torch._C.TensorBase
 _CONTENTS = frozenset(("data", "T", "H", "mT", "mH", "real", "imag", "_base"))
 _METHODS = (
     *("__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous"),
@@ -34,7 +33,7 @@ _HARMLESS = {
     *(torch.is_complex, torch.is_floating_point, torch.numel),
     *(
         getattr(descriptor, name)
-        for attribute, descriptor in vars(_Base).items()
+        for attribute, descriptor in vars(Tensor.__base__).items()
         if isinstance(descriptor, GetSetDescriptorType) and attribute not in _CONTENTS
         for name in ("__get__", "__set__", "__delete__")
     ),
@@ -91,7 +90,7 @@ def _checked_class(original: type, check: Callable[[], None]) -> type:
         is_name = function is Tensor.type and len(arguments) == 1 and not named
         if function not in _HARMLESS and not is_name:
             check()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return function(*arguments, **(named or {}))
 
     members: dict[str, Any] = {"__slots__": (), "__torch_function__": classmethod(check_first)}

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import numpy as np
 import torch
 
 from hybrid_engine.errors import WeightError
@@ -165,7 +164,10 @@ class Verification:
             messages = self._job.agreement.gather(rows, bytes, "verify", sys.maxsize)
             received = sum(map(len, messages)) - len(rows)
             sources = [
-                torch.from_numpy(np.frombuffer(bytearray(message), np.int64).reshape(-1, 2))
+                # torch.frombuffer refuses an empty buffer.
+                torch.frombuffer(bytearray(message) or bytearray(16), dtype=torch.int64).view(
+                    -1, 2
+                )[: len(message) // 16]
                 for message in messages
             ]
             with self._job.agreement.phase("verify"):

@@ -336,7 +336,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),
     "interrupted_on_rank_0": (
         (DifferentCallsError, DifferentCallsError),
-        ["entering rollout_context (1 numbers) on rank 1"],
+        ["entering rollout_context (2 numbers) on rank 1"],
         {},
     ),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
