@@ -337,21 +337,17 @@ def what_stays(
         device_nbytes: memory of a device, of which vLLM has its share.
     """
     generate = config.generate_config
-    offloads = {
-        "param": generate.offload_train_param,
-        "grad": generate.offload_train_grad,
-        "optimizer": generate.offload_train_optimizer,
-    }
-    kinds = {kind for kind, is_offloaded in offloads.items() if not is_offloaded}
+    kinds = {kind for kind, choice in generate.offloads.items() if not choice}
     automatic = {
         kind: int(of_kinds(state, {kind}).max())
-        for kind, choice in offloads.items()
+        for kind, choice in generate.offloads.items()
         if choice == "auto"
     }
     room = device_nbytes * (1 - generate.share_of_device) - of_kinds(state, kinds).max()
     critic_stays = config.critic_config is not None and not config.critic_config.offload
     if critic is not None and critic_stays:
         room -= critic.total.max()
+    fitting = fitting_kinds(automatic, room)
     inference_nbytes: int | None = 0
     if not generate.release_weights:
         inference_nbytes = None  # all weights stay
@@ -359,7 +355,7 @@ def what_stays(
         inference_nbytes = generate.incremental_mb * MIB
     return Stays(
         kinds=frozenset(kinds),
-        fitting=fitting_kinds(automatic, room),
+        fitting=fitting,
         inference_nbytes=inference_nbytes,
         critic=critic_stays,
     )

@@ -393,12 +393,13 @@ class GenerateConfig(Section):
     """auto gives each rank the shard of which its training weights contain most; sequential goes by
     rank."""
     offload_train_param: Offload = True
-    """Offload parameters while vLLM generates; auto: only if there is no room for them
+    """Offload parameters while vLLM generates. With auto they stay on the device if they fit
     (planning.md#what-stays)."""
     offload_train_grad: ChangeableFlag = True
     """Free the memory of gradients while vLLM generates; their values are dropped."""
     offload_train_optimizer: Offload = True
-    """Offload main parameters and moments while vLLM generates; auto: only if there is no room."""
+    """Offload main parameters and moments while vLLM generates. With auto they stay on the device
+    if they fit."""
     suspend_communicators: ChangeableFlag = False
     """Release the device memory of the trainer's NCCL communicators while vLLM generates, several
     GB in large jobs (`ReshardReport.bytes_suspended`); needs NCCL 2.29.7. Until the next train or
@@ -497,6 +498,15 @@ class GenerateConfig(Section):
     timeout_seconds: Annotated[Seconds, MAY_CHANGE] = 300.0
     """Longest wait for a peer (failures.md#every-wait), also in vLLM and for a replica that
     generates longer than another; at least 300 while engines are built."""
+
+    @property
+    def offloads(self) -> dict[Literal["param", "grad", "optimizer"], bool | Literal["auto"]]:
+        """Kind of training state -> `offload_train_...`."""
+        return {
+            "param": self.offload_train_param,
+            "grad": self.offload_train_grad,
+            "optimizer": self.offload_train_optimizer,
+        }
 
     @property
     def share_of_device(self) -> float:

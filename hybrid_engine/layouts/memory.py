@@ -74,8 +74,7 @@ NOT_COUNTED = (
     "enable_nccl_comm_suspend: true}; generate_config.suspend_communicators gives back training's "
     "communicators while vLLM generates"
 )
-Kind = TypeVar("Kind", bound=str)
-"""Kind of training state: "param", "grad", "optimizer"."""
+_Kind = TypeVar("_Kind", bound=str)
 GRAD_NBYTES = 4
 MOMENTS_NBYTES = 8
 MAIN_NBYTES = 4
@@ -205,7 +204,7 @@ class MemoryPeaks:
         return np.maximum(self.state.total + kept, self.interleaved_switch)
 
 
-def fitting_kinds(nbytes: Mapping[Kind, int], room: float) -> frozenset[Kind]:
+def fitting_kinds(nbytes: Mapping[_Kind, int], room: float) -> frozenset[_Kind]:
     """Return the kinds of training state that fit together in `room` bytes, the largest first."""
     fitting = set()
     for kind in sorted(nbytes, key=nbytes.__getitem__, reverse=True):

@@ -170,7 +170,8 @@ class Guards:
             elif holder is not None:
                 for group in holder.param_groups:
                     yield from group["params"]
-                yield from _tensors_in(holder.state)
+                for state in holder.state.values():
+                    yield from (tensor for _, tensor in tensors_in("", state))
 
     def __call__(self, kinds: Iterable[str]) -> None:
         used_kinds = frozenset(kinds)
@@ -180,13 +181,16 @@ class Guards:
                 guard(used_kinds)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an optimizer's state, at any depth."""
+def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) of every tensor in an optimizer's state, at any depth."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(inner)
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_in(f"{path}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from tensors_in(f"{path}[{index}]", inner)
 
 
 class Offloadable(Protocol):

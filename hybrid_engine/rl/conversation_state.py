@@ -330,12 +330,13 @@ class EnvironmentRunner:
 
         if reply is None:
             return None
+        # A reply that does not fit is dropped anyway. Its length must not fail the checks.
+        room = max(1, state.room)
         try:
-            token_ids = self._token_ids(reply, state)
+            token_ids = self._token_ids(reply, state, room)
             if not token_ids:
                 raise ValueError("the reply has no tokens; None would end the conversation")
-            # A reply that does not fit is dropped anyway. Its length must not fail the check.
-            token_ids = token_ids[: max(1, state.room)]
+            token_ids = token_ids[:room]
             self._engine.inference.check_prompts([token_ids], 1)
         except (ConfigError, ValueError) as error:
             problem = f"for {state.place}: {error}"
@@ -348,8 +349,11 @@ class EnvironmentRunner:
                 state.last_reply = self._tokenizer.decode([*answer, *token_ids])
         return token_ids
 
-    def _token_ids(self, reply: Any, state: ConversationState) -> list[int]:
-        """Return the token ids of a reply. Raises ValueError if it is invalid."""
+    def _token_ids(self, reply: Any, state: ConversationState, room: int) -> list[int]:
+        """Return the token ids of a reply, or the first `room` at least.
+
+        Raises ValueError if it is invalid.
+        """
         from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
 
         form = form_of(reply)
@@ -357,7 +361,7 @@ class EnvironmentRunner:
             return [int(token) for token in reply]
         if form == "a text":
             encode = self._tokenizer.encode
-            return encode([reply], add_special_tokens=False, most_tokens=max(1, state.room))[0]
+            return encode([reply], add_special_tokens=False, most_tokens=room)[0]
         if form != "a chat":
             raise ValueError(f"the reply is {form}")
         if state.messages is None:
@@ -368,5 +372,5 @@ class EnvironmentRunner:
         rendering = rendering_of(self._chat, self._tokenizer)
         answer = state.turns[-1].token_ids
         # Some of the tokens may be drawn already.
-        most = max(1, state.room) + len(answer)
+        most = room + len(answer)
         return self._tokenizer.encode_reply(state.messages, answer, reply, rendering, most)

@@ -361,7 +361,7 @@ class ShardingManager(Switch):
         """Return the kinds set to `auto`, until `_fit_beside_inference` has decided."""
         if self._fitting is not None:
             return []
-        return [kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}") == "auto"]
+        return [kind for kind, choice in self.config.offloads.items() if choice == "auto"]
 
     def _fit_beside_inference(self) -> None:
         """Decide, once there is optimizer state, which kinds set to `auto` stay on the device.

@@ -62,7 +62,7 @@ def resident_kinds(
     These are the needed kinds, kinds that are never offloaded, and `fitting`, which have room
     beside vLLM, unless another model takes the device.
     """
-    stays = {kind for kind in KINDS if not getattr(config, f"offload_train_{kind}")}
+    stays = {kind for kind, choice in config.offloads.items() if not choice}
     if state is not State.IDLE:
         stays.update(fitting)
     return stays | NEEDED_KINDS[state]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,6 @@ from hybrid_engine.backends.fsdp.names import Tensors, transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
 from hybrid_engine.backends.training_side import (
     GuardedState,
-    NamedTensor,
     is_frozen,
     stepped_by,
     steps_before,
@@ -52,7 +51,7 @@ from hybrid_engine.compute_check.probes import (
 )
 from hybrid_engine.compute_check.routes import RouteWatch
 from hybrid_engine.errors import ModelError
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, tensors_in
 from hybrid_engine.models.table import ModelTable
 
 _driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = (
@@ -170,10 +169,11 @@ class ShardedModel(GuardedState):
         for index, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
                 name = self._parameter_names.get(parameter, "a parameter of another model")
-                for path, tensor in _tensors_in(f"optimizer[{index}] of {name}", state):
+                for path, tensor in tensors_in(f"optimizer[{index}] of {name}", state):
+                    local = local_of(tensor)
                     # Numbers, such as Adam's step, stay on the device.
-                    if tensor.numel() > 1:
-                        items.append(OffloadItem(path, "optimizer", tensor))
+                    if local.numel() > 1:
+                        items.append(OffloadItem(path, "optimizer", local))
         return items
 
     def probe_limits(self) -> ProbeLimits:
@@ -297,15 +297,3 @@ def _require_own_parameters(
                 "not the model's: create it after fully_shard, from model.parameters()",
                 code="foreign-parameters",
             )
-
-
-def _tensors_in(path: str, value: Any) -> Iterator[NamedTensor]:
-    """Yield (path, this rank's part) of every tensor in a parameter's state, at any depth."""
-    if isinstance(value, torch.Tensor):
-        yield path, local_of(value)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors_in(f"{path}[{key!r}]", inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _tensors_in(f"{path}[{index}]", inner)
