@@ -30,7 +30,7 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 
-SILENCE_SECONDS = 1.0  # timeout of the agreement with a silent peer
+SILENCE_SECONDS = 4.0  # timeout of the agreement with a silent peer
 LOST_SECONDS = 60.0  # timeout with a peer that ends, which is noticed long before
 
 

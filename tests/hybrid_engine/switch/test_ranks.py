@@ -190,7 +190,7 @@ def interrupted_on_rank_0(rank: int) -> dict[str, object]:
 @scenario
 def release_fails_on_rank_0(rank: int) -> dict[str, object]:
     """Rank 0 keeps inference weights; the next fill must not leave rank 1 waiting."""
-    rig = Rig(transport="collective", timeout_seconds=5)  # a waiting rank fails soon
+    rig = Rig(transport="collective", timeout_seconds=15)  # a waiting rank fails soon
     rig.training.step()
     if rig.training.rank == 0:
         rig.script.arm("reset", OSError("disk on fire"))
