@@ -25,9 +25,8 @@ recompute_granularity full a layer keeps only its input, h, and one group of lay
 Pipeline stage i of p keeps p - i micro batches (1F1B), and with v chunks 2 (p - i - 1) + (v - 1) p
 + 1 chunks (interleaved; section 4.2.3). For the loss, a logit takes 4 bytes in addition to its own
 size. Above MAX_LOGIT_NBYTES only those of a chunk exist, beside the float32 gradients of the output
-layer's weight by this chunk and by all, or with FSDP2 the model's logits with their gradients, by
-chunk and joined. A logit of a chunk takes ENTROPY_NBYTES more for the entropy. These estimates were
-not compared with a GPU.
+layer's weight by this chunk and by all. A logit of a chunk takes ENTROPY_NBYTES more for the
+entropy. These estimates were not compared with a GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class Step:
         splits_sequence: norms are split along the sequence.
         granularity, method, num_layers, modules: the `recompute_...` keys.
         logit_nbytes: bytes of a logit during the computation of its loss.
-        whole_nbytes: bytes of a logit that exist for all tokens of several chunks.
     """
 
     sizes: TrainParallelism
@@ -82,7 +80,6 @@ class Step:
     num_layers: int
     modules: tuple[str, ...]
     logit_nbytes: int
-    whole_nbytes: int = 0
 
     @classmethod
     def of(cls, actor: ActorConfig, sizes: TrainParallelism | ShardedParallelism) -> Step:
@@ -114,7 +111,6 @@ class Step:
             modules=(),
             # float32: logits, their log-softmax and its gradient; and the model's, if narrower
             logit_nbytes=12 + itemsize % 4,
-            whole_nbytes=3 * itemsize,
         )
 
 
@@ -187,8 +183,7 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
     logits = num_logits * step.logit_nbytes * num_heads
     if num_logits * 4 > MAX_LOGIT_NBYTES and num_heads:
         of_weight = 8 * vocabulary * table.dims.hidden_size
-        logits = step.whole_nbytes * num_logits or of_weight
-        logits += MAX_LOGIT_NBYTES / 4 * step.logit_nbytes
+        logits = of_weight + MAX_LOGIT_NBYTES / 4 * step.logit_nbytes
     if num_heads:
         logits += min(num_logits, MAX_LOGIT_NBYTES / 4) * ENTROPY_NBYTES
     return _Kept(kept, recomputed, logits)

@@ -5,7 +5,9 @@ The counterpart of trainer/megatron/train_engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
@@ -26,7 +29,11 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
-from hybrid_engine.trainer.batches.chunked_scores import chunk_length, score_in_chunks
+from hybrid_engine.trainer.batches.chunked_scores import (
+    ChunkProduct,
+    chunk_length,
+    score_in_chunks,
+)
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
@@ -150,7 +157,7 @@ class FsdpTrainEngine:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
         parts = micro_batches({"tokens": tokens}, self._micro_batch_size, self._device)
-        return torch.cat([self._logits(part.rows).float() for part in parts])
+        return torch.cat([self._forward(part.rows).logits.float() for part in parts])
 
     @property
     def _device(self) -> torch.device:
@@ -174,14 +181,14 @@ class FsdpTrainEngine:
             return "flash attention honours positions only in single rows"
         return ""
 
-    def _logits(self, rows: Rows) -> Any:
+    def _forward(self, rows: Rows) -> Any:
         inputs: TensorDict = {}
         if rows.images is not None:
             inputs = self.model.image_inputs(rows.tokens, rows.images.joined(self._device))
         if rows.sequence_ids is not None:
             # transformers recognizes a new sequence in a row by a position that restarts at 0
             inputs["position_ids"] = rows.position_ids
-        return self.model.model(rows.tokens, use_cache=False, **inputs).logits
+        return self.model.model(rows.tokens, use_cache=False, **inputs)
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, Scores]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
@@ -198,12 +205,17 @@ class FsdpTrainEngine:
             losses = cross_entropy(logits, labels, reduction="none")
             return -losses, *token_outputs(logits, outputs).values()
 
-        logits = self._logits(rows).flatten(0, 1)
         inputs = [value.flatten() for value in (rows.labels, rows.temperature) if value is not None]
-        length = chunk_length(len(logits), logits.numel())
+        model: Any = transformers_model(self.model.model)
+        num_rows = rows.tokens.numel()
+        length = chunk_length(num_rows, num_rows * self.model.table.dims.vocab_size)
+        if length < num_rows and model.base_model is not model:
+            with attributes_set([model], forward=forward_in_chunks(model, score, inputs, length)):
+                results = self._forward(rows)
+        else:
+            results = score(self._forward(rows).logits.flatten(0, 1), *inputs)
         log_probs, *further = (
-            value.view(*rows.tokens.shape, *value.shape[1:])
-            for value in score_in_chunks(score, [logits, *inputs], length)
+            value.view(*rows.tokens.shape, *value.shape[1:]) for value in results
         )
         restored = map(rows.restore, further)
         return rows.restore_log_probs(log_probs), dict(zip(outputs.names, restored, strict=True))
@@ -230,6 +242,64 @@ class FsdpTrainEngine:
         values = torch.stack(means).to(self._device)
         dist.all_reduce(values)
         return dict(zip(names, (values / self.data_parallel.size).tolist(), strict=True))
+
+
+class _HeadReached(Exception):
+    """Ends a forward pass at the model's head, where it is raised."""
+
+
+def forward_in_chunks(
+    model: Any, score: Callable[..., Any], inputs: Sequence[torch.Tensor], length: int
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a `forward` of a transformers model that returns scores in place of logits.
+
+    The model's own pass runs up to its head, and then again for each chunk of tokens, in which the
+    last hidden states of the chunk take the place of the layers. So whatever the model does with
+    its logits is done, and they never exist for a whole row.
+
+    Args:
+        model: with layers in a `base_model`, which it calls once.
+        score: of logits [n, V] and `inputs` [n]; see `score_in_chunks`.
+        inputs: one value a token, [b * S].
+        length: tokens of a chunk.
+    """
+    whole = model.forward
+    head = model.get_output_embeddings()
+    # OPT calls a part of its base model.
+    layers = getattr(model.base_model, "decoder", model.base_model)
+
+    def end(*_arguments: Any, **_named: Any) -> Any:
+        raise _HeadReached
+
+    def forward(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        outputs: Any = []
+        with (
+            layers.register_forward_hook(lambda _module, _inputs, output: outputs.append(output)),
+            # Before the head's own hooks, which expect it to return.
+            head.register_forward_pre_hook(end, prepend=True),
+            suppress(_HeadReached),
+        ):
+            whole(*arguments, **named)
+        (output,) = outputs
+        hidden = output.last_hidden_state.flatten(0, 1)
+        product: Any = {}
+        if type(head).forward is torch.nn.Linear.forward and head.bias is None:
+            sums = [0, -(-len(hidden) // length)]
+            product["forward"] = lambda part: ChunkProduct.apply(part, head.weight, sums)
+
+        def score_part(part: torch.Tensor, *values: torch.Tensor) -> Any:
+            of_part = copy(output)
+            of_part["last_hidden_state"] = part.unsqueeze(0)
+            with (
+                attributes_set([layers], forward=lambda *_, **__: of_part),
+                attributes_set([head], **product),
+            ):
+                logits = whole(*arguments, **named).logits
+            return score(logits.flatten(0, 1), *values)
+
+        return score_in_chunks(score_part, [hidden, *inputs], length)
+
+    return forward
 
 
 @torch.no_grad()

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.trainer.batches import chunked_scores
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
 from tests.harness.errors import has_code
@@ -34,6 +36,7 @@ from tests.zoo.shares import share_of, spoiled
 # gpt2: dropout and learned positions
 MODELS: dict[str, Values] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
 PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
+CHUNK_NBYTES = 1500  # of logits: a few tokens
 Computed = list[dict[str, Values]]
 """Results by rank and family."""
 
@@ -46,7 +49,7 @@ def compute(paths: Mapping[str, Path]) -> dict[str, Values]:
     """Return, by family, initial weights, and reports and results of three steps."""
     results = {}
     for family, path in paths.items():
-        with actor(path) as parts:
+        with actor(path) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
             engine = parts.engine
             initial = state_of(engine)["tensors"]
             scores = whole_log_probs(engine, batch(9))
@@ -100,8 +103,12 @@ def initial_weights(path: Path) -> TensorDict:
         return state_of(engine)["tensors"]
 
 
-def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, str]]:
-    """Return, by family, the largest difference from unsharded logits, and the attention used."""
+def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, float, int, str]]:
+    """Return, by family, differences from unsharded models, and the attention used.
+
+    The differences are those of logits, and of log-probabilities in chunks, of which the next number is the largest
+    size of logits in bytes.
+    """
     results = {}
     for family, path in paths.items():
         with actor(path) as parts:
@@ -110,7 +117,14 @@ def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, st
             tokens = batch(0)["tokens"]
             with torch.no_grad():
                 difference = (engine.logits(tokens) - model(tokens).logits).abs().max().item()
-            results[family] = difference, engine.model.model.config._attn_implementation
+                sizes = list[int]()
+                head = engine.model.model.get_output_embeddings()
+                head.register_forward_hook(lambda _module, _inputs, logits, sizes=sizes: sizes.append(logits.nbytes))
+                with attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
+                    in_chunks = engine.log_probs(batch(0))
+                of_chunks = (in_chunks - log_probs(model, batch(0))).abs().max().item()
+            attention = engine.model.model.config._attn_implementation
+            results[family] = difference, of_chunks, max(sizes), attention
     return results
 
 
@@ -215,8 +229,10 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(alone: Outcomes, on
 def test_every_family_is_built(alone: Outcomes, family: str) -> None:
     """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits."""
     (by_family,) = alone["families"]
-    difference, attention = by_family[family]
+    difference, of_chunks, nbytes, attention = by_family[family]
     assert difference < 1e-5
+    assert of_chunks < 1e-5
+    assert nbytes <= CHUNK_NBYTES
     assert attention == ("eager" if family == "gemma2" else "sdpa")  # sdpa ignores soft caps
 
 
