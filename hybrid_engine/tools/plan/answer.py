@@ -180,6 +180,10 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
             },
         },
         "seconds": range_of(plan.seconds),
+        "switch_seconds": {
+            direction: {"all": range_of(every), "copies": range_of(copies)}
+            for direction, (every, copies) in plan.switch_seconds.items()
+        },
         "link_bytes_per_second": {link: rate * 1e9 for link, rate in cluster.link_gbps.items()},
     }
 
@@ -347,10 +351,11 @@ class JobVerdict:
             f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
         )
         sentences["Moves"] = self._moved()
-        seconds = self.job.seconds
+        there, copies = (seconds.max() for seconds in self.job.switch_seconds["to_vllm"])
+        back = self.job.switch_seconds["to_training"][0].max()
         sentences["Takes"] = (
-            f"{seconds.max():.3g} s for the transfers of the slowest rank "
-            f"({seconds.mean():.3g} s on average), at link speeds that are assumed, not measured."
+            f"{there:.3g} s to vLLM, {copies / there:.0%} of it for copies over links and PCIe, "
+            f"and {back:.3g} s back, on the slowest rank, at speeds that are assumed, not measured."
         )
         return sentences
 

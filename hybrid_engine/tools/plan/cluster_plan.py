@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -62,6 +62,11 @@ LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NET
 
 They are somewhat below the nominal rates of a copy within an H200's memory, NVLink 4, and one
 400 Gbit/s adapter for each GPU."""
+
+PCIE_GBPS = 55.0
+"""10^9 bytes per second to and from page-locked host memory, as measured on an H100 and an H200."""
+BUCKET_SECONDS = 280e-6
+"""Seconds of the host for a bucket beside its copies, fitted to two fills on an H100."""
 
 DEVICE_GIB: Mapping[str, float] = {
     "a100-40": 39.3,
@@ -333,6 +338,23 @@ class JobPlan:
         return link_seconds(nbytes, self.cluster.link_gbps)
 
     @cached_property
+    def switch_seconds(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Estimated seconds of each rank's switches, and those of links and PCIe in them.
+
+        On the way to vLLM parameters leave while they are read, and all else before; on the way
+        back all else arrives behind the next training step.
+        """
+        kinds = copied_kinds(self.memory.state, self.stays.kinds | self.stays.fitting)
+        seconds = {kind: nbytes / PCIE_GBPS / 1e9 for kind, nbytes in kinds.items()}
+        params = seconds.pop("param", np.zeros(self.world_size))
+        copies = sum(seconds.values(), np.maximum(self.seconds, params))
+        num_buckets = -(-self.memory.inference // self.bucket_nbytes)
+        return {
+            "to_vllm": (copies + num_buckets * BUCKET_SECONDS, copies),
+            "to_training": (params, params),
+        }
+
+    @cached_property
     def received_by_host(self) -> np.ndarray:
         """Bytes that each host receives from others; int array by host."""
         hosts = self.cluster.hosts(self.world_size)
@@ -496,7 +518,9 @@ def plan_job(
     critic = critic_memory(config, world_size)
     keeps_inference = not generate.release_weights
     stays = what_stays(config, state, critic, cluster.device_gib * GIB)
-    on_host = host_bytes(state, critic, stays)
+    on_host = sum(copied_kinds(state, stays.kinds).values(), np.zeros_like(state.copied))
+    if critic is not None and not stays.critic:
+        on_host = on_host + critic.copied
     return JobPlan(
         config=config,
         table=table,
@@ -547,18 +571,14 @@ def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
     return packed_model_of(config.model, table)
 
 
-def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
-    """Return the bytes by rank offloaded to host memory while vLLM generates."""
-    by_kind = {
+def copied_kinds(state: TrainingMemory, stays: Collection[str]) -> dict[str, np.ndarray]:
+    """Return kind of training state that leaves the device -> bytes copied to host memory."""
+    nbytes = {
         "param": state.params,
         "optimizer": state.optimizer,
         "grad": state.copied - state.params - state.optimizer,
     }
-    kept = sum((by_kind[kind] for kind in stays.kinds), np.zeros_like(state.copied))
-    copied = state.copied - kept
-    if critic is None or stays.critic:
-        return copied
-    return copied + critic.copied
+    return {kind: copied for kind, copied in nbytes.items() if kind not in stays}
 
 
 def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) -> np.ndarray:

@@ -33,7 +33,7 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from hybrid_engine.tools.plan import cluster_plan
 from hybrid_engine.tools.plan.answer import device_memory
-from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
+from hybrid_engine.tools.plan.cluster_plan import BUCKET_SECONDS, PCIE_GBPS, Cluster, JobPlan, plan_job
 from hybrid_engine.tools.verify.small_models import reduced_config
 from tests.harness.errors import has_violations
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
@@ -166,6 +166,12 @@ def test_fit_and_time(job: JobPlanner) -> None:
     expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
     assert moved.network.sum() == 0
     np.testing.assert_allclose(small.seconds, expected)
+    copied = {"param": small.memory.state.params, "optimizer": small.memory.state.optimizer}
+    alone = {kind: nbytes / (PCIE_GBPS * 1e9) for kind, nbytes in copied.items()}
+    (there, copies), (back, _) = small.switch_seconds["to_vllm"], small.switch_seconds["to_training"]
+    np.testing.assert_allclose(copies, np.maximum(small.seconds, alone["param"]) + alone["optimizer"])
+    np.testing.assert_allclose(there, copies + BUCKET_SECONDS)  # one bucket
+    np.testing.assert_allclose(back, alone["param"])
     exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
     assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
     assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
