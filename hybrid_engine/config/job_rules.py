@@ -252,45 +252,44 @@ def memory_violations(
         needed_gib = phase.total.max() / GIB
         yield Violation(
             "device_budget_gib",
-            f"{budget_gib:g}, but the phase {phase.name} takes {needed_gib:.3g} GiB "
-            f"on rank {phase.largest_rank}",
+            f"{budget_gib:.4g} GiB on a device, but the phase {phase.name} takes "
+            f"{needed_gib:.4g} GiB on rank {phase.largest_rank}",
             "Raise it, spread the models over more ranks, or offload more",
             code="over-budget",
         )
 
 
+def require_room(config: HybridConfig, world_size: int, device_nbytes: int) -> None:
+    """Raise ConfigError for the phases whose state alone exceeds a device of `device_nbytes`.
+
+    Does nothing for a job whose memory is not planned.
+    """
+    limited = config.model_copy(update={"device_budget_gib": device_nbytes / GIB})
+    violations = memory_violations(limited, world_size, None)
+    over = [violation for violation in violations if violation.code == "over-budget"]
+    if over:
+        raise ConfigError(over)
+
+
 def _not_planned(config: HybridConfig) -> Violations:
     """Yield the reasons why memory cannot be planned."""
-    if config.actor_config.fsdp is not None:
-        yield Violation(
-            "device_budget_gib",
-            "memory is planned only for Megatron, but FSDP2 trains",
-            "Leave device_budget_gib out",
-            code="not-planned",
-        )
-    if config.actor_config.lora is not None:
-        yield Violation(
-            "device_budget_gib",
-            "memory is not planned with actor_config.lora",
-            "Leave device_budget_gib out",
-            code="not-planned",
-        )
-    if block_config(config.hf_config(), config.generate_config.quantization) is not None:
-        yield Violation(
-            "device_budget_gib",
-            "memory is not planned with weights that are quantised before they are sent",
-            "Leave device_budget_gib out",
-            code="not-planned",
-        )
     table, _ = read_model(config.model)
-    if table.refined_shapes != table.shapes:
-        yield Violation(
-            "device_budget_gib",
-            f"memory is not planned by rules for {table.architecture}, which stores all experts of "
-            "a layer in one tensor",
-            "Leave device_budget_gib out, and run `hybrid-engine plan`",
-            code="not-planned",
-        )
+    is_packed = table.refined_shapes != table.shapes
+    quantised = block_config(config.hf_config(), config.generate_config.quantization)
+    reasons = {
+        "only for Megatron, but FSDP2 trains": config.actor_config.fsdp is not None,
+        "without actor_config.lora": config.actor_config.lora is not None,
+        "without weights that are quantised before they are sent": quantised is not None,
+        "for models that store the experts of a layer one by one": is_packed,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            yield Violation(
+                "device_budget_gib",
+                f"memory is planned here {reason}",
+                "Leave device_budget_gib out, and run `hybrid-engine plan`",
+                code="not-planned",
+            )
 
 
 def megatron_training(

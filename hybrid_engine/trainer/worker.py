@@ -12,6 +12,7 @@ import torch
 from hybrid_engine.assembly import build_parts, inference_side, megatron_lora
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.job_rules import require_room
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -87,6 +88,9 @@ class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
             build_actor = _builder(self.config)
             table = self.config.table()
             inference_side(self.config).check(job)
+            if job.device.type == "cuda" and not weights_only:
+                _, device_nbytes = torch.cuda.mem_get_info(job.device)
+                require_room(self.config, job.world_size, device_nbytes)
         if load_weights:
             fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):

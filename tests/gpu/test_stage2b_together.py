@@ -27,7 +27,7 @@ import torch
 from benchmarks.offload_figures import copied_nbytes
 from benchmarks.timings import PeakOfDevice, plain_host_copies
 from hybrid_engine.assembly import build_inference_engine
-from hybrid_engine.errors import DeviceMemoryError
+from hybrid_engine.errors import ConfigError, DeviceMemoryError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of, taken_nbytes
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
@@ -331,6 +331,13 @@ class Together:
 
 class TestEager(Together):
     eager = True
+
+    @pytest.mark.gpu
+    def test_a_job_larger_than_the_device_is_refused(self, engines: Engines, left: list[str]) -> None:
+        """Before anything is built."""
+        tiny = mock.patch("torch.cuda.mem_get_info", return_value=(2**20, 2**20))
+        with tiny, pytest.raises(ConfigError, match="the phase train takes"):
+            ActorHybridWorker(engines.config)
 
     def test_built_again(self, engines: Engines, completions: list[list[int]], left: list[str]) -> None:
         engines.worker = ActorHybridWorker(engines.config)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.config.job_rules import critic_of, memory_plan
+from hybrid_engine.config.job_rules import critic_of, memory_plan, require_room
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.table import VALUE_HEAD
 from tests.harness.errors import has_violations
@@ -116,6 +116,10 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     assert violation.key == "device_budget_gib"
     assert "the phase critic train takes" in str(violation)
     assert find_violations(config, 4) == []
+    with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "over-budget"))):
+        require_room(config, 4, int(train))
+    require_room(config, 4, 9 * int(train))
+    require_room(HybridConfig(model=model, actor_config={"lora": {}}), 4, 1)  # not planned
 
 
 @pytest.mark.parametrize(
