@@ -176,7 +176,11 @@ def train(
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
             record = RunRecord(job, config, engines, files, ends, trackers, changed)
+            trainer = "Megatron" if engines.actor_config.fsdp is None else "FSDP2"
+            record.say(f"building {trainer} and vLLM on {job.world_size} ranks ...")
+            started = time.monotonic()
             model = ends.enter_context(ActorHybridWorker(engines, job=job))
+            record.say(f"built in {time.monotonic() - started:.0f} s")
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
         def must_stop() -> bool:
@@ -189,6 +193,7 @@ def train(
             prompts,
             reward,
             config,
+            on_phase=record.begins,
             environment=environment,
             loss=loss,
             advantages=advantages,

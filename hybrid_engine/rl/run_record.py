@@ -66,6 +66,7 @@ class RunRecord:
         self._config = config
         self._files = files
         self._trackers: list[Tracker] = []
+        self._has_row = False
         self._check_trackers(trackers)
         if files is None:
             return
@@ -115,14 +116,21 @@ class RunRecord:
             files.begin(self._settings)
             config = self._config
             by_clock = f" and {config.save_minutes:g} minutes" if config.save_minutes else ""
-            print(f"saving every {config.save_every} steps{by_clock} in {files.out}", flush=True)
+            self.say(f"saving every {config.save_every} steps{by_clock} in {files.out}")
             progress = files.progress()
             CompletionLog(files.out).cut_after(0 if progress is None else progress.step)
             if progress is not None:
-                print(
-                    f"resuming after step {progress.step}, from the checkpoint in {files.out}",
-                    flush=True,
-                )
+                self.say(f"resuming after step {progress.step}, from the checkpoint in {files.out}")
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self._is_writer:
+            print(text, flush=True)
+
+    def begins(self, phase: str, step: int) -> None:
+        """Print the phases of this call's first step; later steps have a line each."""
+        if not self._has_row:
+            self.say(f"step {step}/{self._config.steps}: {phase} ...")
 
     def log(self, step: int, samples: Sequence[ScoredCompletion]) -> None:
         """Write the completions of a step, and print some, if the step is to be logged."""
@@ -147,7 +155,11 @@ class RunRecord:
                 and not name.endswith(("seconds", "bytes"))
                 and not name.startswith("bytes")
             )
-            print(f"step {step}: {figures}, {row['seconds']:.1f} s", flush=True)
+            seconds = row["seconds"]
+            num_left = self._config.steps - step
+            left = f", {num_left * seconds / 60:.1f} min left" if num_left else ""
+            self.say(f"step {step}/{self._config.steps}: {figures}, {seconds:.1f} s{left}")
+            self._has_row = True
             if self._files is not None:
                 self._files.metrics.append(row)
             for tracker in self._trackers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -82,6 +83,7 @@ class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
             self.take_over(undo)
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
+        ignore_known_warnings()
         # fail before anything is downloaded or allocated
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
@@ -195,6 +197,12 @@ class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
         """
         self.sharding.require(State.TRAIN)
         self.actor.checkpoints.load(directory)
+
+
+def ignore_known_warnings() -> None:
+    """Ignore warnings about versions of the engines, which are pinned; users cannot act on them."""
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron|vllm)\.")
 
 
 def _builder(config: HybridConfig) -> Callable[..., ActorParts]:

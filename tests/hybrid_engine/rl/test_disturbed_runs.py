@@ -170,6 +170,19 @@ def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "saving every 100 steps and 35 minutes in " in capsys.readouterr().out
 
 
+def test_the_console_has_phases_of_the_first_step_and_a_line_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    phases = [line for line in lines if line.endswith(" ...")]
+    assert phases[0] == "step 0/4: evaluate ..."
+    assert phases == lines[: len(phases)]
+    steps = lines[len(phases) :]
+    assert [line.partition(":")[0] for line in steps] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert [" min left" in line for line in steps] == [True, True, True, False]
+
+
 def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> None:
     run(tmp_path, on_call=at("on_step", 2, send, signal.SIGUSR1))
     settings = (tmp_path / "run.json").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
-from hybrid_engine.trainer.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
 from tests.harness.errors import has_violations
 from tests.zoo.families import served_config, write_config
 
@@ -37,3 +38,12 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
         ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
     assert [finding.key for finding in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
     assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM
+
+
+def test_known_warnings_are_ignored(recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    ignore_known_warnings()
+    warnings.warn("Transformer Engine and Apex are not installed. Falling back to local.", stacklevel=1)
+    warnings.warn_explicit("is deprecated", FutureWarning, "c10d_logger.py", 83, "torch.distributed.c10d_logger")
+    warnings.warn_explicit("is deprecated", FutureWarning, "loop.py", 1, "user.loop")
+    assert [warning.filename for warning in recwarn] == ["loop.py"]
