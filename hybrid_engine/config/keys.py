@@ -585,7 +585,8 @@ class HybridConfig(Section):
     """Value model that is trained with the actor; default: none."""
     device_budget_gib: Annotated[Positive | None, MAY_CHANGE] = None
     """Refuse the configuration if weights, gradients and optimizer state exceed these GiB on a
-    device in any phase; without activations and KV cache."""
+    device in any phase; without activations and KV cache. A worker on a GPU compares with all of
+    its memory as well, where this can be planned."""
 
     @property
     def served_dtype(self) -> Dtype:
