@@ -144,6 +144,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise DependencyError(
-            f"{name} needs torch and an engine: pip install 'hybrid-engine[gpu]' or [cpu]",
+            f"{name} needs torch and an engine: pip install '.[gpu]' or '.[cpu]' in a checkout",
             code="torch-is-missing",
         ) from error

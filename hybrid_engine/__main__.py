@@ -18,7 +18,7 @@ def main() -> None:
         if error.name != "torch":
             raise
         print(
-            "Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'",
+            "Error: this command needs torch and both engines: pip install '.[gpu]'",
             file=sys.stderr,
         )
         print("or [cpu]. `plan` needs neither.", file=sys.stderr)

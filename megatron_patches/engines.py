@@ -199,7 +199,7 @@ def _positive(text: str) -> int:
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
 _INSTALL_HINT = (
-    "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
+    "pip install '.[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
 )
 
 

@@ -44,7 +44,7 @@ from hybrid_engine.switch.states import State
 TESTED_VERSION = "1.16"
 """Prefix of TRL's tested versions: TRL does not promise to keep the names that are replaced."""
 
-INSTALL = "hybrid-engine[trl]"
+INSTALL = ".[trl]"
 
 _REQUEST_TIMEOUT_SECONDS = 60.0
 

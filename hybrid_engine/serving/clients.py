@@ -146,7 +146,7 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
         import ray
     except ImportError as error:
         raise DependencyError(
-            f"servers: {name} needs Ray: pip install 'hybrid-engine[ray]'", code="ray-is-missing"
+            f"servers: {name} needs Ray: pip install '.[ray]'", code="ray-is-missing"
         ) from error
     try:
         if not ray.is_initialized():

@@ -459,7 +459,7 @@ def test_the_only_installed_engine_is_used(tree: Path, capsys: Capture, monkeypa
 @pytest.mark.parametrize(
     ("references", "message"),
     [
-        ([], r"no resharding engine is installed: pip install 'hybrid-engine\[train,infer\]'"),
+        ([], r"no resharding engine is installed: pip install '\.\[train,infer\]'"),
         (
             ["one:Engine", "two:Engine"],
             "several resharding engines are installed: choose one of one:E.*, two:E",

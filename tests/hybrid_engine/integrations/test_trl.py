@@ -311,7 +311,7 @@ def refusal_of(model: str, out: str, url: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("call", [lambda: ours.colocated().__enter__(), ours.WeightTransfer])
 def test_a_missing_or_untested_version_is_reported(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_version(monkeypatch, None)
-    with pytest.raises(DependencyError, check=has_code("needs-package", "pip install 'hybrid-engine[trl]'")):
+    with pytest.raises(DependencyError, check=has_code("needs-package", "pip install '.[trl]'")):
         call()
     pretend_version(monkeypatch, "1.160.0")
     with pytest.raises(DependencyError, check=has_code("untested-version", "trl 1.160.0", "1.16 was tested")):

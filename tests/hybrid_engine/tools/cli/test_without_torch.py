@@ -36,9 +36,7 @@ def test_a_job_is_planned(tmp_path: Path) -> None:
 def test_commands_that_need_torch_name_the_extra(words: list[str]) -> None:
     result = run(COMMAND, *words)
     assert result.returncode == 1
-    assert result.stderr.startswith(
-        "Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'"
-    )
+    assert result.stderr.startswith("Error: this command needs torch and both engines: pip install '.[gpu]'")
 
 
 @pytest.mark.slow
