@@ -3,9 +3,10 @@
     made           with the layout, at set-up
     moved          in every switch: tensors that are not where the layout has them, by name
     differences    on the way to INFER: everything else by which the function may have changed
+    magnitudes     after training: of tensors whose growth may show what one side ignores
     renew          after a comparison of log-probabilities has passed
 
-Weights are not read, so values that training changes make no difference. Compared are, by the
+Other weights are not read, so values that training changes make no difference. Compared are, by the
 qualified name of a module: its class, the `forward` that would run, attributes that are numbers,
 flags, texts, functions or containers of these, those of its config, and forward hooks; and the
 contents of tensors that no switch sends, such as rotary frequencies. Not seen are changed variables
@@ -16,6 +17,7 @@ compares what they compute.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +68,10 @@ _OTHER_HOOKS = ("hybrid_engine.", "megatron.core.distributed.")
 _HOOKS_BY_NAME = frozenset({"make_inputs_require_grads"})
 """Hooks of transformers for gradients of checkpointed layers."""
 
+_MOST_NUMEL = 1 << 14
+"""Maximum elements of a tensor whose growth is watched; routers' biases have one per expert."""
+
+_COMPUTED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, type(None)})
 
@@ -112,23 +118,28 @@ class Fingerprint:
         """Compare with the present structure from now on; tensors stay where they were made."""
         self._seen, self._contents = self._snapshot()
 
-    def zero_buffers(self) -> set[str]:
-        """Return the names of persistent buffers that are zero, as a router's bias is at first.
+    @torch.no_grad()
+    def magnitudes(self) -> dict[str, float]:
+        """Return the largest absolute value of small persistent tensors that no gradient trains.
 
-        A side that ignores such a buffer computes the same. Parameters must be on the device, which
-        is awaited once.
+        Such as routers' biases, which are buffers or parameters, zero at first, and grow without a
+        gradient. A side that ignores one computes nearly the same until it has grown. All are read,
+        because writes through `.data` change no version. Parameters must be on the device, which is
+        awaited once.
         """
-        buffers = {
-            name: tensor
+        parts = {
+            name: part
             for name, tensor in self._stored()
-            if tensor.is_floating_point()
-            and not isinstance(tensor, torch.nn.Parameter)
+            if not tensor.requires_grad
             and not tensor.is_meta
+            # Other dtypes are elements of quantised weights, or counts.
+            and (part := self._part_of(tensor)).dtype in _COMPUTED_DTYPES
+            and 0 < part.numel() <= _MOST_NUMEL
         }
-        if not buffers:
-            return set()
-        counts = torch.stack([tensor.count_nonzero() for tensor in buffers.values()]).tolist()
-        return {name for name, count in zip(buffers, counts, strict=True) if not count}
+        if not parts:
+            return {}
+        largest = torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts.values()])
+        return dict(zip(parts, largest.tolist(), strict=True))
 
     def require_placed(self) -> None:
         """Raise ReshardError if a tensor moved, vanished, or has another name."""

@@ -19,6 +19,7 @@ length are refused at set-up; the others are named as causes if the log-probabil
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,8 +145,10 @@ class TrainerCheck:
         self._source = reference
         self._reference: Probed | None = None
         self._trained: ProbeAnswer | None = None
-        self._zero: set[str] = set()  # buffers that were zero when the trainer computed
+        # Of tensors that no gradient trains, when the trainer computed.
+        self._magnitudes: dict[str, float] = {}
         self._causes: list[str] = []
+        self._knows_routes = True  # until a warning has been logged
         self.tokens: torch.Tensor | None = None
 
     @property
@@ -172,9 +175,12 @@ class TrainerCheck:
         if self._fingerprint is None or will_compare:
             return False
         differences = self._fingerprint.differences() if will_fill else []
-        if has_trained and self._zero and not self._refusal:
-            trained = self._zero - self._fingerprint.zero_buffers()
-            differences += [f"{name} is no longer zero" for name in sorted(trained)]
+        if has_trained and self._magnitudes and not self._refusal:
+            differences += [
+                f"{name} has grown to {largest:.3g}"
+                for name, largest in self._fingerprint.magnitudes().items()
+                if largest > 2 * self._magnitudes.get(name, math.inf)
+            ]
         if not differences:
             return False
         since = "the trainer's function may have changed since the engine was built or compared"
@@ -288,7 +294,7 @@ class TrainerCheck:
         trainer: Probed = self._trainer  # type: ignore[assignment]
         with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing():
             if self._fingerprint is not None:
-                self._zero = self._fingerprint.zero_buffers()
+                self._magnitudes = self._fingerprint.magnitudes()
             self._trained = trainer.probe(self.tokens)
         if self._reference is not None:
             with self._probing():
@@ -334,6 +340,14 @@ class TrainerCheck:
                 code="log-probabilities-differ",
             )
         self._log(logging.INFO, "%s computes what the trainer computes: %s", name, gap)
+        if not gap.misrouted and (gap.trained.routes or gap.served.routes) and self._knows_routes:
+            self._knows_routes = False
+            self._log(
+                logging.WARNING,
+                "the experts that %s selects are compared by log-probabilities alone: a side does "
+                "not return them, for example because a fused kernel or a captured graph selects",
+                name,
+            )
 
     def _compare_readings(
         self,

@@ -17,6 +17,7 @@ from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
 from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, attributes_set
+from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
@@ -36,6 +37,13 @@ class Readable:
     limits: ProbeLimits
     layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
     reads: Mapping[str, Read] = {}
+    num_routed = 0
+
+    def answer(self, tokens: torch.Tensor, offset: float = 0.0) -> ProbeAnswer:
+        """Return an answer with the routes of `num_routed` layers."""
+        scores = torch.eye(tokens.numel())
+        routes = [LayerRoutes(scores.topk(1).indices, scores)] * self.num_routed
+        return ProbeAnswer(log_probs_of(tokens) + offset, torch.float32, routes)
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -69,7 +77,7 @@ class ProbedTraining(Readable, FakeTraining):
         self.guard(["param"])
         torch.rand(3)  # a forward pass with dropout would advance the generator
         self.is_resident = bool(self.param.any())
-        return ProbeAnswer(log_probs_of(tokens) + self.offset, torch.float32)
+        return self.answer(tokens, self.offset)
 
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
@@ -83,7 +91,7 @@ class ProbedInference(Readable, FakeInference):
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("vLLM computes")
         self.probed_tokens = tokens
-        return ProbeAnswer(log_probs_of(tokens), torch.float32)
+        return self.answer(tokens)
 
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
@@ -190,27 +198,53 @@ def test_attributes_are_restored_if_one_cannot_be_set() -> None:
 
 
 @pytest.mark.parametrize("between", [[INFER], [IDLE, INFER], [INFER, IDLE, INFER]], ids=len)
-@pytest.mark.parametrize(("refusal", "expected"), [("", [1, 0, 1, 0]), ("splits sequences", [0, 0, 0, 0])])
-def test_a_bias_that_was_zero_is_compared_again(
-    job: None, refusal: str, expected: list[int], between: list[State]
+@pytest.mark.parametrize(
+    ("refusal", "values", "expected"),
+    [
+        ("", [0.0, 0.0, 0.3, 0.5], [1, 0, 1, 0]),
+        ("", [0.002, 0.003, 0.3, 0.3], [1, 0, 1, 0]),  # too small to be noticed at first
+        ("", [0.3, -0.5, 0.1, 0.6], [1, 0, 0, 0]),
+        ("splits sequences", [0.0, 0.0, 0.3, 0.5], [0, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trained"])
+def test_a_bias_that_has_grown_is_compared_again(
+    job: None, kind: str, refusal: str, values: list[float], expected: list[int], between: list[State]
 ) -> None:
-    """vLLM may ignore the bias. Training it is accepted where nothing can be compared.
+    """vLLM may ignore the bias. Its growth is accepted where nothing can be compared.
 
     The bias leaves the device with the parameters, and is not read there.
     """
     rig = ProbedRig(limits=replace(ProbedTraining.limits, refusal=refusal), is_elastic=True)
     bias = rig.training.param[:3]
     bias.zero_()
-    rig.training.model.register_buffer("bias", bias)
+    if kind == "buffer":
+        rig.training.model.register_buffer("bias", bias)
+    else:
+        rig.training.model.bias = torch.nn.Parameter(bias, requires_grad=kind == "trained")
     rig.training.fingerprint.renew()
     counts = []
-    for switch in range(4):
+    for value in values:
         rig.manager.enter(TRAIN)
-        bias[1] = max(0, switch - 1)
+        bias[1] = value
         for state in between:
             rig.manager.enter(state)
         counts.append(rig.num_probed())
-    assert counts == expected
+    assert counts == (expected if kind != "trained" else expected[:1] + [0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("of_trainer", "of_vllm", "is_warned"), [(1, 0, True), (0, 1, True), (1, 1, False), (0, 0, False)]
+)
+def test_experts_that_a_side_does_not_return_are_logged_once(
+    job: None, caplog: pytest.LogCaptureFixture, of_trainer: int, of_vllm: int, is_warned: bool
+) -> None:
+    rig = ProbedRig(check_compute="always")
+    rig.training.num_routed = of_trainer
+    rig.inference.num_routed = of_vllm
+    for state in (INFER, TRAIN, INFER):
+        rig.manager.enter(state)
+    assert caplog.text.count("a side does not return them") == is_warned
 
 
 def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:
