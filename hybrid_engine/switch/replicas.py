@@ -1,36 +1,46 @@
-"""Comparison of small training weights that several ranks hold; in every switch that sends weights.
+"""Comparison of training weights that several ranks hold; in every switch that sends weights.
 
-    set-up     boxes of tensors below `MOST_NBYTES` that several ranks hold, grouped by these ranks
-    digests    one digest of all boxes of a group on this rank; the device is awaited once
+    set-up     boxes of tensors that several ranks hold, grouped by these ranks
+    digests    of all boxes below `MOST_NBYTES` on this rank, and of a row of each of `NUM_ROWS`
+               larger ones, others in each switch; the device is awaited once
     require    one maximum over all ranks; only if a group differs, digests of its boxes by rank
 
-Norms, biases, routers and buffers are below the limit; `generate_config.verify` compares others.
+Norms, biases, routers and buffers are below the limit. A difference that lasts in a larger tensor
+is found by the switch that compares its row: at the latest after (number of larger boxes) /
+`NUM_ROWS` switches if most rows differ, and after (rows of the largest box) times as many if one
+does. `generate_config.verify` compares all of them.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+
+import numpy as np
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import box_digests, text_digest
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import DTYPE_NBYTES, Place
+from hybrid_engine.records.layout import DTYPE_NBYTES, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.transports.runs import view_of
 
 MOST_NBYTES = 1 << 20
-"""Exclusive limit of the bytes of a whole tensor that is compared."""
+"""Exclusive limit of the bytes of a whole tensor that is compared in every switch."""
+
+NUM_ROWS = 64
+"""Maximum number of larger boxes of a group of ranks of which a switch compares a row."""
 
 _PHASE = "comparison of replicas"
 
 
 class Replicas:
-    """Small weights of one rank that other ranks hold, too."""
+    """Weights of one rank that other ranks hold, too."""
 
     def __init__(self, source: Side, rank: int) -> None:
         """Group the boxes of `rank`; `source`: training layouts of all ranks."""
@@ -38,11 +48,10 @@ class Replicas:
         shards = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
         ranks_by_owners: dict[int, dict[tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
-        groups: dict[tuple[int, ...], list[tuple[Region, Place]]] = {}
+        small: defaultdict[tuple[int, ...], list[Shard]] = defaultdict(list)
+        large: defaultdict[tuple[int, ...], list[Shard]] = defaultdict(list)
         for name, owners in holdings.owners.items():
-            numel = math.prod(holdings.shapes[name])
-            if not 0 < numel * DTYPE_NBYTES[holdings.dtypes[name]] < MOST_NBYTES:
-                continue
+            nbytes = math.prod(holdings.shapes[name]) * DTYPE_NBYTES[holdings.dtypes[name]]
             if id(owners) not in ranks_by_owners:
                 ranks_by_owners[id(owners)] = {
                     (box.offsets, box.lengths): tuple(sorted({*box.ranks.tolist()}))
@@ -50,37 +59,46 @@ class Replicas:
                 }
             boxes = ranks_by_owners[id(owners)]
             for ranks in boxes.values():
-                groups.setdefault(ranks, [])
+                small[ranks]  # all ranks have all groups, in one order
             for shard in shards.get(name, ()):
-                region = shard.region
-                groups[boxes[region.offsets, region.lengths]].append((region, shard.place))
-        self._groups = [boxes for ranks, boxes in groups.items() if len(ranks) > 1]
+                ranks = boxes[shard.region.offsets, shard.region.lengths]
+                (small if nbytes < MOST_NBYTES else large)[ranks].append(shard)
+        self._groups = [(boxes, large[ranks]) for ranks, boxes in small.items() if len(ranks) > 1]
+        self._turn = 0  # number of this switch
+
+    def _boxes(self) -> list[list[Shard]]:
+        """Return the boxes that this switch compares, by group."""
+        boxes = []
+        for small, large in self._groups:
+            num_rows = min(NUM_ROWS, len(large))
+            numbers = range(self._turn * num_rows, (self._turn + 1) * num_rows)
+            rows = [row_of(large[number % len(large)], number // len(large)) for number in numbers]
+            boxes.append(small + rows)
+        return boxes
 
     def digests(self, weights: TrainingWeights) -> list[list[int]]:
-        """Return the digests of this rank's boxes, by group."""
+        """Return the digests of this rank's boxes in this switch, by group."""
         if not self._groups:
             return []
         buffers = weights.buffers()
-        boxes = [
-            view_of(buffers, region.lengths, place)
-            for group in self._groups
-            for region, place in group
-        ]
+        groups = self._boxes()
+        boxes = [view_of(buffers, box.region.lengths, box.place) for box in chain(*groups)]
         digests = iter(box_digests(boxes))
-        return [[next(digests) for _ in group] for group in self._groups]
+        return [[next(digests) for _ in group] for group in groups]
 
     def require_equal(self, digests: Sequence[Sequence[int]], job: Job) -> None:
         """Raise WeightError on all ranks if replicas differ, naming tensors and ranks. Collective.
 
-        `digests`: of this rank.
+        `digests`: of this rank. If they are equal, the next switch compares other rows.
         """
         if not self._groups:
             return
         values = [text_digest(*map(str, group)) if group else None for group in digests]
         if job.agreement.is_same(values, _PHASE):
+            self._turn += 1
             return
-        texts = [region_text(region) for group in self._groups for region, _ in group]
-        digest_of = dict(zip(texts, chain.from_iterable(digests), strict=True))
+        texts = [region_text(box.region) for box in chain(*self._boxes())]
+        digest_of = dict(zip(texts, chain(*digests), strict=True))
         by_rank = job.agreement.gather(digest_of, dict[str, int], _PHASE, sys.maxsize)
         ranks_by_box: dict[str, dict[int, int]] = {}
         for rank, of_rank in enumerate(by_rank):
@@ -92,7 +110,19 @@ class Replicas:
             if len({*by_rank.values()}) > 1
         ]
         with job.agreement.phase(_PHASE):
-            raise WeightError(findings)
+            if findings:
+                raise WeightError(findings)
+        # Ctrl-C had reached some ranks after they had counted a switch, and others before.
+        self._turn = 0
+
+
+def row_of(box: Shard, number: int) -> Shard:
+    """Return a row of a box, along its last dim; numbers cycle through all rows."""
+    *sizes, length = box.region.lengths
+    index = [*map(int, np.unravel_index(number % math.prod(sizes), sizes)), 0]
+    offsets = tuple(map(sum, zip(box.region.offsets, index, strict=True)))
+    region = Region(box.region.tensor, offsets, (*[1] * len(sizes), length))
+    return Shard(region, box.place.at(index))
 
 
 def region_text(region: Region) -> str:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ranks.digests import box_digest, box_digests
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from hybrid_engine.switch import verifier
+from hybrid_engine.switch import replicas, verifier
+from hybrid_engine.switch.replicas import Replicas
 from hybrid_engine.switch.verifier import NUM_SAMPLED, CommonRegions, Verifier
-from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
+from tests.harness.rank_threads import RankThreads
+from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, FakeTraining, Rig, Script
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 
@@ -92,6 +97,30 @@ def test_regions_are_intersections_of_boxes() -> None:
     assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
     assert [part.place.offset for part in ranks[1].destination["t"]] == [0, 2]
     assert ranks[0].dtypes == {"t": "bfloat16"}
+
+
+# -- replicas --
+
+
+def test_rows_of_large_replicas_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of four rows differs. An interrupt had kept rank 1 from counting a switch."""
+    monkeypatch.setattr(replicas, "MOST_NBYTES", 1)
+
+    def body(world: World) -> tuple[str, ...]:
+        training = FakeTraining(Script(), 0, 1, elastic=False, shapes={"first": (4, 3)})
+        training.param[9] += world.rank
+        compared = Replicas(Side.of([training.layout().on(rank) for rank in range(2)]), world.rank)
+        compared._turn = 1 - world.rank
+        with closing(Job.join(60, world=world)) as job:
+            for _ in ("starts over", "first row", "second row", "third row"):
+                compared.require_equal(compared.digests(training), job)
+            for _ in range(2):
+                with pytest.raises(WeightError) as caught:
+                    compared.require_equal(compared.digests(training), job)
+        return caught.value.findings
+
+    finding = "first[3:4, 0:3]: rank 0 and rank 1 train it with different bits; replicas must be equal"
+    assert RankThreads(2).run(body) == [(finding,)] * 2
 
 
 # -- switches --
