@@ -27,7 +27,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -41,6 +40,8 @@ _TOKENS = ("_token_id", "_token_index")
 """Ends of the keys of tokens, which inputs have or lack."""
 _SECTIONS = ("rope_parameters", "rope_scaling")
 """Keys whose values are dictionaries of rotary settings, possibly one for each kind of layer."""
+_READS = ("__contains__", "__getitem__", "get")
+"""Methods that read a key of a dictionary."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Read:
     value: str
     is_usual: bool
     is_number: bool
+
+
+Reads = Mapping[str, Read]
+"""Key of config.json -> its first read."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ _OF_POSITIONS = re.compile(r"llama_4_scaling_beta$")
 OF_ALL_FAMILIES = {"architectures", "model_type", "dtype", "torch_dtype"}
 
 
-def merged_reads(ranks: Iterable[Mapping[str, Read] | None]) -> dict[str, Read] | None:
+def merged_reads(ranks: Iterable[Reads | None]) -> dict[str, Read] | None:
     """Return the reads of all ranks' parts of a side; None if one does not record them."""
     merged: dict[str, Read] = {}
     for reads in ranks:
@@ -119,7 +124,7 @@ def _add(reads: dict[str, Read], key: str, read: Read) -> None:
 
 
 def one_sided(
-    trainer: Mapping[str, Read] | None, inference: Mapping[str, Read] | None, scales_positions: bool
+    trainer: Reads | None, inference: Reads | None, scales_positions: bool
 ) -> tuple[list[Violation], list[str]]:
     """Return violations for limits that one side alone reads, and texts about its other keys.
 
@@ -131,24 +136,24 @@ def one_sided(
     texts: list[str] = []
     if trainer is None or inference is None:
         return violations, texts
-    by_trainer = partial(Violation, code="read-by-trainer-alone")
-    by_vllm = partial(Violation, code="read-by-vllm-alone")
     sides = (
-        (trainer, inference, "the trainer", "vLLM does not read it", by_trainer),
-        (inference, trainer, "vLLM", "the trainer does not read it", by_vllm),
+        (trainer, inference, "the trainer", "vLLM", "read-by-trainer-alone"),
+        (inference, trainer, "vLLM", "the trainer", "read-by-vllm-alone"),
     )
-    for reads, others, name, lack, violation in sides:
+    for reads, others, name, other, code in sides:
         for key, read in sorted(reads.items()):
             is_decided = any(re.search(pattern, key) for pattern in _DECIDED_ELSEWHERE.values())
             if key in others or read.is_usual or is_decided or key in OF_ALL_FAMILIES:
                 continue
-            problem = f"{read.value} is read by {name} ({read.reader}), but {lack}"
+            problem = (
+                f"{read.value} is read by {name} ({read.reader}), but {other} does not read it"
+            )
             is_of_positions = _OF_POSITIONS.search(key) is not None
             remedy = "Use its default in the model and in config.json"
             if is_of_positions:
                 remedy = "Set generate_config.max_model_len to original_max_position_embeddings"
             if read.is_number and (scales_positions or not is_of_positions):
-                violations.append(violation(key, problem, remedy))
+                violations.append(Violation(key, problem, remedy, code=code))
             else:
                 texts.append(f"{key}: {problem}")
     return violations, texts
@@ -208,7 +213,7 @@ class ReadRecorder:
                     vars(config)[name] = _converted(value, dict)
         # Modules may have kept sections.
         for section in self._sections:
-            for name in ("__contains__", "__getitem__", "get"):
+            for name in _READS:
                 delattr(section, name)
         self._sections.clear()
         self._configs.clear()
@@ -251,26 +256,20 @@ class ReadRecorder:
         """
         recorder = self
 
-        class Section(dict[str, Any]):
-            def __contains__(self, key: object) -> bool:
-                self._note(key, sys._getframe(1))
-                return super().__contains__(key)
-
-            def __getitem__(self, key: str) -> Any:
-                self._note(key, sys._getframe(1))
-                return super().__getitem__(key)
-
-            def get(self, key: str, default: Any = None) -> Any:
-                self._note(key, sys._getframe(1))
-                return super().get(key, default)
-
-            def _note(self, key: object, frame: FrameType) -> None:
-                value = super().get(str(key))
+        def recording(method: Callable[..., Any]) -> Callable[..., Any]:
+            def read(section: dict[str, Any], key: str, *default: Any) -> Any:
+                value = dict.get(section, key)
+                frame = sys._getframe(1)
                 if not isinstance(value, dict) and recorder._is_reader(frame):
                     recorder._note_frame(f"{prefix}{key}", value, frame, lambda: _ABSENT)
+                return method(section, key, *default)
 
-        self._sections.append(Section)
-        return _converted(values, Section)
+            return read
+
+        methods = {name: recording(getattr(dict, name)) for name in _READS}
+        section = type("Section", (dict,), methods)
+        self._sections.append(section)
+        return _converted(values, section)
 
     def _note_frame(
         self, key: str, value: Any, frame: FrameType, without: Callable[[], Any]

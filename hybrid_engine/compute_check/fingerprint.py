@@ -71,7 +71,6 @@ _HOOKS_BY_NAME = frozenset({"make_inputs_require_grads"})
 _MOST_NUMEL = 1 << 14
 """Maximum elements of a tensor whose growth is watched; routers' biases have one per expert."""
 
-_COMPUTED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, type(None)})
 
@@ -132,8 +131,9 @@ class Fingerprint:
             for name, tensor in self._stored()
             if not tensor.requires_grad
             and not tensor.is_meta
-            # Other dtypes are elements of quantised weights, or counts.
-            and (part := self._part_of(tensor)).dtype in _COMPUTED_DTYPES
+            # Elements of quantised weights have one byte.
+            and (part := self._part_of(tensor)).is_floating_point()
+            and part.itemsize > 1
             and 0 < part.numel() <= _MOST_NUMEL
         }
         if not parts:
@@ -171,12 +171,10 @@ class Fingerprint:
         texts = []
         for name in before | after:
             old, new = before.get(name, {}), after.get(name, {})
-            if old != new:
-                for key in old | new:
-                    values = [clipped(str(side.get(key)), 80) for side in (new, old)]
-                    if old.get(key) != new.get(key):
-                        owner = name or "the model"
-                        texts.append(f"{key} of {owner} is {values[0]}, was {values[1]}")
+            for key in (old | new) if old != new else ():
+                if old.get(key) != new.get(key):
+                    now, then = (clipped(str(side.get(key)), 80) for side in (new, old))
+                    texts.append(f"{key} of {name or 'the model'} is {now}, was {then}")
         for name, digest in contents.items():
             if self._contents.get(name, digest) != digest:
                 texts.append(f"{name} has other values")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +49,7 @@ from hybrid_engine.compute_check.probes import (
     WithImagePrompt,
 )
 from hybrid_engine.errors import ComputationError, ConfigError, HybridEngineError, shortened
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.ports import InferenceCaches, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -320,7 +321,7 @@ class TrainerCheck:
         assert self._trained is not None, "the trainer was probed"
         return Gap(self.tokens, self._trained, answer, name)
 
-    def _require_same(self, gap: Gap, settings: Mapping[str, Any]) -> None:
+    def _require_same(self, gap: Gap, settings: HfConfig) -> None:
         """Raise ComputationError if two answers differ by more than rounding.
 
         `settings`: settings of the other side.
@@ -500,9 +501,7 @@ def described(side: object, positions: Sequence[int] = ()) -> Description:
     return Description(limits, layers, reads)
 
 
-def differing(
-    trainer: Mapping[str, Any], inference: Mapping[str, Any], causes: Sequence[str] = ()
-) -> str:
+def differing(trainer: HfConfig, inference: HfConfig, causes: Sequence[str] = ()) -> str:
     """Describe the settings that differ between the sides, `causes` first, and the remedy."""
     differences = [*causes]
     for name in sorted(trainer, key=lambda name: (name not in inference, name)):

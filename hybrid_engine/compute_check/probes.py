@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
-from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.routes import LayerRoutes
+from hybrid_engine.files.model_files import HfConfig
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Probed(Protocol):
         call.
         """
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         """Return settings that affect the computation, with their names in config.json if any."""
 
 
@@ -125,7 +126,7 @@ class WithAttention(Protocol):
 class WithConfigReads(Protocol):
     """Interface of a side whose code reads a config.json, and records which of its keys."""
 
-    def config_reads(self) -> Mapping[str, Read]:
+    def config_reads(self) -> Reads:
         """Return the first reads of keys by this rank's code. No collective."""
 
 

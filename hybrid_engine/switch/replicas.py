@@ -26,7 +26,7 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import box_digests, text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Offsets, Region, Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.transports.runs import view_of
 
@@ -36,6 +36,7 @@ MOST_NBYTES = 1 << 20
 NUM_ROWS = 64
 """Maximum number of larger boxes of a group of ranks of which a switch compares a row."""
 
+_Ranks = tuple[int, ...]
 _PHASE = "comparison of replicas"
 
 
@@ -47,9 +48,9 @@ class Replicas:
         holdings = source.placed.holdings
         shards = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
-        ranks_by_owners: dict[int, dict[tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
-        small: defaultdict[tuple[int, ...], list[Shard]] = defaultdict(list)
-        large: defaultdict[tuple[int, ...], list[Shard]] = defaultdict(list)
+        ranks_by_owners: dict[int, dict[tuple[Offsets, Shape], _Ranks]] = {}
+        small: defaultdict[_Ranks, list[Shard]] = defaultdict(list)
+        large: defaultdict[_Ranks, list[Shard]] = defaultdict(list)
         for name, owners in holdings.owners.items():
             nbytes = math.prod(holdings.shapes[name]) * DTYPE_NBYTES[holdings.dtypes[name]]
             if id(owners) not in ranks_by_owners:
@@ -98,17 +99,13 @@ class Replicas:
             self._turn += 1
             return
         texts = [region_text(box.region) for box in chain(*self._boxes())]
-        digest_of = dict(zip(texts, chain(*digests), strict=True))
-        by_rank = job.agreement.gather(digest_of, dict[str, int], _PHASE, sys.maxsize)
-        ranks_by_box: dict[str, dict[int, int]] = {}
-        for rank, of_rank in enumerate(by_rank):
-            for text, digest in of_rank.items():
-                ranks_by_box.setdefault(text, {})[rank] = digest
-        findings = [
-            replicas_differ(text, by_rank.items())
-            for text, by_rank in ranks_by_box.items()
-            if len({*by_rank.values()}) > 1
-        ]
+        of_boxes = dict(zip(texts, chain(*digests), strict=True))
+        by_rank = job.agreement.gather(of_boxes, dict[str, int], _PHASE, sys.maxsize)
+        findings = []
+        for text in dict.fromkeys(chain(*by_rank)):
+            digest_of = {rank: of[text] for rank, of in enumerate(by_rank) if text in of}
+            if len({*digest_of.values()}) > 1:
+                findings.append(replicas_differ(text, digest_of.items()))
         with job.agreement.phase(_PHASE):
             if findings:
                 raise WeightError(findings)

@@ -10,7 +10,6 @@ from typing import Any
 
 from hybrid_engine.planning.costs import link_seconds
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.pull import LocalTransport
@@ -148,6 +147,7 @@ class SwitchTally:
     """Sums of a running switch on this rank; attributes as in `ReshardReport`.
 
     `seconds_behind`: hidden and exposed ones. `of_fill`: speed of the fill, by field.
+    `of_verification`: verification of the fill, by field.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class SwitchTally:
     suspended: int = 0
     fill: FillReport = field(default_factory=FillReport)
     of_fill: dict[str, Any] = field(default_factory=dict)
-    verified: VerifyReport = field(default_factory=VerifyReport)
+    of_verification: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -193,15 +193,9 @@ class SwitchTally:
         }
         self.seconds.update(fill.seconds)
 
-    def add_verified(self, verified: VerifyReport) -> None:
-        """Set the verification of the fill."""
-        self.verified = verified
-        self.seconds["verify"] = verified.seconds
-
     def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
         """Build the report of the switch."""
         fill = self.fill
-        verified = self.verified
         # The local transport copies within a device, which counts as own bytes.
         from_others = {
             name: by_peer
@@ -227,9 +221,6 @@ class SwitchTally:
                 name: sum(by_peer.values()) for name, by_peer in from_others.items()
             },
             pairs_by_transport={name: len(by_peer) for name, by_peer in from_others.items()},
-            tensors_verified=verified.num_tensors,
-            bytes_verified=verified.nbytes,
-            bytes_of_digests=verified.digest_nbytes,
             bytes_skipped=fill.skipped_nbytes,
             bytes_kept=self.kept,
             bytes_suspended=self.suspended,
@@ -238,4 +229,5 @@ class SwitchTally:
             density=fill.deltas.density,
             bytes_of_copies=fill.deltas.copies_nbytes,
             **self.of_fill,
+            **self.of_verification,
         )

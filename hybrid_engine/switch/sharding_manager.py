@@ -349,7 +349,8 @@ class ShardingManager(Switch):
         total = fill.of_all(self.job.agreement) if connection.is_apart else fill
         self._tally.add_fill(total, gbps, ballot.number)
         if verification is not None:
-            self._tally.add_verified(verification.conclude())
+            self._tally.of_verification = verification.conclude()
+            self._tally.seconds |= verification.seconds
         if connection.incremental is not None:
             connection.incremental.note(selection)
         return selection

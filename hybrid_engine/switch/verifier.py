@@ -27,9 +27,11 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import not_
 from typing import Literal
 
+import numpy as np
 import torch
 
 from hybrid_engine.errors import WeightError
@@ -51,21 +53,6 @@ NUM_SAMPLED = 8
 
 Consecutive switches compare different ones.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """Results of a verification on this rank.
-
-    Attributes:
-        num_tensors, nbytes, digest_nbytes: see `ReshardReport`.
-        seconds: time for digests and comparison. The engine's own proof counts as commit.
-    """
-
-    num_tensors: int = 0
-    nbytes: int = 0
-    digest_nbytes: int = 0
-    seconds: float = 0.0
 
 
 class Verifier:
@@ -104,6 +91,7 @@ class Verification:
 
     Attributes:
         tensors: canonical tensors to compare; only those that are sent are compared.
+        seconds: time for digests and comparison. The engine's own proof counts as commit.
     """
 
     def __init__(
@@ -122,12 +110,12 @@ class Verification:
         self._sent: set[str] = set()
         self._nbytes = 0
         self._num_tensors = 0
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._findings: list[str] = []
 
     def filled(self, bucket: Bucket, source: FlatBuffers, destination: FlatBuffers) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
-        with timed_span(self._seconds, "verify"):
+        with timed_span(self.seconds, "verify"):
             names = [name for name in bucket.tensors if name in self.tensors]
             self._compared.difference_update(bucket.tensors)
             self._sent.update(names)
@@ -154,28 +142,29 @@ class Verification:
         """Record a mismatch that the engine detected; `conclude` raises it."""
         self._findings.append(finding)
 
-    def conclude(self) -> VerifyReport:
-        """Compare. Collective.
+    def conclude(self) -> dict[str, int]:
+        """Compare, and return the fields of `ReshardReport` about it. Collective.
 
         Raises WeightError with every mismatch on this rank, RemoteError with those of other ranks.
         """
-        with timed_span(self._seconds, "verify"):
+        with timed_span(self.seconds, "verify"):
             rows = _rows_of(self._source).numpy().tobytes()
             messages = self._job.agreement.gather(rows, bytes, "verify", sys.maxsize)
             received = sum(map(len, messages)) - len(rows)
+            # torch.frombuffer refuses an empty buffer.
             sources = [
-                # torch.frombuffer refuses an empty buffer.
-                torch.frombuffer(bytearray(message) or bytearray(16), dtype=torch.int64).view(
-                    -1, 2
-                )[: len(message) // 16]
-                for message in messages
+                torch.tensor(np.frombuffer(message, np.int64)).view(-1, 2) for message in messages
             ]
             with self._job.agreement.phase("verify"):
                 self._compare(sources)
                 if self._findings:
                     raise WeightError(self._findings)
         self._compared |= self._sent
-        return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds["verify"])
+        return {
+            "tensors_verified": self._num_tensors,
+            "bytes_verified": self._nbytes,
+            "bytes_of_digests": received,
+        }
 
     def _boxes(
         self, names: Sequence[str], regions: OwnRegions, buffers: FlatBuffers
@@ -227,12 +216,11 @@ class Verification:
             ranks: [N] ranks that train the regions.
         """
         differ = (numbers[1:] == numbers[:-1]) & (digests[1:] != digests[:-1])
-        named: set[str] = set()
-        for number in numbers[1:][differ].unique().tolist():
-            region = self._regions.region(number)
-            if region.tensor in named:
-                continue
-            named.add(region.tensor)
+        regions = {number: self._regions.region(number) for number in numbers[1:][differ].tolist()}
+        # The last number of a tensor in descending order.
+        first = {regions[number].tensor: number for number in sorted(regions, reverse=True)}
+        for number in sorted(first.values()):
+            region = regions[number]
             is_region = numbers == number
             by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
             self._findings.append(replicas_differ(region_text(region), by_rank))
@@ -368,7 +356,7 @@ class ValueRanges:
         for shard in source.shards:
             dtype = source.buffers[shard.place.buffer].dtype
             served_dtype = served.get(shard.region.tensor)
-            if served_dtype is None or 0 in shard.region.lengths:
+            if served_dtype is None:
                 continue
             served_type, trained_type = (getattr(torch, name) for name in (served_dtype, dtype))
             if not (served_type.is_floating_point and trained_type.is_floating_point):
@@ -390,10 +378,9 @@ class ValueRanges:
             for extreme, (_, dtype) in zip(extremes, self._parts, strict=True)
         ]
         # A single synchronization with the device if everything fits.
-        if bool(torch.stack(fits).all()):
-            return
-        too_large = [part for part, fit in zip(self._parts, fits, strict=True) if not fit]
-        raise WeightError([self._finding(buffers, *part) for part in too_large])
+        too_large = [*compress(self._parts, map(not_, torch.stack(fits).tolist()))]
+        if too_large:
+            raise WeightError([self._finding(buffers, *part) for part in too_large])
 
     def _finding(self, buffers: FlatBuffers, shard: Shard, dtype: torch.dtype) -> str:
         values = self._view(buffers, shard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.records.regions import Shapes
 from hybrid_engine.switch.setup import gather_side
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.zoo import workers
@@ -30,7 +30,7 @@ class MemoryInference(FakeInference):
         dtype: name of the dtype in which tensors arrive.
     """
 
-    def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+    def __init__(self, job: Job, tensors: Shapes, dtype: str) -> None:
         super().__init__(Script(), job.rank, tensors)
         self.job = job
         self.adaptor = self
@@ -47,7 +47,7 @@ class Served:
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.dtype = "float32"
-        self.tensors: Mapping[str, tuple[int, ...]] = {}
+        self.tensors: Shapes = {}
 
     def spoil(self) -> None:
         """Corrupt a live weight of vLLM."""

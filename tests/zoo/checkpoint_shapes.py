@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid_engine.models import table_for
+from hybrid_engine.records.regions import Shape
 
 
-def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of a checkpoint on disk, by Hugging Face name."""
     table = table_for(config)
     return {**table.shapes, **{copy: table.shapes[original] for copy, original in table.copies.items()}}

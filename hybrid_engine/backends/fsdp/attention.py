@@ -38,7 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
 from hybrid_engine.backends.fsdp.names import computing_modules, transformers_model
 from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
-from hybrid_engine.compute_check.config_reads import Read, ReadRecorder
+from hybrid_engine.compute_check.config_reads import ReadRecorder, Reads
 from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import clipped
@@ -102,7 +102,7 @@ class Recorded:
     """
 
     calls: Mapping[int, AttentionCall]
-    reads: Mapping[str, Read]
+    reads: Reads
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor
 from hybrid_engine.backends.huggingface.saving import Delivery, transfers_to_writers
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, following_log_probs
 from hybrid_engine.errors import ModelError
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.sharded import Packed
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import TrainingWeights
@@ -66,7 +67,7 @@ class TransformersReference:
         longest = getattr(self._config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self._table.dims.vocab_size)
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         settings: dict[str, Any] = self._config.to_dict()
         return settings
 

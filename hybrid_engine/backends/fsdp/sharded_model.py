@@ -41,7 +41,7 @@ from hybrid_engine.backends.training_side import (
     steps_before,
 )
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
-from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
     ProbeImage,
@@ -51,6 +51,7 @@ from hybrid_engine.compute_check.probes import (
 )
 from hybrid_engine.compute_check.routes import RouteWatch
 from hybrid_engine.errors import ModelError
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, tensors_in
 from hybrid_engine.models.table import ModelTable
 
@@ -239,14 +240,14 @@ class ShardedModel(GuardedState):
         """
         return live_attention(self.model, self._recorded.calls, positions)
 
-    def config_reads(self) -> Mapping[str, Read]:
+    def config_reads(self) -> Reads:
         return self._recorded.reads
 
     @cached_property
     def _recorded(self) -> Recorded:
         return recorded(self.model)
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         inner: Any = transformers_model(self.model)
         config: dict[str, Any] = inner.config.to_dict()
         # Settings of every architecture concern inputs, outputs and files.

@@ -65,6 +65,7 @@ from hybrid_engine.backends.training_side import GuardedState, Modules, dtype_na
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation, Violations
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
@@ -210,7 +211,7 @@ class LiveModel(GuardedState):
     def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
         return self.weights.model.attention(positions)
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         config = config_of(self.chunks[0])
         return forward_probe.own_settings(config, self.weights.model.table)
 

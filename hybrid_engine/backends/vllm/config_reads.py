@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.compute_check.config_reads import OF_ALL_FAMILIES, Read, ReadRecorder
+from hybrid_engine.compute_check.config_reads import OF_ALL_FAMILIES, ReadRecorder, Reads
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.models.config_json import Rope, Schema
@@ -77,7 +77,7 @@ class ConfigReads:
         return takes_images(self._config)
 
     @property
-    def reads(self) -> Mapping[str, Read]:
+    def reads(self) -> Reads:
         """First reads of keys by vLLM's code, but of replaced values, which no config.json has."""
         reads = self._recorder.reads
         return {key: reads[key] for key in reads if key not in self._values}

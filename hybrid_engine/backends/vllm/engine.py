@@ -78,10 +78,11 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     without_what_stays,
 )
 from hybrid_engine.compute_check.attention import POSITIONS, Attention
-from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.models.quantization_configs import format_in
@@ -91,6 +92,7 @@ from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.records.regions import Shapes
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -114,7 +116,7 @@ class InferenceEngine:
     def __init__(
         self,
         settings: InferenceSettings,
-        tensors: Mapping[str, tuple[int, ...]],
+        tensors: Shapes,
         job: Job,
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
@@ -356,11 +358,11 @@ class InferenceEngine:
         layers = config.compilation_config.static_forward_context
         return live_attention(internals.model_runner_of(self.llm).model, layers, positions)
 
-    def config_reads(self) -> Mapping[str, Read]:
+    def config_reads(self) -> Reads:
         """See the port."""
         return self._config_reads.reads
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         """Return config.json as vLLM has read it."""
         return dict(self.llm.llm_engine.model_config.hf_config.to_dict())
 
@@ -482,7 +484,7 @@ class InferenceEngine:
 
     def _build(
         self,
-        tensors: Mapping[str, tuple[int, ...]],
+        tensors: Shapes,
         dtypes: Mapping[str, str] | None,
         owner: contextlib.ExitStack,
     ) -> tuple[LLM, list[ProcessedModel]]:

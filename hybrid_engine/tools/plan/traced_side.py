@@ -7,7 +7,6 @@ of a checkpoint. All instances are alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import SideLayout, placed_holdings
 from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.records.regions import Shapes
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.positions import PlannedPosition
@@ -46,9 +46,7 @@ class TracedSides:
         shapes: shapes of the tensors in training, which may be finer.
     """
 
-    def __init__(
-        self, config: HybridConfig, num_hosts: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, config: HybridConfig, num_hosts: int, shapes: Shapes) -> None:
         self._config = config
         self._num_hosts = num_hosts
         self._shapes = shapes

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from hybrid_engine.compute_check.attention import LENGTH, Attention, grouped
-from hybrid_engine.compute_check.config_reads import Read
+from hybrid_engine.compute_check.config_reads import Read, Reads
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.compute_check.gap import LONGEST, NUM_ROWS, ROUNDING, Gap, tokens_within
 from hybrid_engine.compute_check.logprob_check import ConfigModel, Description, LogprobCheck
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, attributes_set
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import ComputationError, ConfigError, GenerationError, StateError
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
 from hybrid_engine.switch.states import State
@@ -29,6 +30,9 @@ from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeIn
 def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities that both fakes compute; they range over 3 nats."""
     return -3.0 - (tokens[:, 1:] % 7).float()
+
+
+Layers = Mapping[int, Attention]
 
 
 class Readable:
@@ -48,10 +52,10 @@ class Readable:
     def probe_limits(self) -> ProbeLimits:
         return self.limits
 
-    def attention(self, positions: Sequence[int] = ()) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = ()) -> Layers:
         return self.layers
 
-    def config_reads(self) -> Mapping[str, Read]:
+    def config_reads(self) -> Reads:
         return self.reads
 
 
@@ -79,7 +83,7 @@ class ProbedTraining(Readable, FakeTraining):
         self.is_resident = bool(self.param.any())
         return self.answer(tokens, self.offset)
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
 
 
@@ -93,7 +97,7 @@ class ProbedInference(Readable, FakeInference):
         self.probed_tokens = tokens
         return self.answer(tokens)
 
-    def computed_settings(self) -> Mapping[str, Any]:
+    def computed_settings(self) -> HfConfig:
         return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
 
 
@@ -106,9 +110,9 @@ class ProbedRig(Rig):
     def __init__(
         self,
         limits: ProbeLimits = ProbedTraining.limits,
-        layers: Mapping[int, Attention] = ProbedTraining.layers,
-        served: Mapping[int, Attention] = ProbedTraining.layers,
-        reads: tuple[Mapping[str, Read], Mapping[str, Read]] = ({}, {}),
+        layers: Layers = ProbedTraining.layers,
+        served: Layers = ProbedTraining.layers,
+        reads: tuple[Reads, Reads] = ({}, {}),
         is_elastic: bool = False,
         **settings: object,
     ) -> None:
@@ -203,7 +207,6 @@ def test_attributes_are_restored_if_one_cannot_be_set() -> None:
     [
         ("", [0.0, 0.0, 0.3, 0.5], [1, 0, 1, 0]),
         ("", [0.002, 0.003, 0.3, 0.3], [1, 0, 1, 0]),  # too small to be noticed at first
-        ("", [0.3, -0.5, 0.1, 0.6], [1, 0, 0, 0]),
         ("splits sequences", [0.0, 0.0, 0.3, 0.5], [0, 0, 0, 0]),
     ],
 )
@@ -230,21 +233,18 @@ def test_a_bias_that_has_grown_is_compared_again(
         for state in between:
             rig.manager.enter(state)
         counts.append(rig.num_probed())
-    assert counts == (expected if kind != "trained" else expected[:1] + [0] * 3)
+    assert counts == ([expected[0], 0, 0, 0] if kind == "trained" else expected)
 
 
-@pytest.mark.parametrize(
-    ("of_trainer", "of_vllm", "is_warned"), [(1, 0, True), (0, 1, True), (1, 1, False), (0, 0, False)]
-)
-def test_experts_that_a_side_does_not_return_are_logged_once(
-    job: None, caplog: pytest.LogCaptureFixture, of_trainer: int, of_vllm: int, is_warned: bool
+@pytest.mark.parametrize("num_routed", [(1, 0), (0, 1), (1, 1), (0, 0)])
+def test_experts_that_one_side_alone_returns_are_logged_once(
+    job: None, caplog: pytest.LogCaptureFixture, num_routed: tuple[int, int]
 ) -> None:
     rig = ProbedRig(check_compute="always")
-    rig.training.num_routed = of_trainer
-    rig.inference.num_routed = of_vllm
+    rig.training.num_routed, rig.inference.num_routed = num_routed
     for state in (INFER, TRAIN, INFER):
         rig.manager.enter(state)
-    assert caplog.text.count("a side does not return them") == is_warned
+    assert caplog.text.count("a side does not return them") == (num_routed[0] != num_routed[1])
 
 
 def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:

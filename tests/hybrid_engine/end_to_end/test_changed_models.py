@@ -182,8 +182,7 @@ def test_a_changed_model_is_compared_again(outcomes: Outcomes, kind: str) -> Non
 
 def test_vllm_returns_the_experts_of_each_layer_that_has_any(outcomes: Outcomes) -> None:
     """Without them a router that ignores its bias may pass the comparison."""
-    counts = {kind: [of_rank["routes"] for of_rank in outcomes[kind]] for kind in MODELS}
-    assert counts == {"sharded": ["3", "3"], "whole": ["0", "0"], "megatron": ["0", "0"]}
+    assert [of_rank["routes"] for of_rank in outcomes["sharded"]] == ["3", "3"]
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -20,7 +20,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.regions import Region, StridedView, contiguous_strides, joined, union
+from hybrid_engine.records.regions import Region, Shape, StridedView, contiguous_strides, joined, union
 
 # 12 heads of 2 elements divide by 1, 2, 3, 4, 6 and 12 ranks. vLLM pads 150 tokens to 192, Megatron
 # does not.
@@ -186,7 +186,7 @@ def packed_model(table: ModelTable) -> PackedModel:
     The experts' gate and up projections follow one another in a parameter of 3 dims.
     """
     tensors: dict[str, Packed] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for name, shape in table.shapes.items():
         layer, is_expert, rest = name.partition(".experts.")
         if not is_expert:

@@ -22,7 +22,7 @@ from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job, own_device
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, Shapes
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
@@ -190,9 +190,7 @@ class FakeTraining:
 class FakeInference:
     """Inference weights and caches; every rank uses whole tensors, and each tensor is a group."""
 
-    def __init__(
-        self, script: Script, rank: int, tensors: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
-    ) -> None:
+    def __init__(self, script: Script, rank: int, tensors: Shapes = MappingProxyType(SHAPES)) -> None:
         self.script = script
         self.rank = rank
         self.dtype = "float32"

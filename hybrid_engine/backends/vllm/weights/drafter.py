@@ -11,7 +11,7 @@ written once, in the main model. All others must have a source.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,9 +20,10 @@ import torch
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel, trace_model
-from hybrid_engine.backends.vllm.weights.tracing import LoadWeights
+from hybrid_engine.backends.vllm.weights.tracing import Dtypes, LoadWeights
 from hybrid_engine.errors import ModelError, ParameterMismatchError, first_of
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Shapes
 
 _PREFIX = "drafter."
 """Prefix of the names of a drafter's modules and buffers, which occur in no main model."""
@@ -41,8 +42,8 @@ class _DrafterScope(torch.nn.Module):
 
 def trace_drafter(
     model: torch.nn.Module,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     rank: int,
 ) -> TracedModel:
     """Trace a drafter's loader as `trace_model` does; whole parameters may lack a source.

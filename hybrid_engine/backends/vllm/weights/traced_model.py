@@ -20,6 +20,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.derivation import ModelSnapshot, take_snapshot
 from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.tracing import (
+    Dtypes,
     LoadWeights,
     Trace,
     TracedCopy,
@@ -33,6 +34,7 @@ from hybrid_engine.errors import ParameterMismatchError, first_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import (
     Region,
+    Shapes,
     StridedView,
     boxes_of_copy,
     contiguous_strides,
@@ -64,7 +66,7 @@ class TracedModel:
     model: torch.nn.Module
     rank: int
     layout: Layout
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Dtypes
     groups: Mapping[str, CommitGroup]
     storages: Mapping[str, WeightStorage]
     staged: tuple[str, ...]
@@ -92,8 +94,8 @@ class TracedModel:
 
 def trace_model(
     model: torch.nn.Module,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     rank: int,
     may_lack: bool = False,
 ) -> TracedModel:
@@ -148,8 +150,8 @@ def trace_model(
 
 def trace_without_memory(
     model: torch.nn.Module,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     rank: int,
 ) -> Layout:
     """Return the layout of `trace_model` for a model on the meta device; its weights stay there."""
@@ -160,8 +162,8 @@ def trace_without_memory(
 
 def matrices_of_modules(
     model: torch.nn.Module,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
 ) -> dict[str, list[list[str]]]:
     """Return, by module, the tensors that the loader copies to its matrices, as far as fused.
 
@@ -203,8 +205,8 @@ class _Records:
 
 def _records_of(
     model: torch.nn.Module,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     rank: int,
     may_lack: bool = False,
 ) -> _Records:
@@ -234,8 +236,8 @@ def _records_of(
 
 def _require_separate_loads(
     load_weights: LoadWeights,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     on_meta: Sequence[torch.Tensor],
     trace: Trace,
     storages: Mapping[str, WeightStorage],
@@ -375,8 +377,8 @@ class _Write:
 
 def build_layout(
     rank: int,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     storages: Sequence[WeightStorage],
     trace: Trace,
     padding: Mapping[str, tuple[Extent, ...]],

@@ -33,12 +33,19 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.ranks.torch_internals import storage_id
-from hybrid_engine.records.regions import Region, StridedView, boxes_of_copy, contiguous_strides
+from hybrid_engine.records.regions import (
+    Region,
+    Shapes,
+    StridedView,
+    boxes_of_copy,
+    contiguous_strides,
+)
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
 tree_leaves = internals.TREE_LEAVES.load()
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+Dtypes = Mapping[str, torch.dtype]
 NamedModules = Mapping[str, torch.nn.Module]
 """Modules by path."""
 
@@ -84,8 +91,8 @@ class Trace:
 
 def trace_loader(
     load_weights: LoadWeights,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    tensors: Shapes,
+    dtypes: Dtypes,
     on_meta: Iterable[torch.Tensor] = (),
 ) -> Trace:
     """Run `load_weights` once on meta tensors and return what it would write.

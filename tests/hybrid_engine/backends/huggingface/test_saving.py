@@ -22,11 +22,11 @@ from hybrid_engine.files.checksums import CHECKSUMS
 from hybrid_engine.files.model_files import INDEX, SINGLE
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.records.regions import Region, Shape, contiguous_strides
 from tests.harness.errors import has_code, has_violations
 from tests.harness.kills import accepted_flips, kill_at_every_step
 
-SHAPES: dict[str, tuple[int, ...]] = {"a": (30,), "b": (2, 3), "c": ()}
+SHAPES: dict[str, Shape] = {"a": (30,), "b": (2, 3), "c": ()}
 ONE_FILE = 10**9
 SEVERAL_FILES = 30
 # A job of one rank, for which collectives are trivial.

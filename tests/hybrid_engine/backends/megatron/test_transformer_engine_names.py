@@ -25,6 +25,7 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offload_items import storage_of
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.validation import layout_faults
 from hybrid_engine.trainer.batches.arrangement import Rows
 from tests.harness.launch import Ranks
@@ -112,7 +113,7 @@ class RankView:
     """
 
     layout: Layout
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     unlisted: list[str]
     moved: list[str]
     no_packing: str

@@ -24,6 +24,7 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.regions import Shapes
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 
 # Token ids by prompt and completion.
@@ -75,7 +76,7 @@ def job() -> Job:
 def build(
     directory: str,
     config: Mapping[str, Any],
-    extra_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    extra_shapes: Shapes | None = None,
     **settings: Any,
 ) -> InferenceEngine:
     """Build an engine for the model in `directory`. Collective.

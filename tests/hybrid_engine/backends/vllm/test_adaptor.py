@@ -16,6 +16,7 @@ from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ParameterMismatchError, StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.records.regions import Shapes
 from tests.harness.errors import has_code
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -77,9 +78,7 @@ class Computing(torch.nn.Module):
                 getattr(self.three, name).data.copy_(named[name])
 
 
-def adaptor_of(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], keeps_memory: bool = False
-) -> VllmAdaptor:
+def adaptor_of(model: torch.nn.Module, shapes: Shapes, keeps_memory: bool = False) -> VllmAdaptor:
     """Trace, process and inspect a model, like vLLM's start-up."""
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
     for module in model.modules():

@@ -37,6 +37,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.regions import Shape
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
@@ -247,7 +248,7 @@ def trace_without_job(directory: str) -> Values:
     return results
 
 
-def layout_of_position_of_job(settings: InferenceSettings, shapes: dict[str, tuple[int, ...]]) -> Any:
+def layout_of_position_of_job(settings: InferenceSettings, shapes: dict[str, Shape]) -> Any:
     with closing(Job.join(120)) as job:
         return layout_of_position(settings, job, shapes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.records.regions import Shapes
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -90,7 +90,7 @@ def _refuse_builds(path: str, base: Path) -> Refusal:
     unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
     part = "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"
 
-    def attempt(where: str, tensors: Mapping[str, tuple[int, ...]], chosen: InferenceParallelism) -> Refusal:
+    def attempt(where: str, tensors: Shapes, chosen: InferenceParallelism) -> Refusal:
         return refusal_of(
             lambda: InferenceEngine(InferenceSettings(where, chosen, GenerateConfig(max_model_len=64)), tensors, job())
         )

@@ -7,7 +7,7 @@ The ranks assert; results that must be equal over ranks are returned.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hybrid_engine.backends.vllm import InferenceEngine, internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
+from hybrid_engine.records.regions import Shapes
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -168,7 +169,7 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
     return samples
 
 
-def native_answers(checkpoint: str, num_tp: int, extra_shapes: Mapping[str, tuple[int, ...]] | None = None) -> Answers:
+def native_answers(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = None) -> Answers:
     """Return the answers of a vLLM in this process that loads the checkpoint itself."""
     engine = _native_engine(checkpoint, num_tp, extra_shapes)
     engine.adaptor.require_ready = lambda: None  # type: ignore[method-assign]
@@ -177,9 +178,7 @@ def native_answers(checkpoint: str, num_tp: int, extra_shapes: Mapping[str, tupl
     return answers
 
 
-def _native_engine(
-    checkpoint: str, num_tp: int, extra_shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> InferenceEngine:
+def _native_engine(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = None) -> InferenceEngine:
     """Build an engine around vLLM's own loader."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
