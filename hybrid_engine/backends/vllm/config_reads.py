@@ -69,7 +69,7 @@ class ConfigReads:
             # transformers has the settings of `rope_scaling`, too, in `rope_parameters`.
             nested = {f"rope_parameters.{key}" for key in _keys_of(Rope)}
             self._known = _keys_of(schema) | nested | OF_ALL_FAMILIES | {_QUANTIZATION}
-        self._recorder = ReadRecorder(_is_of_vllm)
+        self._recorder = ReadRecorder(is_of_vllm)
 
     @property
     def takes_images(self) -> bool:
@@ -147,7 +147,7 @@ class ConfigReads:
         self.require_known()
 
 
-def _is_of_vllm(frame: FrameType) -> bool:
+def is_of_vllm(frame: FrameType) -> bool:
     """Return whether a frame is code of vLLM, or of transformers' models, which vLLM may construct.
 
     What limits lengths is left out.

@@ -333,6 +333,8 @@ def compute_differently(model: str, url: str, out: str, changes: Values) -> str:
         assert worker.sharding.state is State.TRAIN
         with pytest.raises(ServerError, match="requests wait: worker 0 has weights whose computation"):
             HttpServer(url, 60).post("resume")
+    (described,) = json.loads(HttpServer(url, 60).describe())["workers"]
+    assert described["reads"]["rms_norm_eps"]["is_number"], "trainers compare what vLLM's class reads"
     return str(caught.value)
 
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.config_reads import is_of_vllm
 from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
 from hybrid_engine.backends.vllm.weights.loader import loader_class
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
+from hybrid_engine.compute_check.config_reads import ReadRecorder, Reads
 from hybrid_engine.config.keys import TRAINED_DRAFT
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.models import table_for
@@ -29,17 +31,20 @@ _captured: WeakKeyDictionary[torch.nn.Module, tuple[ProcessedModel, VllmConfig]]
     WeakKeyDictionary()
 )
 """Captured models with the configurations of their engines, until their receivers take them."""
+_reads: WeakKeyDictionary[torch.nn.Module, Reads] = WeakKeyDictionary()
+"""Captured models with the keys of config.json that they have read."""
 
 _SECONDS_TO_PROCESS = 300.0
 """Timeout of workers that wait for each other before a collective processing of weights."""
 
 
-def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig]:
-    """Return and forget a model, joined with its drafter, and its engine's configuration."""
+def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig, Reads]:
+    """Return and forget a model, joined with its drafter, its engine's configuration, and reads."""
     main, config = _captured.pop(model)
     others = list(_captured.items())
     drafters = [drafter for drafter, (_, of) in others if of.model_config is config.model_config]
-    return functools.reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main), config
+    joined = functools.reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main)
+    return joined, config, _reads[model]
 
 
 def _keep(model: torch.nn.Module, captured: ProcessedModel) -> None:
@@ -52,8 +57,23 @@ def register_loader(name: str) -> None:
     """Register the load format with vLLM."""
     from vllm.model_executor.model_loader import register_model_loader
 
-    register = register_model_loader(name)
-    register(loader_class(_trace, _inspect, _keep))
+    class RecordingLoader(loader_class(_trace, _inspect, _keep)):  # type: ignore[misc]
+        """A loader that records which keys of config.json the model reads."""
+
+        def load_model(
+            self, vllm_config: Any, model_config: Any, prefix: str = ""
+        ) -> torch.nn.Module:
+            recorder = ReadRecorder(is_of_vllm)
+            recorder.watch(model_config.hf_config)
+            try:
+                model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+                recorder.scan(model)
+            finally:
+                recorder.stop()
+            _reads[model] = recorder.reads
+            return model
+
+    register_model_loader(name)(RecordingLoader)
 
 
 def _trace(model: torch.nn.Module, config: Any) -> TracedModel:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import probe_limits
-from hybrid_engine.backends.vllm.server.receiver import begin_capture, end_capture, layers_of
+from hybrid_engine.backends.vllm.server.receiver import begin_capture, end_capture, readings_of
 from hybrid_engine.compute_check.logprob_check import Description
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -27,9 +27,8 @@ _QUEUES = ("waiting", "skipped_waiting")
 def describe(core: Any) -> str:
     """Return what the server computes with: JSON of a `serving.comparison.ServerDescription`."""
     limits = probe_limits(core.vllm_config)
-    workers = [
-        Description(limits, layers) for layers in core.model_executor.collective_rpc(layers_of)
-    ]
+    readings = core.model_executor.collective_rpc(readings_of)
+    workers = [Description(limits, *of_worker) for of_worker in readings]
     settings = core.vllm_config.model_config.hf_config.to_dict()
     return ServerDescription(workers=workers, settings=settings).to_json()
 

@@ -26,6 +26,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     WeightMemory,
 )
 from hybrid_engine.compute_check.attention import AlikeLayers, grouped
+from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import HybridEngineError, MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
@@ -41,6 +42,7 @@ class HybridEngineReceiver(_TransferEngine):
 
     Attributes:
         layers: attention of the model's layers.
+        reads: keys of config.json that the model reads.
         receiver: receiver of weights.
         model: the model.
         capture: capture of experts for a comparison, and, after it, `routes`.
@@ -54,7 +56,7 @@ class HybridEngineReceiver(_TransferEngine):
         super().__init__(config, *of_worker)
         # The model is last in all versions; vLLM 0.24 passes no more than a part of the rest.
         model: torch.nn.Module = of_worker[-1]
-        captured, vllm_config = take_captured(model)
+        captured, vllm_config, self.reads = take_captured(model)
         device = next(model.parameters()).device
         # Now, because rotary tables leave the device with the weights.
         layers = vllm_config.compilation_config.static_forward_context
@@ -170,13 +172,15 @@ def begin(worker: Any) -> None:
         engine.take_worker(getattr(worker, "worker", worker))
 
 
-def layers_of(worker: Any) -> tuple[AlikeLayers, ...]:
-    """Return the attention of a worker's layers; none if this is not its receiver.
+def readings_of(worker: Any) -> tuple[tuple[AlikeLayers, ...], Reads | None]:
+    """Return the attention of a worker's layers, and its reads; none if it has another receiver.
 
     The gate calls this in each worker; it raises nothing.
     """
     engine = worker.weight_transfer_engine
-    return engine.layers if isinstance(engine, HybridEngineReceiver) else ()
+    if not isinstance(engine, HybridEngineReceiver):
+        return (), None
+    return engine.layers, engine.reads
 
 
 def begin_capture(worker: Any, num_tokens: int) -> None:
