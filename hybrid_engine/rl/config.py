@@ -14,6 +14,7 @@ from hybrid_engine.config.keys import (
     MAY_CHANGE,
     Count,
     HybridConfig,
+    Name,
     NonNegative,
     Positive,
     ScheduleConfig,
@@ -169,7 +170,7 @@ class LoopConfig(Section):
     """Minutes after which a step is saved, too; 0: only as save_every says."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints that are kept."""
-    keep_best: str | None = None
+    keep_best: Name | None = None
     """Column, such as a figure of `evaluate`, by which the best checkpoint is kept in addition."""
     best: Literal["highest", "lowest"] = "highest"
     """Figure of `keep_best` that is the best."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
@@ -285,10 +286,7 @@ class EnvironmentRunner:
                     (state.place, state.respond, (state.turns[-1],)) for state in conversations
                 ]
                 results = run_callbacks("environment", calls, job.timeout_seconds)
-                local = [
-                    self._take_reply(state, reply)
-                    for state, reply in zip(conversations, results, strict=True)
-                ]
+                local = list(starmap(self._take_reply, zip(conversations, results, strict=True)))
         gathered = job.agreement.gather(local, list[list[int] | None], "environment")
         replies: list[list[int] | None] = gathered[0]
         return replies

@@ -287,11 +287,12 @@ def limit_violations(
     `most_prompts`: number of first prompts that are checked; None: all.
     """
     config = arguments.config
-    violations: list[Violation] = []
-    violations += _critic_violations(config, limits)
-    violations += _size_violations(config, limits)
-    violations += packing_violations(config, limits.no_packing)
-    violations += staleness_violations(config, limits.generate, config.name)
+    violations = [
+        *_critic_violations(config, limits),
+        *_size_violations(config, limits),
+        *packing_violations(config, limits.no_packing),
+        *staleness_violations(config, limits.generate, config.name),
+    ]
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
     prompts = arguments.prompts

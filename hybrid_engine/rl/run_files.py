@@ -302,15 +302,9 @@ class RunFiles:
             flat_defaults = flat(defaults or {})
             # A section that the run has not recorded is newer than the run. The run resumes
             # without it if the section changes nothing, that is, has its defaults.
-            changed = []
-            for section in settings.keys() - recorded.keys():
-                values = flat({section: settings[section]})
-                if any(
-                    key not in flat_defaults or flat_defaults[key] != value
-                    for key, value in values.items()
-                ):
-                    changed.append(section)
-            if recorded.keys() - settings.keys() or changed:
+            newer = {section: settings[section] for section in settings.keys() - recorded.keys()}
+            has_changed = not flat(newer).items() <= flat_defaults.items()
+            if recorded.keys() - settings.keys() or has_changed:
                 old, new = (
                     first_of([clipped(name) for name in sorted(sections)], 5)
                     for sections in (recorded, settings)
@@ -541,15 +535,12 @@ class RunFiles:
         if self._best is None:
             return None
         steps = set(self._complete_steps())
-        figures = {
-            row[self.metrics.key]: row.get(self._best)
+        finite = {
+            row[self.metrics.key]: figure
             for row in self.metrics.rows()
             if row[self.metrics.key] in steps
-        }
-        finite = {
-            step: figure
-            for step, figure in figures.items()
-            if isinstance(figure, int | float) and math.isfinite(figure)
+            and isinstance(figure := row.get(self._best), int | float)
+            and math.isfinite(figure)
         }
         choose = min if self._is_lowest_best else max
         return choose(finite, key=finite.__getitem__, default=None)
@@ -576,13 +567,17 @@ class Lock:
 
     fcntl.lockf belongs to the process, but ends when any descriptor of the file is closed, for
     example after the run's directory was copied.
+
+    A lock that no variable holds any more is closed, so that it cannot lock a run for ever.
     """
+
+    _descriptor: int | None = None
 
     def __init__(self, path: Path) -> None:
         # Not through a link, which could lead to a file of the user; and without blocking, because
         # opening a pipe could wait forever.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._descriptor: int | None = os.open(path, flags, 0o666)
+        self._descriptor = os.open(path, flags, 0o666)
         _LOCKS.add(self)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.close()
@@ -612,6 +607,8 @@ class Lock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    __del__ = close
 
     def __enter__(self) -> Self:
         return self

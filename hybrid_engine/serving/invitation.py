@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, clipped, shortened
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World, store_at
 
@@ -79,11 +80,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def _readable(kind: type[ServerMessage]) -> Iterator[None]:
     """Raise MessageError for values that are not of a message.
 
-    msgspec's and pydantic's errors are ValueErrors, as those of texts without UTF-8.
+    msgspec's and pydantic's errors are ValueErrors, as those of texts without UTF-8. torch's errors
+    about a store that does not respond, or a port that cannot exist, are RuntimeErrors or one of
+    the others.
     """
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         text = clipped(str(error), 500)
         raise MessageError(f"invalid {kind.__name__}: {text}", code="malformed-message") from None
 
@@ -136,6 +139,11 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
     job: str = ""
     takes_over: bool = False
 
+    def __post_init__(self) -> None:
+        stop = self.first_rank + self.num_workers
+        if not 0 <= self.first_rank <= stop <= self.size <= LARGEST_SIZE:
+            raise ValueError(f"ranks {self.first_rank} to {stop} of a job of {self.size}")
+
     def signed(self) -> Invitation:
         """Return a copy with the proof, if there is a token.
 
@@ -177,23 +185,21 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
                 f"{self.place}: the invitation was not signed with this server's {TOKEN}",
                 code="wrong-token",
             )
-        if kind == "file":
-            with _readable(type(self)):
+        with _readable(type(self)):
+            if kind == "file":
                 _require_private(Path(where))
-            store = dist.FileStore(where, -1)
-            store.set_timeout(_SECONDS_FOR_A_FILE)
+                store: dist.Store = dist.FileStore(where, -1)
+                store.set_timeout(_SECONDS_FOR_A_FILE)
+            elif kind == "tcp":
+                seconds = timedelta(seconds=self.config().timeout_seconds)
+                store = dist.TCPStore(*_host_and_port(where), is_master=False, timeout=seconds)
+            else:
+                raise MessageError(
+                    f"invalid rendezvous: {shortened(self.place)}; "
+                    "expected file:PATH or tcp:ADDRESS:PORT",
+                    code="invalid-place",
+                )
             return dist.PrefixStore(self.name, store)
-        if kind != "tcp":
-            raise MessageError(
-                f"invalid rendezvous: {shortened(self.place)}; "
-                "expected file:PATH or tcp:ADDRESS:PORT",
-                code="invalid-place",
-            )
-        host, _, port = where.rpartition(":")
-        seconds = timedelta(seconds=self.config().timeout_seconds)
-        return dist.PrefixStore(
-            self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds)
-        )
 
     def has_ended(self) -> bool:
         """Return True if the trainers that created the store have ended, or have closed it.
@@ -206,17 +212,17 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         kind, _, where = self.place.partition(":")
         if kind == "file":
             return _is_unlocked(Path(where).with_name(_ALIVE))
-        host, _, port = where.rpartition(":")
+        address = _host_and_port(where)
         seconds = _SECONDS_FOR_AN_ANSWER.total_seconds()
 
         def is_answered() -> bool:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=_SECONDS_FOR_AN_ANSWER)
+            store = dist.TCPStore(*address, is_master=False, timeout=_SECONDS_FOR_AN_ANSWER)
             # Another store may have taken the port of trainers that ended.
             return store.check([f"{self.name}/{_ALIVE}"])
 
         try:
             # A TCPStore would retry a refused connection until its timeout.
-            socket.create_connection((host, int(port)), seconds).close()
+            socket.create_connection(address, seconds).close()
             return not in_background(is_answered, "looking for trainers").result(seconds)
         except (OSError, RuntimeError, NotDone):
             return True
@@ -240,6 +246,12 @@ _SECONDS_FOR_A_FILE = timedelta(seconds=10)
 """Timeout to open the store's file; short, because a file that was removed never returns."""
 
 
+def _host_and_port(where: str) -> tuple[str, int]:
+    """Return the parts of `ADDRESS:PORT`. Raises ValueError for a port that is not a number."""
+    host, _, port = where.rpartition(":")
+    return host, int(port)
+
+
 def _address_towards(place: str) -> str | None:
     """Return this process's address on the route to a TCP store; None for a file.
 
@@ -248,9 +260,8 @@ def _address_towards(place: str) -> str | None:
     kind, _, where = place.partition(":")
     if kind != "tcp":
         return None
-    host, _, port = where.rpartition(":")
     ((family, _, _, _, store_address), *_) = socket.getaddrinfo(
-        host, int(port), type=socket.SOCK_DGRAM
+        *_host_and_port(where), type=socket.SOCK_DGRAM
     )
     # Connecting a datagram socket selects the route, and sends nothing.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

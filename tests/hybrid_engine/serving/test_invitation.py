@@ -268,6 +268,8 @@ def test_the_invitation_sets_the_address_on_one_host(place: Rendezvous) -> None:
         ({"more": 1}, "more"),
         ({"first_rank": "2"}, "first_rank"),
         ({"size": None}, "size"),
+        ({"first_rank": -1}, "ranks -1 to 0"),
+        ({"size": 10**9}, "of a job of 1000000000"),
         ({"settings": []}, "settings"),
         ({"proof": "\ud800"}, "surrogates"),
         ({"place": "file:\ud800"}, "surrogates"),
@@ -286,10 +288,16 @@ def test_a_malformed_field_is_refused(place: Rendezvous, values: Values, problem
     [
         {"settings": {"timeout_seconds": -1}},
         {"place": "file:\0"},
+        {"place": "tcp:"},
+        {"place": "tcp:127.0.0.1:99999999"},
+        {"place": "tcp:127.0.0.1:1", "settings": {"timeout_seconds": 1}},  # nobody listens there
     ],
 )
-def test_invalid_settings_and_places_are_malformed_messages(place: Rendezvous, values: Values) -> None:
-    invitation = Invitation.read({**fields_of(place), **values})
+def test_invalid_settings_and_places_are_malformed_messages(
+    place: Rendezvous, monkeypatch: pytest.MonkeyPatch, values: Values
+) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    invitation = Invitation.read({**fields_of(place), **values}).signed()
     with pytest.raises(MessageError, check=has_code("malformed-message")):
         invitation.store()
         invitation.config()
