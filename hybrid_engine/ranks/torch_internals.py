@@ -7,6 +7,7 @@ installed version, so after an upgrade a missing name is reported together with 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -222,15 +223,18 @@ def torch_defaults() -> Iterator[None]:
 
 @contextmanager
 def torch_modes_kept() -> Iterator[None]:
-    """Restore torch's default dtype, default device and gradient mode, which a caller's code sets.
+    """Restore torch's default dtype, device and gradient mode, and the filters of warnings.
 
-    A default device is restored to the caller's own, or to none.
+    A caller's code sets them. A default device is restored to the caller's own, or to none.
     """
+    # `catch_warnings` would forget which warnings were shown, so that each comes again.
+    filters = warnings.filters[:]
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
+        warnings.filters = filters
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)

@@ -254,7 +254,8 @@ def test_a_file_with_another_size_is_not_mapped(handle: BufferHandle) -> None:
 
 def test_many_silent_peers_delay_no_other_peer(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections are closed after a timeout; with too many, the oldest earlier."""
-    monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", 1.0)
+    timeout = 3.0
+    monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", timeout)
     monkeypatch.setattr(descriptors, "_MOST_SILENT", 3)
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(6)]
     for connection in silent:
@@ -262,9 +263,8 @@ def test_many_silent_peers_delay_no_other_peer(handle: BufferHandle, monkeypatch
     started = time.monotonic()
     for _ in range(4):
         assert map_pages(handle).tolist() == [3] * 10
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < timeout, "it waited for a silent peer"
     for connection in silent:
-        connection.settimeout(5)
+        connection.settimeout(20 * timeout)
         assert connection.recv(1) == b""
         connection.close()
-    assert time.monotonic() - started < 5
