@@ -402,10 +402,11 @@ class Agreement:
         own_digests = [(content_digest(message), len(message)) for message in messages]
         digests_by_rank = self.gather(own_digests, list[tuple[bytes, int]], phase)
         numbers: dict[tuple[bytes, int], int] = {}
-        numbers_by_rank = []
-        for digests in digests_by_rank:
-            # A message is new if no rank before had one with this digest and length.
-            numbers_by_rank.append([numbers.setdefault(key, len(numbers)) for key in digests])
+        # A message is new if no rank before had one with this digest and length.
+        numbers_by_rank = [
+            [numbers.setdefault(key, len(numbers)) for key in digests]
+            for digests in digests_by_rank
+        ]
         sizes = [size for _, size in numbers]
         total = sum(sizes)
         # Each message is sent by the first rank that has it.

@@ -1,7 +1,7 @@
 """Output of an uncaught error that ends several ranks: one traceback instead of one per rank.
 
     rank 0    the whole traceback, with the cause; of a ConfigError its message; of an
-              ArgumentError, such as a failed reward, the user's frames
+              ArgumentError, such as a failed reward, or of a LossError the user's frames
     rank 3    rank 3 ends by ConfigError; rank 0 prints the cause
     rank 3    rank 3 ends by LostRankError: update: rank 1 has ended (process 4711). The job …
 
@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_engine.errors import (
     ConfigError,
     HybridEngineError,
+    LossError,
     LostRankError,
     RemoteError,
     is_of_user,
@@ -70,7 +71,7 @@ def install() -> None:
         has_peers = rank and os.environ.get("WORLD_SIZE", "1") != "1"
 
         def print_whole() -> None:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError | LossError):
                 sys.stderr.write(_for_user(error))
             else:
                 previous(kind, error, frames)
@@ -94,7 +95,7 @@ def _is_config_error(error: BaseException) -> bool:
     return type(error) is ConfigError
 
 
-def _for_user(error: ConfigError) -> str:
+def _for_user(error: HybridEngineError) -> str:
     """Return the traceback of an error and its causes, with the user's frames alone.
 
     A ConfigError has the innermost of its own frames only.

@@ -66,6 +66,13 @@ print("ended with", subprocess.run([sys.executable, "-c", sys.argv[1]]).returnco
 """
 
 
+IMPORTS = """
+from hybrid_engine import errors
+from hybrid_engine.rl.user_callbacks import run_callbacks
+from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+"""
+
+
 def run_and_read(program: str, *arguments: str) -> list[str]:
     """Return the lines that three ranks print, without torch's prefix and warnings."""
     ended = run_ranks(["-c", program, *arguments], 3, 100)
@@ -93,12 +100,12 @@ def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too() -> None:
     [
         ("raise errors.ConfigError([])", 2, 0),
         ("run_callbacks('reward', [('prompt 0', lambda: 1 / 0, ())], 5)", 1, 2),
+        ("CheckedLoss(print)._checked(None)", 1, 1),
         ("raise errors.StateError", 1, 1),
     ],
 )
 def test_an_error_has_an_exit_status_and_frames_of_the_user(fault: str, status: int, num_frames: int) -> None:
-    program = f"from hybrid_engine import errors\nfrom hybrid_engine.rl.user_callbacks import run_callbacks\n{fault}"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", f"{IMPORTS}\n{fault}"], capture_output=True, text=True, check=False)
     assert process.returncode == status
     assert process.stderr.count('File "') == num_frames
 
