@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, starmap
 
 import torch
 import torch.distributed as dist
@@ -310,4 +310,4 @@ GROUP = " (group)"
 
 def _slices(region: Region) -> tuple[slice, ...]:
     bounds = zip(region.offsets, region.ends, strict=True)
-    return tuple(slice(low, end) for low, end in bounds)
+    return tuple(starmap(slice, bounds))

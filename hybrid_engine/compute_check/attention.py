@@ -244,7 +244,8 @@ def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
     counts = tuple(str(len(side.frequencies)) for side in (first, second))
     if counts[0] != counts[1]:
         # One of the two may have a rotary module that it does not use. A run tells.
-        yield Difference("the number of rotary frequencies", counts)
+        unless = " (unless its module is unused)" if "0" in counts else ""
+        yield Difference(f"the number of rotary frequencies{unless}", counts)
         return
     rounding = first.rounding + second.rounding
     turned: list[Difference] = []

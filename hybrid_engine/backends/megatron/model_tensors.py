@@ -370,15 +370,14 @@ def move_loose_parameters(chunks: Modules) -> None:
         if record.param_data is not None
         for slot in record.slots
     }
-    loose: list[list[torch.nn.Parameter]] = []
-    for chunk in chunks:
-        loose.append(
-            [
-                parameter
-                for parameter in chunk.parameters()
-                if parameter not in in_buffers and exported_buffer_of(data_of(parameter)) is None
-            ]
-        )
+    loose: list[list[torch.nn.Parameter]] = [
+        [
+            parameter
+            for parameter in chunk.parameters()
+            if parameter not in in_buffers and exported_buffer_of(data_of(parameter)) is None
+        ]
+        for chunk in chunks
+    ]
     # All chunks are checked before the first parameter moves.
     num_grouped = sum(
         data_of(parameter) is not parameter and not is_quantised(parameter)

@@ -27,6 +27,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -230,10 +231,7 @@ class InferenceEngine:
         Per sequence a float32 tensor [length - 1].
         """
         scored = self._score(token_ids, 0, lora)
-        return [
-            requests.logprobs_of_prompt(rows, sequence)
-            for rows, sequence in zip(scored, token_ids, strict=True)
-        ]
+        return list(starmap(requests.logprobs_of_prompt, zip(scored, token_ids, strict=True)))
 
     def prompt_distributions(
         self, token_ids: TokenIds, lora: str | None = None

@@ -99,9 +99,8 @@ def layout_of_position(
     ParameterMismatchError for a model that cannot be constructed or traced without memory.
     """
     position = _position_of(job)
-    check = partial(arguments.check_settings, settings, job)
     trace = _tracer(position, settings, tensors, dtypes)
-    return _read_at(position, settings, trace, _SEQUENTIAL, check)
+    return _read_at(position, settings, trace, _SEQUENTIAL, job)
 
 
 def planned_position(
@@ -121,7 +120,6 @@ def planned_position(
             "this process is a rank of a job: plan in a process without process groups",
             code="process-group-exists",
         )
-    check = partial(arguments.check_without_job, settings, position.rank)
     trace = _tracer(position, settings, tensors, dtypes)
 
     def planned(model: torch.nn.Module) -> PlannedPosition:
@@ -132,7 +130,7 @@ def planned_position(
     dist.init_process_group("fake", rank=position.rank, world_size=position.world_size, store=store)
     try:
         remedy = "Compare its config.json with the published one; else it cannot be planned"
-        return _read_at(position, settings, planned, remedy, check)
+        return _read_at(position, settings, planned, remedy)
     finally:
         dist.destroy_process_group()
 
@@ -161,10 +159,8 @@ def quantised_at_position(
         return matrices_of_modules(model, tensors, torch_dtypes)
 
     remedy = "Use other parallel sizes, or set generate_config.quantization to none"
-    check = partial(arguments.check_settings, settings, job)
-    modules = _read_at(position, settings, quantised_modules, remedy, check)
-    check = partial(arguments.check_settings, plain, job)
-    weights = _read_at(position, plain, matrices, remedy, check)
+    modules = _read_at(position, settings, quantised_modules, remedy, job)
+    weights = _read_at(position, plain, matrices, remedy, job)
     return [names for module in sorted(modules & weights.keys()) for names in weights[module]]
 
 
@@ -223,17 +219,20 @@ def _read_at(
     settings: InferenceSettings,
     read: Callable[[torch.nn.Module], Result],
     remedy: str,
-    check: Callable[[], str],
+    job: Job | None = None,
 ) -> Result:
     """Return the result of `read` of vLLM's model on the meta device, at a position.
 
     Args:
         remedy: remedy if the model cannot be constructed.
-        check: checks the settings, and returns vLLM's device type.
+        job: job for which the settings are checked; None: without one.
     """
     with torch_defaults(), process_settings_kept(), random_state_kept():
         isolation.require_no_groups()
-        device_type = check()
+        if job is None:
+            device_type = arguments.check_without_job(settings, position.rank)
+        else:
+            device_type = arguments.check_settings(settings, job)
         try:
             return _traced(position, settings, read, remedy, device_type)
         finally:
@@ -266,6 +265,11 @@ def _traced(
         except HybridEngineError:
             raise
         except Exception as error:
+            if isinstance(error, AssertionError):
+                remedy = (
+                    "vLLM's class of the model requires that in any order of ranks: compare "
+                    "config.json with the published one"
+                )
             raise ModelError(
                 f"vLLM cannot construct {config.model_config.architecture} without memory, which "
                 f"shows the weights of each inference position: {error}. {remedy}",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -195,10 +196,7 @@ class ReplicaExchange:
         # First, because ranks with different arguments would wait for different collectives.
         self._require_same(settings, prompts if data == "global" else (), data)
         streams = stream_seeds(seeds, prompts, data, self._job)
-        requests = [
-            request_of(prompt, seed, message)
-            for prompt, seed, message in zip(prompts, streams, sampling, strict=True)
-        ]
+        requests = list(starmap(request_of, zip(prompts, streams, sampling, strict=True)))
         share_of = self._global_share if data == "global" else self._local_share
         share, answers_of = share_of(requests)
         agreement = self._job.agreement

@@ -33,6 +33,7 @@ from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.errors import (
     ArgumentError,
     GenerationError,
+    ModelError,
     StateError,
     Violation,
     Violations,
@@ -442,13 +443,23 @@ def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
 def require_answers(outputs: Sequence[Any], prompts: TokenIds, num_each: Sequence[int]) -> None:
     """Raise StateError unless `outputs` answer `prompts`, in order, with `num_each` completions.
 
-    Raises GenerationError for NaN among the requested log-probabilities.
+    Raises ModelError if vLLM gives images another number of tokens than the model's processor does,
+    and GenerationError for NaN among the requested log-probabilities.
     """
     problem = None
     if len(outputs) != len(prompts):
         problem = f"{len(outputs)} results for {len(prompts)} prompts"
     expected = zip(outputs, prompts, num_each, strict=False)
     for index, (output, prompt, num) in enumerate(expected):
+        num_tokens = len(output.prompt_token_ids)
+        if isinstance(prompt, ImagePrompt) and num_tokens != len(prompt):
+            raise ModelError(
+                f"prompt {index} has {len(prompt)} tokens with those of its images by the model's "
+                f"processor, and {num_tokens} by vLLM. Correct the settings that decide how many "
+                "tokens an image has, such as vision_feature_select_strategy, in config.json and "
+                "the processor's files",
+                code="image-tokens-differ",
+            )
         if list(output.prompt_token_ids) != list(prompt):
             problem = problem or f"result {index} is of another prompt"
         elif len(output.outputs) != num:

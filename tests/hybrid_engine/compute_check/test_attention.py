@@ -65,7 +65,8 @@ def test_differences_that_a_run_reaches_are_kept_apart() -> None:
     }
     sides = (grouped(dict.fromkeys(odd, plain)), grouped(odd))
     scale = "in layer 0, the scale of attention scores is 1 for the trainer and 2 for vLLM"
-    rotated = "in layer 0, the number of rotary frequencies is 64 for the trainer and 0 for vLLM"
+    frequencies = "the number of rotary frequencies (unless its module is unused)"
+    rotated = f"in layer 0, {frequencies} is 64 for the trainer and 0 for vLLM"
     unreached, reached = attention_differences(*sides, None, 100 + LENGTH)
     assert sorted(reached[:2]) == sorted([scale, rotated])
     assert reached[2].startswith("in layer 1, the sliding window is 1000 tokens")

@@ -28,6 +28,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import starmap
 
 import torch
 
@@ -260,7 +261,7 @@ class Sentinels(Enum):
             part.copy_(values)
 
     def are_in(self, flat: torch.Tensor) -> bool:
-        return all(torch.equal(part, values) for part, values in self._parts(flat))
+        return all(starmap(torch.equal, self._parts(flat)))
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each period of `flat` with the values of the pattern there."""

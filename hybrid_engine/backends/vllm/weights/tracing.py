@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -497,7 +498,7 @@ def take_inventory(
             if (is_parameter or key in written) and key not in constants:
                 binding = Binding(module_name, name, is_parameter)
                 places.setdefault(key, []).append((binding, tensor))
-    storages = [_storage_of(key, bound) for key, bound in places.items()]
+    storages = list(starmap(_storage_of, places.items()))
     faults = [
         f"{storage.name}: shape {storage.view.shape} with strides "
         f"{storage.view.strides} leaves gaps"

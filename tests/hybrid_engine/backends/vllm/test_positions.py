@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hybrid_engine.backends.vllm import (
     internals,
     layout_of_position,
     planned_position,
+    positions,
 )
 from hybrid_engine.backends.vllm.positions import _seat_class
 from hybrid_engine.config import GenerateConfig
@@ -239,7 +241,9 @@ def trace_without_job(directory: str) -> Values:
     results["wrong shape"] = refusal_of(ModelError, tensors={**shapes, "model.norm.weight": (7,)})
     beyond_positions = replace(settings, generate=settings.generate.model_copy(update={"max_model_len": 4096}))
     results["refused by vLLM"] = refusal_of(ConfigError, settings=beyond_positions)
-    # Neither refusal left its group.
+    with mock.patch.object(positions, "_model", side_effect=AssertionError("no experts")):
+        results["a condition of the model"] = refusal_of(ModelError)
+    # No refusal left its group.
     results["group"] = dist.is_initialized()
     results["layout"] = planned_position(position, settings, shapes).layout
     dist.init_process_group("gloo")
@@ -259,6 +263,7 @@ def test_a_position_without_a_job_is_that_of_a_job_and_is_refused_with_reasons(e
         assert "model.norm.weight (7,)" in result["wrong shape"]
         assert "max_model_len (4096)" in result["refused by vLLM"]
         assert "is a rank of a job" in result["a rank of a job"]
+        assert "no experts. vLLM's class of the model requires that" in result["a condition of the model"]
         assert not result["group"]
     assert results[0]["layout"] == results[1]["layout"] == results[1]["job"]
     assert results[0]["job"] != results[1]["job"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import (
     ModelTokenizer,
     check_token_ids,
@@ -24,11 +25,12 @@ from hybrid_engine.backends.vllm.prompts import (
 from hybrid_engine.backends.vllm.requests import (
     asked_for,
     caller_fields,
+    require_answers,
     sampling_of,
     sampling_params,
     zero_caches,
 )
-from hybrid_engine.errors import ArgumentError, ConfigError, StateError
+from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.errors import has_code, has_violations, violations_of
 from tests.harness.values import Values
@@ -426,6 +428,12 @@ def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
     context["without"] = SimpleNamespace()
     compilation_config = SimpleNamespace(static_forward_context=context)
     return SimpleNamespace(kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config))
+
+
+def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
+    output = SimpleNamespace(prompt_token_ids=[1, 9, 9], outputs=[None])
+    with pytest.raises(ModelError, check=has_code("image-tokens-differ", "has 4 tokens", "3 by vLLM")):
+        require_answers([output], [ImagePrompt([1, 9, 9, 9], [1, 9], [], {})], [1])
 
 
 def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:
