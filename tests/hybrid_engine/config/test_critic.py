@@ -122,6 +122,13 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     require_room(HybridConfig(model=model, actor_config={"lora": {}}), 4, 1)  # not planned
 
 
+def test_weights_that_may_stay_count_in_all_phases(dense: Path) -> None:
+    for megabytes in (0, 100):
+        generate = {"incremental": "auto", "incremental_mb": megabytes}
+        plan = memory_plan(HybridConfig(model=dense, generate_config=generate), 2)
+        assert ("vLLM" in plan.phases["train"].by_model) == bool(megabytes)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import hybrid_engine
 from hybrid_engine import Sampling
-from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.end_to_end.test_quantised_rollouts import compare_with_published, note_report
 from tests.zoo import block_formats, workers
 from tests.zoo.families import served_config, write_config
 
@@ -392,23 +392,11 @@ def _switch(engine: Any, path: Path, method: str, tensors: dict[str, Any], resul
 
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
         engine.generate(PROMPTS.tolist(), Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
-    report = engine.sharding.last_report
     results.transposes.append(len(transposes(engine.train.chunks[0])))
-    results.unverified.append(len(engine.inference.adaptor.layout().tensors) - report.tensors_verified)
-    total = torch.tensor([report.bytes_own + report.bytes_received])
-    dist.all_reduce(total)
-    results.nbytes.append(int(total))
+    note_report(engine, results)
     weights = engine.train.weights
     results.scratch = {name: weights.allocated()[name].nbytes for name in weights.scratch}
-    published = path / "published"
-    if dist.get_rank() == 0:
-        write_config(published, engine.config.hf_config())
-        block_formats.write_checkpoint(published, checkpoint(tensors, method))
-    dist.barrier()
-    native = native_parameters(engine.inference, str(published))
-    assert parameters.keys() <= native.keys()
-    results.different += [name for name, tensor in parameters.items() if not same_bits(tensor, native[name])]
-    results.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
+    compare_with_published(engine, path / "published", checkpoint(tensors, method), parameters, results)
 
 
 def checkpoint(tensors: dict[str, Any], method: str) -> TensorDict:

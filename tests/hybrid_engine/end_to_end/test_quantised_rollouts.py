@@ -175,14 +175,33 @@ def _switch(engine: Any, path: Path, weights: TensorDict, method: str, results: 
 
     with engine.inference.adaptor.observed(keep), other_torch_modes(), engine.rollout_context():
         pass
+    note_report(engine, results)
+    if method:
+        results.scratch = sorted(engine.train.weights.scratch)
+        _compare(engine, path, method, weights, parameters, results)
+
+
+def note_report(engine: Any, results: Any) -> None:
+    """Note the tensors of the last switch that were not verified, and its bytes on all ranks."""
     report = engine.sharding.last_report
     results.unverified.append(len(engine.inference.adaptor.layout().tensors) - report.tensors_verified)
     total = torch.tensor([report.bytes_own + report.bytes_received])
     dist.all_reduce(total)
     results.nbytes.append(int(total))
-    if method:
-        results.scratch = sorted(engine.train.weights.scratch)
-        _compare(engine, path, method, weights, parameters, results)
+
+
+def compare_with_published(
+    engine: Any, published: Path, tensors: TensorDict, parameters: TensorDict, results: Any
+) -> None:
+    """Write a checkpoint with these tensors; compare vLLM's parameters with its own load of it."""
+    if dist.get_rank() == 0:
+        write_config(published, engine.config.hf_config())
+        block_formats.write_checkpoint(published, tensors)
+    dist.barrier()
+    native = native_parameters(engine.inference, str(published))
+    assert parameters.keys() <= native.keys()
+    results.different += [name for name, tensor in parameters.items() if not same_bits(tensor, native[name])]
+    results.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
 
 
 def _compare(
@@ -201,14 +220,7 @@ def _compare(
     for name in weights.keys() - set(names):
         tensors[name] = weights[name].bfloat16()
     published = path / "published"
-    if dist.get_rank() == 0:
-        write_config(published, engine.config.hf_config())
-        block_formats.write_checkpoint(published, tensors)
-    dist.barrier()
-    native = native_parameters(engine.inference, str(published))
-    assert parameters.keys() <= native.keys()
-    results.different += [name for name, tensor in parameters.items() if not same_bits(tensor, native[name])]
-    results.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
+    compare_with_published(engine, published, tensors, parameters, results)
     sequences = engine.generate(PROMPTS.tolist(), GREEDY)
     rows = [[*prompt, *of_prompt[0].token_ids] for prompt, of_prompt in zip(PROMPTS.tolist(), sequences, strict=True)]
     scored = torch.stack(engine.inference.prompt_logprobs(rows))

@@ -79,6 +79,12 @@ class Load:
     in_flight: int
 
 
+# Settings of config.json that change results, but no weight. Short sequences are within the window.
+OTHER_SETTINGS: dict[str, Values] = {
+    "epsilon": {"rms_norm_eps": 0.5},
+    "changed after a publish": {},
+    "window": {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0},
+}
 SMALL = Load(3, 4, (12, 24, 40, 160), 2, 1)
 
 
@@ -321,13 +327,20 @@ def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
 
 
 def compute_differently(model: str, url: str, out: str, changes: Values) -> str:
-    """Publish from trainers of the same shapes and other settings; return the error."""
+    """Publish from trainers of the same shapes and other settings; return the error.
+
+    Without `changes`, the trainer changes after a publish.
+    """
     os.environ[TOKEN] = SECRET
     other = Path(out, "model")
     shutil.copytree(model, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, **changes}))
     with ActorHybridWorker(config_of(str(other), [url], {}, release_weights=False)) as worker:
+        if not changes:
+            worker.sharding.enter(State.INFER)
+            worker.sharding.enter(State.TRAIN)
+            worker.train.chunks[0].module.decoder.final_layernorm.eps = 0.5
         with pytest.raises(ComputationError) as caught:
             worker.sharding.enter(State.INFER)
         assert worker.sharding.state is State.TRAIN
@@ -450,9 +463,8 @@ def outcomes(engines: Ranks, server: tuple[str, str], tmp_path_factory: pytest.T
     calls: dict[str, Call] = {
         mode: (publish_under_load, (*server, mode, SMALL, str(tmp_path_factory.mktemp(mode)))) for mode in MODES
     }
-    # A setting of config.json that changes results, but no weight.
-    arguments = (*server, str(tmp_path_factory.mktemp("otherwise")), {"rms_norm_eps": 0.5})
-    calls["other settings"] = (compute_differently, arguments)
+    for name, changes in OTHER_SETTINGS.items():
+        calls[name] = (compute_differently, (*server, str(tmp_path_factory.mktemp("otherwise")), changes))
     calls["off policy"] = (train_meanwhile, (*server, 5, str(tmp_path_factory.mktemp("off-policy"))))
     return engines.launch_in_turn(1, calls, timeout=400)
 
@@ -462,8 +474,9 @@ def test_requests_in_flight_while_weights_change(outcomes: Outcomes, mode: str) 
     check(outcomes[mode][0], mode, SMALL)
 
 
-def test_a_server_with_other_settings_does_not_generate(outcomes: Outcomes) -> None:
-    error = outcomes["other settings"][0]
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_a_server_with_other_settings_does_not_generate(outcomes: Outcomes, name: str) -> None:
+    error = outcomes[name][0]
     assert "server 0 does not compute what the trainer computes" in error
     assert "Settings that differ: " in error
 

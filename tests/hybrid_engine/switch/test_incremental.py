@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_kept_weights_stay_within_the_bound(job: None, megabytes: int, kept: set
     rig.script.take()
     rig.enter(INFER)
     assert sent_groups(rig) == BOTH - kept
+
+
+def test_training_memory_of_skipped_buckets_leaves_before_the_others(job: None) -> None:
+    rig = rig_with(1, "first")
+    rig.manager.enter(INFER)
+    with mock.patch.object(rig.offloader, "offload_parts", return_value=0) as offload_parts:
+        switch(rig)
+    assert offload_parts.call_args_list[0].args[1], "the first tensor stays"
 
 
 def test_stale_weights_are_released_before_new_ones_are_allocated(job: None) -> None:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from hybrid_engine.errors import ConfigError, ReshardError, TransportError
 from hybrid_engine.memory import descriptors, device_pages
 from hybrid_engine.ranks import groups
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
 from tests.harness.errors import violations_of
@@ -67,6 +68,12 @@ REASON = "rank 1 cannot read the memory of rank 0: not permitted"
 @pytest.fixture(scope="module")
 def denied_access(ranks: Ranks) -> list[dict[str, object]]:
     return ranks.launch(run_scenarios, 2)
+
+
+def test_memory_of_another_rank_under_a_rank_s_name_is_an_obstacle(job: None) -> None:
+    with closing(Job.join(60)) as alone, ExitStack() as ends:
+        handle = setup._probe(alone, ends)
+        assert setup._obstacle(alone, {BufferId(1, "probe"): handle}) == "rank 0 reads 0 where rank 1 wrote 1"
 
 
 def run_scenarios() -> dict[str, object]:

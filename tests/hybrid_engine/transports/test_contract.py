@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -64,6 +65,10 @@ def elastic_sources(case: Case, rank: int) -> TensorDict:
     return sources
 
 
+def num_memory_files() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
 shapes = st.builds(
     Shape,
     num_transfers=st.integers(0, 30),
@@ -81,6 +86,7 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
     case = build_case(seed, num_ranks, shape)
     by_rank = {rank: elastic_sources(case, rank) for rank in range(num_ranks)}
     handles = {key: handle for rank in by_rank for key, handle in export_handles(rank, by_rank[rank]).items()}
+    num_mapped = num_memory_files()
     for rank in range(num_ranks):
         transport = {
             "local": lambda rank=rank: LocalTransport(rank),
@@ -92,6 +98,7 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
             transport.run(bucket.index, bucket.transfers, by_rank[rank], destination)
         transport.close()
         transport.close()  # idempotent
+        assert num_memory_files() == num_mapped, "memory of the peers stays mapped"
         assert differing(destination, case.expected(rank)) == []
 
 
