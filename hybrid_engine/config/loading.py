@@ -414,9 +414,9 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
 
 def _nearest_paths(paths: list[Place], parent: Place) -> list[Place]:
     """Return the paths that share the most leading parts with `parent`."""
-    depths = []
-    for path in paths:
-        depths.append(sum(path[:depth] == parent[:depth] for depth in range(1, len(parent) + 1)))
+    depths = [
+        sum(path[:depth] == parent[:depth] for depth in range(1, len(parent) + 1)) for path in paths
+    ]
     return [path for path, depth in zip(paths, depths, strict=True) if depth == max(depths)]
 
 

@@ -46,11 +46,13 @@ def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None
     # accelerate's DistributedType, e.g. "DistributedType.FSDP".
     strategy = str(accelerator.distributed_type).rpartition(".")[2]
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    problem = ""
     if strategy == "DEEPSPEED":
-        problem, remedy = "DeepSpeed has the parameters", "Use FSDP2, DDP or one process"
-        violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
+        problem = "DeepSpeed has the parameters"
     elif strategy == "FSDP" and fsdp.fsdp_version != 2:
-        problem, remedy = f"fsdp_version {fsdp.fsdp_version}", "Set fsdp_version: 2"
+        problem = f"fsdp_version {fsdp.fsdp_version}"
+    if problem:
+        remedy = "Use FSDP2 (fsdp_version: 2), DDP or one process"
         violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
     if violations:
         raise ConfigError(violations)
@@ -78,7 +80,8 @@ def request_outputs(
     with engine.job.agreement.phase("looking at prompts"):
         violations = list(violations)
         if any("multi_modal_data" in prompt for prompt in prompts):
-            problem, remedy = "has images", "Use texts: only models of text are resharded"
+            problem = "has images"
+            remedy = "Use texts: only models of text are resharded"
             violations.append(Violation("dataset", problem, remedy, code="not-supported"))
         if violations:
             raise ConfigError(violations)

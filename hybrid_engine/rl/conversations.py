@@ -196,7 +196,8 @@ def _checked(
         own_arguments = ("environment", "sampling", "max_tokens_per_turn", "names")
         violations = [*unknown_arguments(chat, own_arguments)]
         if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-            problem, remedy = f"got {shortened(prompts)}", "Pass a list of prompts"
+            problem = f"got {shortened(prompts)}"
+            remedy = "Pass a list of prompts"
             violations.append(Violation("prompts", problem, remedy, code="not-a-list"))
         if max_tokens_per_turn is not None:
             remedy = "Pass a number of tokens, at least 1"
@@ -209,7 +210,8 @@ def _checked(
         # Later turns begin with token ids, which have no images.
         pictured = [index for index, prompt in enumerate(prompts) if _has_images(prompt)]
         if pictured:
-            key, problem = f"prompts[{pictured[0]}]", "has images, and conversations are text alone"
+            key = f"prompts[{pictured[0]}]"
+            problem = "has images, and conversations are text alone"
             remedy = "Leave the environment out"
             raise ArgumentError([Violation(key, problem, remedy, code="images-unsupported")])
     return samplings
