@@ -22,6 +22,7 @@ from hybrid_engine.layouts.memory import (
     GIB,
     MIB,
     MemoryPlan,
+    Phase,
     Stays,
     TrainingMemory,
     fitting_kinds,
@@ -248,25 +249,38 @@ def memory_violations(
     if not_planned:
         yield from not_planned
         return
+    remedy = "Raise it, spread the models over more ranks, or offload more"
     for phase in memory_plan(config, world_size, num_mtp_layers).over_budget():
-        needed_gib = phase.total.max() / GIB
-        yield Violation(
-            "device_budget_gib",
-            f"{budget_gib:.4g} GiB on a device, but the phase {phase.name} takes "
-            f"{needed_gib:.4g} GiB on rank {phase.largest_rank}",
-            "Raise it, spread the models over more ranks, or offload more",
-            code="over-budget",
-        )
+        yield _too_large(phase, budget_gib, "device_budget_gib", remedy)
+
+
+def _too_large(phase: Phase, room_gib: float, key: str, remedy: str) -> Violation:
+    problem = (
+        f"{room_gib:.4g} GiB on a device, but the phase {phase.name} takes "
+        f"{phase.total.max() / GIB:.4g} GiB on rank {phase.largest_rank}"
+    )
+    return Violation(key, problem, remedy, code="over-budget")
 
 
 def require_room(config: HybridConfig, world_size: int, device_nbytes: int) -> None:
     """Raise ConfigError for the phases whose state alone exceeds a device of `device_nbytes`.
 
-    Does nothing for a job whose memory is not planned.
+    Does nothing for jobs whose memory is not planned, or that may take less than is planned.
     """
-    limited = config.model_copy(update={"device_budget_gib": device_nbytes / GIB})
-    violations = memory_violations(limited, world_size, None)
-    over = [violation for violation in violations if violation.code == "over-budget"]
+    may_take_less = (
+        config.actor_config.frozen_parameters
+        or config.generate_config.servers
+        or config.critic_config is not None
+    )
+    if may_take_less or [*_not_planned(config)]:
+        return
+    remedy = "Use more ranks, larger parallel sizes, or offload more"
+    over = [
+        _too_large(phase, device_nbytes / GIB, "actor_config", remedy)
+        for phase in memory_plan(config, world_size).phases.values()
+        # A reference exists with a KL term only.
+        if phase.name != "reference" and phase.total.max() > device_nbytes
+    ]
     if over:
         raise ConfigError(over)
 

@@ -80,7 +80,7 @@ from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.batches.batch_building import NewBatch
 from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
-from hybrid_engine.trainer.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ChatArguments
@@ -143,6 +143,8 @@ def train(
     setting that would end the run later, if `out` has another run, or if another job writes to it;
     later the errors of `Loop.learn`.
     """
+    # Before the checks, which may import Megatron.
+    ignore_known_warnings()
     if are_listed(prompts):
         prompts = listed(prompts)
     arguments = RunArguments.of(

@@ -155,11 +155,14 @@ class RunRecord:
                 and not name.endswith(("seconds", "bytes"))
                 and not name.startswith("bytes")
             )
-            seconds = row["seconds"]
+            text = f"step {step}/{self._config.steps}: {figures}, {row['seconds']:.1f} s"
             num_left = self._config.steps - step
-            left = f", {num_left * seconds / 60:.1f} min left" if num_left else ""
-            self.say(f"step {step}/{self._config.steps}: {figures}, {seconds:.1f} s{left}")
-            self._has_row = True
+            # Step 0 is an evaluation.
+            if step and num_left:
+                now_and_then = row.get("evaluate_seconds", 0.0) + row.get("checkpoint_seconds", 0.0)
+                text += f", {num_left * (row['seconds'] - now_and_then) / 60:.1f} min left"
+            self.say(text)
+            self._has_row = step > 0
             if self._files is not None:
                 self._files.metrics.append(row)
             for tracker in self._trackers:

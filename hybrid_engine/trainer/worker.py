@@ -200,9 +200,16 @@ class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
 
 
 def ignore_known_warnings() -> None:
-    """Ignore warnings about versions of the engines, which are pinned; users cannot act on them."""
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron|vllm)\.")
+    """Ignore warnings of pinned packages that say nothing about this job.
+
+    On a GPU it is worth knowing that Transformer Engine is missing.
+    """
+    if not torch.cuda.is_available():
+        message = "Transformer Engine and Apex are not installed"
+        warnings.filterwarnings("ignore", message=message, append=True)
+    warnings.filterwarnings("ignore", message="Apex is not installed", append=True)
+    pinned = r"(torch|megatron|vllm)\."
+    warnings.filterwarnings("ignore", category=FutureWarning, module=pinned, append=True)
 
 
 def _builder(config: HybridConfig) -> Callable[..., ActorParts]:

@@ -341,13 +341,22 @@ class JobPlan:
     def switch_seconds(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Estimated seconds of each rank's switches, and those of links and PCIe in them.
 
-        On the way to vLLM parameters leave while they are read, and all else before; on the way
-        back all else arrives behind the next training step.
+        On the way to vLLM optimizer state leaves first, then parameters while they are read, but
+        for those that leave whole at the end; on the way back optimizer state arrives behind the
+        next training step. Gradients are gone by then.
         """
-        kinds = copied_kinds(self.memory.state, self.stays.kinds | self.stays.fitting)
-        seconds = {kind: nbytes / PCIE_GBPS / 1e9 for kind, nbytes in kinds.items()}
-        params = seconds.pop("param", np.zeros(self.world_size))
-        copies = sum(seconds.values(), np.maximum(self.seconds, params))
+        state = self.memory.state
+        kinds = copied_kinds(state, self.stays.kinds | self.stays.fitting)
+        none = np.zeros(self.world_size)
+        params, optimizer, late = (
+            nbytes / PCIE_GBPS / 1e9
+            for nbytes in (
+                kinds.get("param", none),
+                kinds.get("optimizer", none),
+                none if state.inelastic is None or "param" not in kinds else state.inelastic,
+            )
+        )
+        copies = optimizer + np.maximum(self.seconds, params - late) + late
         num_buckets = -(-self.memory.inference // self.bucket_nbytes)
         return {
             "to_vllm": (copies + num_buckets * BUCKET_SECONDS, copies),

@@ -213,7 +213,8 @@ class FsdpTrainEngine:
             with attributes_set([model], forward=forward_in_chunks(model, score, inputs, length)):
                 results = self._forward(rows)
         else:
-            results = score(self._forward(rows).logits.flatten(0, 1), *inputs)
+            logits = self._forward(rows).logits.flatten(0, 1)
+            results = score_in_chunks(score, [logits, *inputs], length)
         log_probs, *further = (
             value.view(*rows.tokens.shape, *value.shape[1:]) for value in results
         )
@@ -274,7 +275,10 @@ def forward_in_chunks(
     def forward(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
         outputs: Any = []
         with (
-            layers.register_forward_hook(lambda _module, _inputs, output: outputs.append(output)),
+            # Before their own hooks, which run for each chunk, and may change the output in place.
+            layers.register_forward_hook(
+                lambda _module, _inputs, output: outputs.append(copy(output)), prepend=True
+            ),
             # Before the head's own hooks, which expect it to return.
             head.register_forward_pre_hook(end, prepend=True),
             suppress(_HeadReached),
@@ -283,7 +287,8 @@ def forward_in_chunks(
         (output,) = outputs
         hidden = output.last_hidden_state.flatten(0, 1)
         product: Any = {}
-        if type(head).forward is torch.nn.Linear.forward and head.bias is None:
+        is_plain = getattr(head.forward, "__func__", None) is torch.nn.Linear.forward
+        if is_plain and head.bias is None:
             sums = [0, -(-len(hidden) // length)]
             product["forward"] = lambda part: ChunkProduct.apply(part, head.weight, sums)
 

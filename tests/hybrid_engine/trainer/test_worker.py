@@ -40,10 +40,15 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
     assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM
 
 
-def test_known_warnings_are_ignored(recwarn: pytest.WarningsRecorder) -> None:
-    warnings.simplefilter("always")
-    ignore_known_warnings()
-    warnings.warn("Transformer Engine and Apex are not installed. Falling back to local.", stacklevel=1)
-    warnings.warn_explicit("is deprecated", FutureWarning, "c10d_logger.py", 83, "torch.distributed.c10d_logger")
-    warnings.warn_explicit("is deprecated", FutureWarning, "loop.py", 1, "user.loop")
-    assert [warning.filename for warning in recwarn] == ["loop.py"]
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_known_warnings_are_ignored(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        ignore_known_warnings()
+        for index, text in enumerate(("Transformer Engine and Apex are not installed.", "Apex is not installed.")):
+            warnings.warn_explicit(text, UserWarning, f"{index}.py", 1, "megatron.core")
+        for module in ("torch.distributed.c10d_logger", "user.loop"):
+            warnings.warn_explicit("is deprecated", FutureWarning, module, 1, module)
+    # On a GPU it is worth knowing that Transformer Engine is missing.
+    assert [warning.filename for warning in shown] == [*["0.py"] * has_gpu, "user.loop"]

@@ -172,6 +172,9 @@ def test_fit_and_time(job: JobPlanner) -> None:
     np.testing.assert_allclose(copies, np.maximum(small.seconds, alone["param"]) + alone["optimizer"])
     np.testing.assert_allclose(there, copies + BUCKET_SECONDS)  # one bucket
     np.testing.assert_allclose(back, alone["param"])
+    whole = job(train, infer, Cluster(ranks_per_host=2, link_gbps=rates, **INELASTIC))
+    _, copies = whole.switch_seconds["to_vllm"]
+    np.testing.assert_allclose(copies, whole.seconds + alone["param"] + alone["optimizer"])
     exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
     assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
     assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -120,12 +121,20 @@ def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, fl
                 sizes = list[int]()
                 head = engine.model.model.get_output_embeddings()
                 head.register_forward_hook(lambda _module, _inputs, logits, sizes=sizes: sizes.append(logits.nbytes))
+                for one in (engine.model.model, model):  # what a user's hook and replacement do is done once
+                    one.base_model.register_forward_hook(doubled)
+                    own = one.get_output_embeddings()
+                    own.forward = lambda hidden, plain=own.forward: plain(hidden) * 0.5
                 with attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
                     in_chunks = engine.log_probs(batch(0))
                 of_chunks = (in_chunks - log_probs(model, batch(0))).abs().max().item()
             attention = engine.model.model.config._attn_implementation
             results[family] = difference, of_chunks, max(sizes), attention
     return results
+
+
+def doubled(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
+    output["last_hidden_state"] = output.last_hidden_state * 2
 
 
 def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches.Read]]:
