@@ -136,7 +136,6 @@ def test_a_job_that_exceeds_its_device_for_certain_is_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, check=has_violations(("actor_config", "over-budget"), exactly=False)):
         require_room(config, 4, room // 2)
     for changes in (
-        {"actor_config": {"lora": {}}},
         {"actor_config": {"frozen_parameters": ["decoder.*"]}},
         {"critic_config": {"model": model}},
         {"generate_config": {"servers": ["http://localhost:1"]}},

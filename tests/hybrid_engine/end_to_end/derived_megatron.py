@@ -142,6 +142,14 @@ GLM = Model(
     outside={"rotary_percent": 0.5},
     parallel={"expert_model_parallel_size": 2},
 )
+QWEN3_NEXT = Model(
+    "Qwen3NextForCausalLM",
+    layers={**DELTA_NETS, **SHARED_GATE},
+    outside={"rotary_percent": 0.25},
+    parallel=TENSOR_AND_EXPERT,
+    spec=with_gated_delta_nets,
+    dtype=torch.bfloat16,
+)
 MODELS = [
     Model("MistralForCausalLM"),
     Model("MistralForCausalLM", parallel={"pipeline_model_parallel_size": 2}, infer={}),
@@ -187,14 +195,7 @@ MODELS = [
         outside={"position_embedding_type": "yarn"},
         parallel={"expert_model_parallel_size": 2},
     ),
-    Model(
-        "Qwen3NextForCausalLM",
-        layers={**DELTA_NETS, **SHARED_GATE},
-        outside={"rotary_percent": 0.25},
-        parallel=TENSOR_AND_EXPERT,
-        spec=with_gated_delta_nets,
-        dtype=torch.bfloat16,
-    ),
+    QWEN3_NEXT,
     Model(
         "MiniMaxM2ForCausalLM",
         layers={
@@ -233,21 +234,8 @@ MODELS = [
 MODELS.append(replace(MODELS[-1], parallel={"pipeline_model_parallel_size": 2}, infer={}))
 
 WITH_TORCHVISION = [
-    Model(
-        "Qwen3_5ForCausalLM",
-        layers=DELTA_NETS,
-        outside={"rotary_percent": 0.25},
-        spec=with_gated_delta_nets,
-        dtype=torch.bfloat16,
-    ),
-    Model(
-        "Qwen3_5MoeForCausalLM",
-        layers={**DELTA_NETS, **SHARED_GATE},
-        outside={"rotary_percent": 0.25},
-        parallel=TENSOR_AND_EXPERT,
-        spec=with_gated_delta_nets,
-        dtype=torch.bfloat16,
-    ),
+    replace(QWEN3_NEXT, architecture="Qwen3_5ForCausalLM", layers=DELTA_NETS, parallel=MODELS[0].parallel),
+    replace(QWEN3_NEXT, architecture="Qwen3_5MoeForCausalLM"),
 ]
 """Models of text for which vLLM imports torchvision (see `tests/vision_path`)."""
 

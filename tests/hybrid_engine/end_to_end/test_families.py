@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ MOST_SEEN = [
 NOT_BUILT_HERE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
 
 
-def readings(directory: str, names: list[str]) -> dict[str, str]:
-    """Return for each model the code with which its readings alone refuse it, or ""."""
+def of_each(judge: Callable[[Path, str], Any], directory: str, names: list[str]) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    return {name: _reading(Path(directory, str(index)), name) for index, name in enumerate(names)}
+    return {name: judge(Path(directory, str(index)), name) for index, name in enumerate(names)}
 
 
-def _reading(directory: Path, name: str) -> str:
+def reading(directory: Path, name: str) -> str:
+    """Return the code with which a model's readings alone refuse it, or ""."""
     config = config_of(name, {"max_position_embeddings": 512}) if name in FAMILIES else variant_config(name)
     write_config(directory, config)
     with torch.device("meta"):
@@ -80,13 +81,8 @@ def _reading(directory: Path, name: str) -> str:
     return "attention-differs" if unreached else ""
 
 
-def verdicts(directory: str, names: list[str]) -> dict[str, str | float]:
-    """Return for each model the code of its refusal, or the largest difference in nats."""
-    dist.init_process_group("gloo")
-    return {name: _verdict(Path(directory, str(index)), name) for index, name in enumerate(names)}
-
-
-def _verdict(directory: Path, name: str) -> str | float:
+def verdict(directory: Path, name: str) -> str | float:
+    """Return the code of a model's refusal, or the largest difference in nats."""
     config = variant_config(name)
     write_config(directory, config)
     torch.manual_seed(0)
@@ -133,7 +129,7 @@ def _verdict(directory: Path, name: str) -> str | float:
 @pytest.mark.timeout(600)
 def test_readings_refuse_only_what_no_run_reaches(engines: Ranks, tmp_path: Path) -> None:
     names = [name for name in (*SMALL, *VARIANTS, *FAMILIES) if name not in NOT_BUILT_HERE]
-    (seen,) = engines.launch(readings, 1, str(tmp_path), names, timeout=500)
+    (seen,) = engines.launch(of_each, 1, reading, str(tmp_path), names, timeout=500)
     assert {name: code for name, code in seen.items() if code} == REFUSED
 
 
@@ -145,7 +141,7 @@ def test_readings_refuse_only_what_no_run_reaches(engines: Ranks, tmp_path: Path
 @pytest.mark.engines
 @pytest.mark.timeout(600)
 def test_engines_accept_what_both_sides_compute(engines: Ranks, tmp_path: Path, names: list[str]) -> None:
-    (seen,) = engines.launch(verdicts, 1, str(tmp_path), names, timeout=500)
+    (seen,) = engines.launch(of_each, 1, verdict, str(tmp_path), names, timeout=500)
     for name in names:
         code = (REFUSED | DECIDED_BY_A_RUN).get(name)
         gap = seen[name]

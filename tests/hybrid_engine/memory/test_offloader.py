@@ -67,6 +67,14 @@ class Model:
         return [self.param_data, *(value for state in self.optimizer.state.values() for value in state.values())]
 
 
+def trained(elastic: bool = False) -> tuple[Model, list[torch.Tensor], MegatronOffloader]:
+    """Return a model after a step, copies of its tensors, and its offloader."""
+    model = Model(elastic=elastic)
+    model.step(0)
+    before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
+    return model, before, MegatronOffloader(Items(model.inventory), "cpu")
+
+
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("kinds", [KINDS, ("optimizer",), ("param", "grad")], ids=str)
@@ -94,9 +102,7 @@ def test_offloading_does_not_change_training(elastic: bool, optimizer: type, kin
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
-    model = Model(elastic=elastic)
-    offloader = MegatronOffloader(Items(model.inventory), "cpu")
-    model.step(0)
+    model, _, offloader = trained(elastic)
     flat = model.param_data.untyped_storage().nbytes()
     report = offloader.offload()
     moments = 2 * flat + 4 * 4  # two per parameter, and a step counter for each of four
@@ -168,10 +174,7 @@ def test_a_storage_that_cannot_be_freed_is_refused_before_any_move(tensor: torch
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 def test_a_failed_offload_restores_everything(monkeypatch: pytest.MonkeyPatch, elastic: bool):
-    model = Model(elastic=elastic)
-    model.step(0)
-    before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
-    offloader = MegatronOffloader(Items(model.inventory), "cpu")
+    model, before, offloader = trained(elastic)
     fail(monkeypatch, Storage, "bytes_view", owner="exp_avg 2")
     with pytest.raises(OffloadError, check=has_code("offload-failed", "out of memory")):
         offloader.offload()
@@ -183,10 +186,7 @@ def test_a_failed_offload_restores_everything(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_failed_onload_names_locations_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
-    model = Model(elastic=False)
-    model.step(0)
-    before = [tensor.clone() for tensor in model.tensors()]
-    offloader = MegatronOffloader(Items(model.inventory), "cpu")
+    model, before, offloader = trained()
     offloader.offload()
     fail(monkeypatch, Storage, "take_back", owner="exp_avg 1")
     with pytest.raises(OffloadError, check=has_code("onload-failed", "exp_avg 1", "out of memory")) as failure:
@@ -203,10 +203,7 @@ def test_a_failed_onload_names_locations_and_can_be_continued(monkeypatch: pytes
 
 
 def test_a_failure_to_restore_is_an_error_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
-    model = Model(elastic=False)
-    model.step(0)
-    before = [tensor.clone() for tensor in model.tensors()]
-    offloader = MegatronOffloader(Items(model.inventory), "cpu")
+    model, before, offloader = trained()
     fail(monkeypatch, Storage, "free", owner="exp_avg 2")
     fail(monkeypatch, Storage, "take_back", owner="flat params")
     with pytest.raises(OffloadError, check=has_code("cannot-restore", "flat params")):

@@ -32,14 +32,6 @@ def with_tokenizer(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "reward", [lambda prompt, completion: 1.0, lambda prompt, completion, completions=(): 1.0, {"a": lambda *_: 1.0}]
-)
-def test_valid_arguments_reach_the_engines(reward: Any) -> None:
-    with pytest.raises(Exception, match="engines are built"):
-        start(reward=reward)
-
-
 CHAT = [{"role": "user", "content": "2 + 2"}]
 OF_TRL = (lambda prompts, completions, **columns: [1.0], lambda completions, **columns: [1.0])
 
@@ -143,17 +135,21 @@ class Judge:
 
 
 @pytest.mark.parametrize(
-    "reward", [max, decorated(len), Judge(), Judge().method, functools.partial(Judge(), strict=False)]
+    ("name", "value"),
+    [
+        ("reward", lambda prompt, completion: 1.0),
+        ("reward", lambda prompt, completion, completions=(): 1.0),
+        ("reward", decorated(len)),
+        ("reward", Judge().method),
+        ("reward", functools.partial(Judge(), strict=False)),
+        ("prompts", torch.ones(4, 3).long()),
+        ("prompts", (row for row in PROMPTS)),
+        ("prompts", tuple(PROMPTS)),
+    ],
 )
-def test_callables_of_all_kinds_are_accepted(reward: Any) -> None:
+def test_valid_arguments_reach_the_engines(name: str, value: Any) -> None:
     with pytest.raises(Exception, match="engines are built"):
-        start(reward=reward)
-
-
-@pytest.mark.parametrize("prompts", [torch.ones(4, 3, dtype=torch.long), (row for row in PROMPTS), tuple(PROMPTS)])
-def test_prompts_of_all_kinds_are_accepted(prompts: Any) -> None:
-    with pytest.raises(Exception, match="engines are built"):
-        start(prompts=prompts)
+        start(**{name: value})
 
 
 @pytest.mark.parametrize(

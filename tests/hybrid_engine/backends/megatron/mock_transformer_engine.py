@@ -51,15 +51,17 @@ class Linear(_Layer):
         tp_size: int,
         parallel_mode: str | None,
         params_dtype: torch.dtype,
+        suffixes: Sequence[object] = ("",),
         **_unused: Any,
     ) -> None:
         super().__init__()
         self.parallel_mode = parallel_mode
         rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
         self.out_features, self.in_features = rows, columns
-        self._add("weight", rows, columns, dtype=params_dtype)
-        if bias:
-            self._add("bias", rows, dtype=params_dtype)
+        for suffix in suffixes:
+            self._add(f"weight{suffix}", rows, columns, dtype=params_dtype)
+            if bias:
+                self._add(f"bias{suffix}", rows, dtype=params_dtype)
 
 
 class LayerNormLinear(Linear):
@@ -70,26 +72,10 @@ class LayerNormLinear(Linear):
             self._add("layer_norm_bias", in_features, dtype=settings["params_dtype"])
 
 
-class GroupedLinear(_Layer):
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        tp_size: int,
-        parallel_mode: str | None,
-        params_dtype: torch.dtype,
-        **_unused: Any,
-    ) -> None:
-        super().__init__()
-        rows, columns = _local_shape(in_features, out_features, parallel_mode, tp_size)
-        self.num_gemms, self.out_features, self.in_features = num_gemms, rows, columns
-        for gemm in range(num_gemms):
-            self._add(f"weight{gemm}", rows, columns, dtype=params_dtype)
-            if bias:
-                self._add(f"bias{gemm}", rows, dtype=params_dtype)
+class GroupedLinear(Linear):
+    def __init__(self, num_gemms: int, *sizes: int, **settings: Any) -> None:
+        super().__init__(*sizes, suffixes=range(num_gemms), **settings)
+        self.num_gemms = num_gemms
 
     def group_weights(self) -> None:
         """Replace all weights by one parameter."""
