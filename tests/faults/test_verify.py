@@ -30,7 +30,7 @@ def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path, 
     temporary.mkdir()
     command = ["-m", "hybrid_engine", "verify", *job(write_config(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2)]
     with Running(command, tmp_path, {"TMPDIR": str(temporary)}) as running:
-        running.wait_for(lambda: any(".verification.reference" in line for line in running.processes().values()))
+        running.wait_for(lambda: any(".verify.reference" in line for line in running.processes().values()))
         running.launcher.send_signal(number)
         signalled = time.monotonic()
         running.wait(MOST_SECONDS)
