@@ -198,9 +198,7 @@ def _positive(text: str) -> int:
 
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
-_INSTALL_HINT = (
-    "pip install '.[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
-)
+_INSTALL_HINT = "pip install '.[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
 
 
 def performs_rl(args: argparse.Namespace) -> bool:
