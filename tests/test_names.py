@@ -48,7 +48,7 @@ ELSEWHERE = {
     "Megatron-Bridge": "get_conversion_tasks",
     "megatron-core 0.19": "_remove_glu_interleaving",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
-    "composed names of columns": "checkpoint_seconds critic_seconds reward_seconds",
+    "composed names of columns": "critic_seconds reward_seconds",
     "placeholders": "held_out_NAME loss_NAME reward_NAME linear_fc1.weightN",
 }
 

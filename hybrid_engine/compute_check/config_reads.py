@@ -27,6 +27,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -136,11 +137,13 @@ def one_sided(
     texts: list[str] = []
     if trainer is None or inference is None:
         return violations, texts
+    by_trainer = partial(Violation, code="read-by-trainer-alone")
+    by_vllm = partial(Violation, code="read-by-vllm-alone")
     sides = (
-        (trainer, inference, "the trainer", "vLLM", "read-by-trainer-alone"),
-        (inference, trainer, "vLLM", "the trainer", "read-by-vllm-alone"),
+        (trainer, inference, "the trainer", "vLLM", by_trainer),
+        (inference, trainer, "vLLM", "the trainer", by_vllm),
     )
-    for reads, others, name, other, code in sides:
+    for reads, others, name, other, violation in sides:
         for key, read in sorted(reads.items()):
             is_decided = any(re.search(pattern, key) for pattern in _DECIDED_ELSEWHERE.values())
             if key in others or read.is_usual or is_decided or key in OF_ALL_FAMILIES:
@@ -153,7 +156,7 @@ def one_sided(
             if is_of_positions:
                 remedy = "Set generate_config.max_model_len to original_max_position_embeddings"
             if read.is_number and (scales_positions or not is_of_positions):
-                violations.append(Violation(key, problem, remedy, code=code))
+                violations.append(violation(key, problem, remedy))
             else:
                 texts.append(f"{key}: {problem}")
     return violations, texts

@@ -60,7 +60,7 @@ OUTSIDE = {
     "transports": {"msgspec", "numpy", "torch"},
     "transports.tile_kernel": {"triton"},  # imported inside a function, on a GPU
     "transports.runs": {"numpy", "torch", "triton"},
-    "switch": {"torch"},
+    "switch": {"numpy", "torch"},
     "switch.report": set(),
     "switch.states": set(),
     "backends": {"torch"},
