@@ -171,7 +171,9 @@ class Fingerprint:
         texts = []
         for name in before | after:
             old, new = before.get(name, {}), after.get(name, {})
-            for key in (old | new) if old != new else ():
+            if old == new:
+                continue
+            for key in old | new:
                 if old.get(key) != new.get(key):
                     now, then = (clipped(str(side.get(key)), 80) for side in (new, old))
                     texts.append(f"{key} of {name or 'the model'} is {now}, was {then}")

@@ -58,9 +58,9 @@ class Replicas:
                     (box.offsets, box.lengths): tuple(sorted({*box.ranks.tolist()}))
                     for box in owners
                 }
+                for ranks in ranks_by_owners[id(owners)].values():
+                    small[ranks]  # all ranks have all groups, in one order
             boxes = ranks_by_owners[id(owners)]
-            for ranks in boxes.values():
-                small[ranks]  # all ranks have all groups, in one order
             for shard in shards.get(name, ()):
                 ranks = boxes[shard.region.offsets, shard.region.lengths]
                 (small if nbytes < MOST_NBYTES else large)[ranks].append(shard)

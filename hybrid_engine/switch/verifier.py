@@ -27,8 +27,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress
-from operator import not_
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -216,11 +215,12 @@ class Verification:
             ranks: [N] ranks that train the regions.
         """
         differ = (numbers[1:] == numbers[:-1]) & (digests[1:] != digests[:-1])
-        regions = {number: self._regions.region(number) for number in numbers[1:][differ].tolist()}
-        # The last number of a tensor in descending order.
-        first = {regions[number].tensor: number for number in sorted(regions, reverse=True)}
-        for number in sorted(first.values()):
-            region = regions[number]
+        named: set[str] = set()
+        for number in numbers[1:][differ].unique().tolist():
+            region = self._regions.region(number)
+            if region.tensor in named:
+                continue
+            named.add(region.tensor)
             is_region = numbers == number
             by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
             self._findings.append(replicas_differ(region_text(region), by_rank))
@@ -378,7 +378,8 @@ class ValueRanges:
             for extreme, (_, dtype) in zip(extremes, self._parts, strict=True)
         ]
         # A single synchronization with the device if everything fits.
-        too_large = [*compress(self._parts, map(not_, torch.stack(fits).tolist()))]
+        are_within = torch.stack(fits).tolist()
+        too_large = [part for part, fit in zip(self._parts, are_within, strict=True) if not fit]
         if too_large:
             raise WeightError([self._finding(buffers, *part) for part in too_large])
 

@@ -348,14 +348,11 @@ class JobPlan:
         state = self.memory.state
         kinds = copied_kinds(state, self.stays.kinds | self.stays.fitting)
         none = np.zeros(self.world_size)
-        params, optimizer, late = (
-            nbytes / PCIE_GBPS / 1e9
-            for nbytes in (
-                kinds.get("param", none),
-                kinds.get("optimizer", none),
-                none if state.inelastic is None or "param" not in kinds else state.inelastic,
-            )
-        )
+        params = kinds.get("param", none) / PCIE_GBPS / 1e9
+        optimizer = kinds.get("optimizer", none) / PCIE_GBPS / 1e9
+        late = none
+        if state.inelastic is not None:
+            late = np.minimum(params, state.inelastic / PCIE_GBPS / 1e9)
         copies = optimizer + np.maximum(self.seconds, params - late) + late
         num_buckets = -(-self.memory.inference // self.bucket_nbytes)
         return {

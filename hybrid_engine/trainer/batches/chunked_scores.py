@@ -44,6 +44,12 @@ def score_in_chunks(
     return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
+def chunk_product(num_rows: int, length: int) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a product of hidden states with a weight, called once for each chunk of `length`."""
+    sums = [0, -(-num_rows // length)]
+    return lambda hidden, weight: ChunkProduct.apply(hidden, weight, sums)
+
+
 class ChunkProduct(torch.autograd.Function):
     """Product of hidden states [..., H] of a chunk with a weight [V, H].
 

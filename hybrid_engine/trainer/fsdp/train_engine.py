@@ -30,8 +30,8 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.chunked_scores import (
-    ChunkProduct,
     chunk_length,
+    chunk_product,
     score_in_chunks,
 )
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
@@ -286,18 +286,18 @@ def forward_in_chunks(
             whole(*arguments, **named)
         (output,) = outputs
         hidden = output.last_hidden_state.flatten(0, 1)
-        product: Any = {}
+        replaced: Any = {}
         is_plain = getattr(head.forward, "__func__", None) is torch.nn.Linear.forward
         if is_plain and head.bias is None:
-            sums = [0, -(-len(hidden) // length)]
-            product["forward"] = lambda part: ChunkProduct.apply(part, head.weight, sums)
+            product = chunk_product(len(hidden), length)
+            replaced["forward"] = lambda part: product(part, head.weight)
 
         def score_part(part: torch.Tensor, *values: torch.Tensor) -> Any:
             of_part = copy(output)
             of_part["last_hidden_state"] = part.unsqueeze(0)
             with (
                 attributes_set([layers], forward=lambda *_, **__: of_part),
-                attributes_set([head], **product),
+                attributes_set([head], **replaced),
             ):
                 logits = whole(*arguments, **named).logits
             return score(logits.flatten(0, 1), *values)

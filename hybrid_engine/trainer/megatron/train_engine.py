@@ -31,8 +31,8 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.chunked_scores import (
-    ChunkProduct,
     chunk_length,
+    chunk_product,
     score_in_chunks,
 )
 from hybrid_engine.trainer.batches.loss_results import Loss
@@ -108,7 +108,7 @@ class LogProbs:
             inputs = [values.t() for values in (labels, temperature) if values is not None]
             num_rows = labels.shape[1]
             length = chunk_length(num_rows, labels.numel() * len(weight))
-            product: Any = {}  # in place of the layer's, if there are several chunks
+            replaced: Any = {}  # of the layer, if there are several chunks
             if length < num_rows:
                 if hasattr(weight, "grad_added_to_main_grad"):
                     # A shorter row of this step may have set it: here autograd adds the gradient.
@@ -119,15 +119,12 @@ class LogProbs:
                     if layer.sequence_parallel
                     else copy_to_tensor_model_parallel_region(hidden)
                 )
-                sums = [0, -(-num_rows // length)]
-                product["forward"] = lambda hidden, **_: (
-                    ChunkProduct.apply(hidden, weight, sums),
-                    None,
-                )
+                product = chunk_product(num_rows, length)
+                replaced["forward"] = lambda hidden, **_: (product(hidden, weight), None)
 
             def score(hidden: Any, labels: Any, *temperature: Any) -> Any:
                 # the call runs the hooks of the layer
-                with attributes_set([layer], **product):
+                with attributes_set([layer], **replaced):
                     logits, _ = layer(hidden, weight=weight)
                 if temperature:
                     # in place, because Megatron's cross entropy is in place as well

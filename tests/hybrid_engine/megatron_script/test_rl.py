@@ -79,50 +79,35 @@ class Case:
     """
 
     flags: str
-    dtype: str
-    generate: Values
     rollouts: dict[int, int]
     versions: list[int]
     last: int
-    close: float
+    dtype: str = "float32"
+    generate: Values = field(default_factory=dict)
+    close: float = 1e-5
     is_patched: bool = False
     hf_config: Values = field(default_factory=lambda: DENSE)
 
 
+PP = Case("--pipeline-model-parallel-size 2 --grpo-iterations 1", rollouts={0: 0, 1: 1}, versions=[0, 1, 2], last=2)
 CASES = {
     "TP": Case(
         "--tensor-model-parallel-size 2 --grpo-iterations 1",
-        "float32",
-        {},
         rollouts={0: 0, 1: 1, 2: 2},
         versions=[0, 1, 2, 2],
         last=3,
-        close=1e-5,
     ),
-    "PP": Case(
-        "--pipeline-model-parallel-size 2 --grpo-iterations 1",
-        "float32",
-        {},
-        rollouts={0: 0, 1: 1},
-        versions=[0, 1, 2],
-        last=2,
-        close=1e-5,
-    ),
-    "EP": Case(
-        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm "
-        "--grpo-iterations 1",
-        "float32",
-        {},
-        rollouts={0: 0, 1: 1},
-        versions=[0, 1, 2],
-        last=2,
-        close=1e-5,
+    "PP": PP,
+    "EP": replace(
+        PP,
+        flags="--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+        "--qk-layernorm --grpo-iterations 1",
         hf_config=EXPERTS,
     ),
     "DP": Case(
         "--bf16 --use-distributed-optimizer --grpo-iterations 2 --rl-inference-logprobs-is-correction",
-        "bfloat16",
-        {"release_weights": False},
+        dtype="bfloat16",
+        generate={"release_weights": False},
         rollouts={0: 0, 2: 2},
         versions=[0, 2, 2, 4],
         last=4,

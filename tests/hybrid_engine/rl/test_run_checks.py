@@ -139,7 +139,10 @@ class Judge:
     [
         ("reward", lambda prompt, completion: 1.0),
         ("reward", lambda prompt, completion, completions=(): 1.0),
+        ("reward", {"a": lambda *_: 1.0}),
+        ("reward", max),
         ("reward", decorated(len)),
+        ("reward", Judge()),
         ("reward", Judge().method),
         ("reward", functools.partial(Judge(), strict=False)),
         ("prompts", torch.ones(4, 3).long()),

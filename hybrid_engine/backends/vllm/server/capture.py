@@ -44,7 +44,7 @@ def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig, R
     others = list(_captured.items())
     drafters = [drafter for drafter, (_, of) in others if of.model_config is config.model_config]
     joined = functools.reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main)
-    return joined, config, _reads[model]
+    return joined, config, _reads.pop(model)
 
 
 def _keep(model: torch.nn.Module, captured: ProcessedModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from hybrid_engine.trainer.batches.chunked_scores import ChunkProduct, score_in_chunks
+from hybrid_engine.trainer.batches.chunked_scores import chunk_product, score_in_chunks
 from hybrid_engine.trainer.batches.token_outputs import Outputs, token_outputs
 
 BOTH = Outputs(entropy=True, top_k=4)
@@ -53,11 +53,11 @@ def scored(dtype: Any, length: int, calls: Any) -> Any:
     """Return entropy and its gradients; add the rows of which logits were computed to `calls`."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(size, 16).bfloat16().to(dtype).requires_grad_() for size in (990, 300))
-    sums = [0, 990 // length]
+    product = chunk_product(990, length)
 
     def score(part: Any) -> Any:
         calls.append(len(part))
-        return token_outputs(ChunkProduct.apply(part, weight, sums), Outputs(entropy=True)).values()
+        return token_outputs(product(part, weight), Outputs(entropy=True)).values()
 
     (entropy,) = score_in_chunks(score, [hidden], length)
     entropy.square().mean().backward()
