@@ -10,12 +10,13 @@ modules that transformers builds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
-from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, constraint
+from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, given
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
-from hybrid_engine.errors import ConfigError, Violation, Violations
+from hybrid_engine.errors import ConfigError, Violation, Violations, shortened
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -30,7 +31,7 @@ from hybrid_engine.layouts.memory import (
     of_kinds,
     plan_memory,
 )
-from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
+from hybrid_engine.layouts.stages import MTP, parse_layout
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model, require_written
 from hybrid_engine.models.quantization_configs import block_config
@@ -68,80 +69,61 @@ class CriticContext(TrainingContext):
 
 
 def _chunks_per_stage(context: TrainingContext) -> int:
-    """Return the number of model chunks on every pipeline stage."""
-    dims = context.table.dims
-    chunks = chunks_of(context.train_sizes, dims.num_layers, dims.num_mtp_layers)
-    return len(chunks) // context.train_sizes.pipeline
+    """Return the number of model chunks on every pipeline stage; 0 for an impossible split."""
+    return len(context.chunks) // context.train_sizes.pipeline
 
 
-WITH_FSDP: list[Constraint[CriticContext]] = []
-"""Rules of the critic if FSDP2 trains the actor."""
-CRITIC: list[Constraint[CriticContext]] = []
-"""Rules of the critic if Megatron trains the actor, in addition to those of `actor_config`."""
+def _layout_without_model(context: CriticContext) -> Iterator[str]:
+    layout = context.config.pipeline_model_parallel_layout
+    if layout is not None and context.config.model is None:
+        yield shortened(layout)
 
 
-@constraint(WITH_FSDP, "critic_config", "Megatron trains a critic, and therefore also its actor.")
-def _trained_by_megatron(context: CriticContext) -> Violations:
-    if context.job.actor.fsdp is not None:
-        yield Violation(
-            "critic_config",
-            "FSDP2 trains the actor, but has no value models",
-            "Leave out critic_config, or actor_config.fsdp",
-            code="needs-megatron",
-        )
-
-
-@constraint(
-    CRITIC,
-    "critic_config.pipeline_model_parallel_layout",
-    "A layout of stages needs critic_config.model.",
-)
-def _layout_without_model(context: CriticContext) -> Violations:
-    config = context.config
-    if config.pipeline_model_parallel_layout is not None and config.model is None:
-        yield Violation(
-            "critic_config.pipeline_model_parallel_layout",
-            "without critic_config.model the stages are the actor's",
-            "Leave it out, or set critic_config.model",
-            code="needs-critic-model",
-        )
-
-
-@constraint(
-    CRITIC,
-    "critic_config.pipeline_model_parallel_layout",
-    "The critic has as many model chunks on each stage as the actor: "
-    "Megatron has one schedule for both.",
-)
-def _as_many_chunks(context: CriticContext) -> Violations:
-    sizes = context.train_sizes
-    if sizes.pipeline == 1:
-        return
-    if any(split_violations(sizes, context.table.dims.num_layers, 0)):
-        return  # other rules report an impossible split
+def _other_number_of_chunks(context: CriticContext) -> Iterator[str]:
     num_chunks = _chunks_per_stage(context)
     num_actor_chunks = _chunks_per_stage(context.job)
-    if num_chunks != num_actor_chunks:
-        yield Violation(
-            "critic_config.pipeline_model_parallel_layout",
-            f"{num_chunks} chunks on each stage, but the actor has {num_actor_chunks}",
-            "Give the critic as many stages",
-            code="chunks-differ",
-        )
+    if context.train_sizes.pipeline > 1 and num_chunks not in (0, num_actor_chunks):
+        yield f"{num_chunks} chunks on each stage, but the actor has {num_actor_chunks}"
+
+
+WITH_FSDP: list[Constraint[CriticContext]] = [
+    Constraint(
+        "critic_config",
+        "Megatron trains a critic, and therefore also its actor: leave out critic_config, or fsdp.",
+        lambda context: context.job.actor.fsdp is not None,
+        code="needs-megatron",
+    ),
+]
+"""Rules of the critic if FSDP2 trains the actor."""
+CRITIC: list[Constraint[CriticContext]] = [
+    Constraint(
+        "critic_config.pipeline_model_parallel_layout",
+        "A layout of stages needs critic_config.model; without it, the stages are the actor's.",
+        _layout_without_model,
+        code="needs-critic-model",
+    ),
+    Constraint(
+        "critic_config.pipeline_model_parallel_layout",
+        "The critic has as many model chunks on each stage as the actor: "
+        "Megatron has one schedule for both.",
+        _other_number_of_chunks,
+        code="chunks-differ",
+    ),
+]
+"""Rules of the critic if Megatron trains the actor, in addition to those of `actor_config`."""
 
 
 def critic_violations(context: CriticContext) -> list[Violation]:
     """Return the violations of a critic in a job whose actor is valid, under the critic's keys."""
-    violations: list[Violation] = []
     if context.job.actor.fsdp is not None:
-        for critic_rule in WITH_FSDP:
-            violations += critic_rule.find(context)
-        return violations
-    for rule in (*TRAINING, *MEGATRON):
-        for violation in rule.find(context):
-            violations.append(replace(violation, key=_critic_key(violation.key)))
-    for critic_rule in CRITIC:
-        violations += critic_rule.find(context)
+        return [violation for rule in WITH_FSDP for violation in rule.find(context)]
+    violations = [
+        replace(violation, key=_critic_key(violation.key))
+        for rule in (*TRAINING, *MEGATRON)
+        for violation in rule.find(context)
+    ]
+    for rule in CRITIC:
+        violations += rule.find(context)
     return violations
 
 
@@ -291,19 +273,18 @@ def _not_planned(config: HybridConfig) -> Violations:
     is_packed = table.refined_shapes != table.shapes
     quantised = block_config(config.hf_config(), config.generate_config.quantization)
     reasons = {
-        "only for Megatron, but FSDP2 trains": config.actor_config.fsdp is not None,
-        "without actor_config.lora": config.actor_config.lora is not None,
-        "without weights that are quantised before they are sent": quantised is not None,
+        "only for Megatron, but FSDP2 trains": config.actor_config.fsdp,
+        "without actor_config.lora": config.actor_config.lora,
+        "without weights that are quantised before they are sent": quantised,
         "for models that store the experts of a layer one by one": is_packed,
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            yield Violation(
-                "device_budget_gib",
-                f"memory is planned here {reason}",
-                "Leave device_budget_gib out, and run `hybrid-engine plan`",
-                code="not-planned",
-            )
+    for reason in given(reasons):
+        yield Violation(
+            "device_budget_gib",
+            f"memory is planned here {reason}",
+            "Leave device_budget_gib out, and run `hybrid-engine plan`",
+            code="not-planned",
+        )
 
 
 def megatron_training(

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_orig
 import pydantic
 
 from hybrid_engine.config.keys import ActorConfig, Dtype, OptimizerConfig
-from hybrid_engine.config.rules import Constraint, TrainingContext, constraint
+from hybrid_engine.config.rules import Constraint, TrainingContext
 from hybrid_engine.errors import Violation, Violations, nearest, shortened
 
 if TYPE_CHECKING:
     from megatron_patches.refused_fields import DeclaredFields
-
-OVERRIDES: list[Constraint[TrainingContext]] = []
-"""Rules of overrides, which are part of those for training with Megatron."""
 
 CLASSES: Final = {
     "transformer": "TransformerConfig",
@@ -63,13 +60,6 @@ def _declared_fields() -> DeclaredFields | None:
     return declared_fields() or None
 
 
-@constraint(
-    OVERRIDES,
-    "actor_config.overrides",
-    "overrides are fields of the installed megatron-core's configuration classes, "
-    "with values of their types, that are compatible with a switch and that neither the model, "
-    "the layout nor another key decides.",
-)
 def _overrides(context: TrainingContext) -> Violations:
     for part in CLASSES:
         for name, value in getattr(context.actor.overrides, part).items():
@@ -180,19 +170,24 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return get_args(Dtype) if qualified == "torch.dtype" else ()
 
 
-@constraint(
-    OVERRIDES,
-    "actor_config.overrides",
-    "With EP > 1, moe_token_dispatcher_type is not allgather.",
-    computing="here",
-)
-def _token_dispatcher(context: TrainingContext) -> Violations:
-    ep = context.train_sizes.expert
-    dispatcher = context.actor.overrides.transformer.get("moe_token_dispatcher_type")
-    if ep > 1 and dispatcher == "allgather":
-        yield Violation(
-            "actor_config.overrides",
-            f"allgather with EP {ep}: it needs equal token counts, but each rank cuts its padding",
-            "Use alltoall, which exchanges counts",
-            code="unequal-token-counts",
-        )
+OVERRIDES: list[Constraint[TrainingContext]] = [
+    Constraint(
+        "actor_config.overrides",
+        "overrides are fields of the installed megatron-core's configuration classes, "
+        "with values of their types, that are compatible with a switch and that neither the model, "
+        "the layout nor another key decides.",
+        _overrides,
+    ),
+    Constraint(
+        "actor_config.overrides",
+        "With expert_model_parallel_size > 1, moe_token_dispatcher_type is not allgather, which "
+        "needs equal token counts: each rank cuts its padding.",
+        lambda context: (
+            context.train_sizes.expert > 1
+            and context.actor.overrides.transformer.get("moe_token_dispatcher_type") == "allgather"
+        ),
+        code="unequal-token-counts",
+        computing="here",
+    ),
+]
+"""Rules of overrides, which are part of those for training with Megatron."""

@@ -6,17 +6,28 @@ sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Generic, Literal, TypeVar
 
-from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, HybridConfig
-from hybrid_engine.errors import Violations
+from hybrid_engine.config.keys import (
+    ActorConfig,
+    Dtype,
+    FsdpConfig,
+    GenerateConfig,
+    HybridConfig,
+    LoraConfig,
+    ScheduleConfig,
+)
+from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule
+from hybrid_engine.layouts.stages import Chunk, chunks_of, split_violations
 from hybrid_engine.models.families import read_model, require_rules
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.table import ModelDims, ModelTable
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,39 @@ class TrainingContext:
     def train_sizes(self) -> TrainParallelism:
         """Parallel sizes of the training side, for megatron-core's local layer spec."""
         return self.actor.sizes(self.world_size, cuts_whole_projections=True)
+
+    @property
+    def dims(self) -> ModelDims:
+        """Dimensions of the model."""
+        return self.table.dims
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """Schedule of the optimizer; without one, the defaults, which keep every rule."""
+        return self.actor.optimizer.schedule or ScheduleConfig()
+
+    @cached_property
+    def named(self) -> dict[str, object]:
+        """Values that the sentence of a rule may name: keys of the actor, and dimensions."""
+        sections = (
+            self.schedule,
+            self.fsdp,
+            self.actor.lora or (),
+            self.actor.optimizer,
+            self.actor,
+        )
+        return dict(chain(*sections), **asdict(self.dims), world_size=self.world_size)
+
+    @property
+    def fsdp(self) -> FsdpConfig:
+        """How FSDP2 splits the model; the defaults if Megatron trains."""
+        return self.actor.fsdp or FsdpConfig()
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """Chunks of Megatron's model; none for an impossible split, which a size rule reports."""
+        split = (self.train_sizes, self.dims.num_layers, self.dims.num_mtp_layers)
+        return [] if any(split_violations(*split)) else chunks_of(*split)
 
 
 @dataclass(frozen=True)
@@ -67,15 +111,32 @@ class JobContext(TrainingContext):
         """Parallel sizes of the inference side, with ranks in sequential order."""
         return self.generate.sizes(self.world_size)
 
+    @cached_property
+    def named(self) -> dict[str, object]:
+        """Values that the sentence of a rule may name: also keys of `generate_config`."""
+        return super().named | dict(self.generate)
+
     @property
     def served_dtype(self) -> Dtype:
         """Dtype of the weights that vLLM receives."""
         return self.generate.served_dtype(self.actor.params_dtype)
 
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """LoRA of Megatron's model that vLLM gets as an adapter; None if it is merged."""
+        return self.actor.lora if self.generate.lora_delivery == "adapter" else None
+
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
 Computing = Literal["", "here", "anywhere"]
+Broken = bool | Iterable[str | Violation]
+"""How a context breaks a rule.
+
+True if the values that the sentence names say it all; the problems at the rule's key; a mapping of
+key to problem; or violations with codes and remedies of their own. False or nothing if it keeps
+the rule.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,8 +146,9 @@ class Constraint(Generic[Context]):
     Attributes:
         key: configuration key that most often has to change; a violation may name another key.
         rule: the condition that a valid configuration satisfies, as a sentence for the
-            documentation.
-        find: yields the violations of the rule.
+            documentation. It is also the remedy of a violation.
+        check: returns how a context breaks the rule.
+        code: of the violations; "" if each has its own.
         computing: set if the rule concerns only the computation of training, so that a model that
             merely holds weights may break it: "here" for trainers built by this package,
             "anywhere" for every trainer.
@@ -94,19 +156,34 @@ class Constraint(Generic[Context]):
 
     key: str
     rule: str
-    find: Callable[[Context], Violations]
+    check: Callable[[Context], Broken]
+    _: KW_ONLY
+    code: str = ""
     computing: Computing = ""
 
+    def find(self, context: Context) -> Violations:
+        """Yield the violations of the rule."""
+        broken = self.check(context)
+        if isinstance(broken, bool):
+            broken = [self._values(context)] if broken else []
+        for problem in broken:
+            if isinstance(problem, Violation):
+                yield problem
+            elif isinstance(broken, Mapping):
+                yield Violation(problem, broken[problem], self.rule, code=self.code)
+            else:
+                yield Violation(self.key, problem, self.rule, code=self.code)
 
-def constraint(
-    table: list[Constraint[Context]], key: str, rule: str, *, computing: Computing = ""
-) -> Callable[[Callable[[Context], Violations]], None]:
-    """Return a decorator that adds the rule checked by a function to `table`; see `Constraint`."""
+    def _values(self, context: Context) -> str:
+        """Return the values of the keys and dimensions that the sentence names."""
+        words = dict.fromkeys(re.findall(r"\w+", self.rule))
+        named = [word for word in words if word in context.named]
+        return ", ".join(f"{word} {shortened(context.named[word])}" for word in named)
 
-    def register(find: Callable[[Context], Violations]) -> None:
-        table.append(Constraint(key, rule, find, computing))
 
-    return register
+def given(reasons: Mapping[str, object]) -> list[str]:
+    """Return the reasons that are true."""
+    return [reason for reason, is_given in reasons.items() if is_given]
 
 
 def size_constraints(
@@ -126,10 +203,10 @@ def size_constraints(
     keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
 
     def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Violations]:
-        def find(context: Context) -> Violations:
+        def check(context: Context) -> Violations:
             for violation in rule.find(sizes(context), context.table):
                 yield replace(violation, key=keys[violation.key])
 
-        return find
+        return check
 
     return [Constraint(keys[rule.size], rule.text, with_config_keys(rule)) for rule in rules]

@@ -94,7 +94,9 @@ def _codes() -> dict[str, list[str]]:
             for keyword in node.keywords:
                 is_literal = isinstance(keyword.value, ast.Constant)
                 if keyword.arg == "code" and is_literal and isinstance(keyword.value.value, str):
-                    codes[node.func.id].add(keyword.value.value)
+                    # A constraint is raised as violations.
+                    name = node.func.id.replace("Constraint", "Violation")
+                    codes[name].add(keyword.value.value)
     return {name: sorted(values) for name, values in sorted(codes.items())}
 
 

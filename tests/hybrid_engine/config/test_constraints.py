@@ -87,8 +87,6 @@ EXPERT_SHARES = "num_experts % EP == 0"
 STAGES = "The layers can be divided"
 COUNTS = "PP <= num_layers"
 LAYOUT = "pipeline_model_parallel_layout"
-RECOMPUTED = "recompute_granularity full needs"
-TARGETS = "target_modules are linear layers"
 MODEL_BREAKS = (
     Break("build_model() implements", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     Break("seq_length is at most", model={**SMALL_GPT2, "n_positions": 64}),
@@ -114,22 +112,22 @@ SIZE_BREAKS = (
     Break("A hybrid pattern has", actor={"hybrid_layer_pattern": "*-" * 4}, model=EXPERTS),
     Break("A hybrid pattern", actor={"noop_layers": [1], "hybrid_layer_pattern": "*-" * 4}, key=ACTOR + "noop_layers"),
     Break(
-        "A HybridModel consists of",
+        "hybrid_layer_pattern consists",
         actor={"hybrid_layer_pattern": "*-" * 4},
         model={**DENSE, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     ),
-    Break("CP is 1", actor={"context_parallel_size": 2}),
-    Break("ETP is TP where EP is 1", actor={**TP2, **SP, **ETP1}, model=EXPERTS),
+    Break("context_parallel_size is 1", actor={"context_parallel_size": 2}),
+    Break("expert_tensor_parallel_size is tensor", actor={**TP2, **SP, **ETP1}, model=EXPERTS),
     Break(
-        "With tied embeddings, MTP layers",
+        "With tied embeddings, pipeline",
         3,
         {**PP3, LAYOUT: "Etttt|m|L"},
         model=TIED_MTP,
         valid={"actor": {**PP3, LAYOUT: "Ettt|t|mL"}},
     ),
-    Break("Sequence parallelism needs", actor=SP),
-    Break("Training experts with TP > 1", actor={**TP2, **ETP1}, model=EXPERTS),
-    Break("With sequence parallelism, seq_length", actor={**TP2, **SP, "seq_length": 9}),
+    Break("sequence_parallel needs", actor=SP),
+    Break("Training experts with", actor={**TP2, **ETP1}, model=EXPERTS),
+    Break("With sequence_parallel, seq_length", actor={**TP2, **SP, "seq_length": 9}),
     Break(INFER_WORLD, generate={INFER_PP: 3}),
     Break(
         INFER_WORLD,
@@ -140,13 +138,14 @@ SIZE_BREAKS = (
     Break(INFER_WORLD, generate={**INFER_EP4, INFER_PP: 2}, model=EXPERTS, key=GENERATE + "infer_expert_parallel_size"),
     Break(INFER_CUTS, 3, generate=INFER_TP3, model={**EXPERTS, **SIX_HEADS}),
     Break(INFER_CUTS, 3, generate=INFER_TP3, model={**DENSE, **SIX_HEADS, "vocab_size": 60}),
-    Break("If given, DP satisfies", generate={"infer_data_parallel_size": 3}),
+    Break("infer_tensor_parallel_size x", generate={"infer_data_parallel_size": 3}),
     Break(COUNTS, 8, generate={INFER_PP: 8}),
     Break(COUNTS, generate=INFER_EP2, key=GENERATE + "infer_expert_parallel_size"),
     Break(COUNTS, 16, generate=INFER_EP16, model=EXPERTS, key=GENERATE + "infer_expert_parallel_size"),
 )
 TRAINER_BREAKS = (
-    *(Break(TARGETS, actor={"lora": {"target_modules": names}}) for names in (["q_proj"], [])),
+    Break("target_modules are linear layers", actor={"lora": {"target_modules": ["q_proj"]}}),
+    Break("target_modules is not empty", actor={"lora": {"target_modules": []}}),
     Break(
         "overlap_param_gather needs",
         actor={"use_distributed_optimizer": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
@@ -157,17 +156,21 @@ TRAINER_BREAKS = (
     Break("At least one trained parameter", actor={"frozen_parameters": ["*.adapter.*"], "lora": {}}),
     Break("With fsdp, keys that only", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
     *(
-        Break("replicas divides the number of ranks", actor={**FSDP, "fsdp": fsdp})
+        Break("replicas divides the number of ranks", actor={"fsdp": fsdp})
         for fsdp in (
             {"sharding_strategy": "HYBRID_SHARD", "replicas": 3},
             {"replicas": 2},
             {"sharding_strategy": "HYBRID_SHARD"},
         )
     ),
-    Break("With fsdp, params_dtype is float32", actor={"fsdp": {}, "params_dtype": "bfloat16"}),
-    Break("mixed_precision is not fp16", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),
-    Break(RECOMPUTED, actor={"recompute_granularity": "full"}, key=ACTOR + "recompute_num_layers"),
-    Break(RECOMPUTED, actor={"recompute_modules": ["mlp"]}, key=ACTOR + "recompute_modules"),
+    Break("With FSDP2, params_dtype is float32", actor={"fsdp": {}, "params_dtype": "bfloat16"}),
+    Break("mixed_precision is not fp16", actor={"fsdp": {"mixed_precision": "fp16"}}),
+    Break("recompute_granularity full needs", actor={"recompute_granularity": "full"}),
+    Break(
+        "recompute_method and recompute_num_layers go",
+        actor={"recompute_modules": ["mlp"]},
+        key=ACTOR + "recompute_modules",
+    ),
     Break(
         "With recompute_method uniform",
         actor={
@@ -182,24 +185,21 @@ TRAINER_BREAKS = (
         actor={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
     ),
     *(
-        Break(
-            "A schedule's warm-up and decays",
-            actor={"optimizer": {"lr": 1e-3, "schedule": schedule}},
-            key=f"{ACTOR}optimizer.schedule.{key}",
-        )
-        for key, schedule in (
-            ("min_lr", {**LINEAR, "min_lr": 1e-2}),
-            ("min_lr", {"min_lr": 1e-4}),
-            ("lr_decay_steps", {"lr_decay_style": "cosine"}),
-            ("lr_warmup_fraction", {**LINEAR, "lr_warmup_steps": 1, "lr_warmup_fraction": 0.1}),
-            ("lr_warmup_fraction", {"lr_warmup_fraction": 0.1}),
-            ("lr_warmup_steps", {**LINEAR, "lr_warmup_steps": 100}),
-            ("lr_wsd_decay_steps", WSD),
-            ("lr_wsd_decay_steps", {**LINEAR, "lr_wsd_decay_steps": 50}),
-            ("lr_wsd_decay_steps", {**WSD, "lr_wsd_decay_steps": 50, "lr_warmup_steps": 60}),
-            ("end_weight_decay", {"start_weight_decay": 0.1}),
-            ("weight_decay_incr_style", {"end_weight_decay": 0.1}),
-            ("weight_decay_incr_steps", {"weight_decay_incr_style": "linear"}),
+        Break(rule, actor={"optimizer": {"lr": 1e-3, "schedule": schedule}})
+        for rule, schedule in (
+            ("lr_warmup_init is at most", {"lr_warmup_init": 1e-2}),
+            ("min_lr is at most", {**LINEAR, "min_lr": 1e-2}),
+            ("A learning rate of lr_decay_style constant", {"min_lr": 1e-4}),
+            ("Every lr_decay_style but constant", {"lr_decay_style": "cosine"}),
+            ("Either lr_warmup", {**LINEAR, "lr_warmup_steps": 1, "lr_warmup_fraction": 0.1}),
+            ("lr_warmup_fraction is a fraction", {"lr_warmup_fraction": 0.1}),
+            ("lr_warmup_steps is less", {**LINEAR, "lr_warmup_steps": 100}),
+            ("lr_decay_style WSD needs", WSD),
+            ("lr_decay_style WSD needs", {**LINEAR, "lr_wsd_decay_steps": 50}),
+            ("lr_warmup_steps and", {**WSD, "lr_wsd_decay_steps": 50, "lr_warmup_steps": 60}),
+            ("end_weight_decay is at least", {"start_weight_decay": 0.1}),
+            ("With weight_decay_incr_style constant", {"end_weight_decay": 0.1}),
+            ("weight_decay_incr_style linear", {"weight_decay_incr_style": "linear"}),
         )
     ),
     Break(
@@ -208,7 +208,7 @@ TRAINER_BREAKS = (
         key=ACTOR + "overrides.transformer.fp8",
     ),
     Break(
-        "With EP > 1, moe_token_dispatcher_type",
+        "With expert_model_parallel_size > 1",
         actor={**EP2, "overrides": {"transformer": {"moe_token_dispatcher_type": "allgather"}}},
         model=EXPERTS,
     ),
@@ -254,22 +254,27 @@ GENERATE_BREAKS = (
         key="generate_config.servers",
         valid={"generate": ADAPTER},
     ),
-    Break("The method quantises while loading", generate={"quantization": "awq"}),
+    Break("quantization is none, or", generate={"quantization": "awq"}),
     Break(
-        "The method quantises while loading",
+        "Weights are sent to servers unquantised",
         generate={"quantization": "fp8", "servers": ["http://127.0.0.1:1"]},
         valid={"generate": {"quantization": "fp8"}},
     ),
-    Break("adapter needs actor_config.lora", generate=ADAPTER),
+    Break("lora_delivery adapter needs lora", generate=ADAPTER),
     Break(
-        "adapter needs actor_config.lora",
+        "lora_delivery adapter needs a rank",
         actor={"lora": {"rank": 513}},
         generate=ADAPTER,
         valid={"actor": {"lora": {"rank": 512}}},
     ),
-    Break("adapter needs actor_config.lora", actor={"lora": {}}, generate=ADAPTER, model=EXPERTS),
     Break(
-        "adapter needs actor_config.lora",
+        "lora_delivery adapter needs target_modules",
+        actor={"lora": {}},
+        generate=ADAPTER,
+        model=EXPERTS,
+    ),
+    Break(
+        "lora_delivery adapter needs a checkpoint",
         actor={"lora": {}, "seq_length": 64},
         generate=ADAPTER,
         model=SMALL_GPT2,
@@ -289,6 +294,7 @@ GENERATE_BREAKS = (
             ("Speculative decoding has no draft", "speculative_config", {"method": "eagle", "model": "draft"}, ""),
             ("Speculative decoding has no draft", "speculative_config", {"model": "draft"}, ""),
             ("Speculative decoding has no draft", "spec_model", "draft", ""),
+            ("Speculative decoding by mtp", "spec_method", "mtp", ""),
         )
     ),
 )
