@@ -301,14 +301,14 @@ def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) 
     try:
         GenerateConfig.model_validate(section)
     except pydantic.ValidationError as error:
-        keys = {}
-        for short, long in SHORT_KEYS.items():
-            if short in rollout_config:
-                keys[f"rollout_config.{long}"] = f"rollout_config.{short}"
-        violations = violations_of(error, GenerateConfig, "rollout_config.")
+        keys = {
+            f"rollout_config.{long}": f"rollout_config.{short}"
+            for short, long in SHORT_KEYS.items()
+            if short in rollout_config
+        }
         return [
             replace(violation, key=keys.get(violation.key, violation.key))
-            for violation in violations
+            for violation in violations_of(error, GenerateConfig, "rollout_config.")
         ]
     return []
 

@@ -95,19 +95,12 @@ def _override_violation(
         return Violation(
             key, "a configuration key decides it", f"Use {own_key}", code="has-own-key"
         )
-    if part == "transformer" and name in FUNCTION_FIELDS:
+    if part == "transformer" and name in (*FUNCTION_FIELDS, *READ_OFF_THE_MODEL):
+        # An override would apply to the live model only, not to vLLM, `plan` and the other rules.
         return Violation(
             key,
-            "it follows from the model's config.json, which vLLM also reads",
-            "Leave it out, or change config.json",
-            code="follows-from-model",
-        )
-    if part == "transformer" and name in READ_OFF_THE_MODEL:
-        # An override would apply to the live model only, not to `plan` and the other rules.
-        return Violation(
-            key,
-            "it decides how weights are laid out, which follows from the model and from other keys",
-            "Leave it out",
+            "it follows from the model's config.json, which vLLM also reads, and from other keys",
+            "Leave it out, or change these",
             code="follows-from-model",
         )
     problem = type_problem(value, field.type, field.default)

@@ -1,7 +1,16 @@
 """Rules of the configuration, the contexts they read, and the conversion of parallel size rules.
 
 A training rule reads a `TrainingContext`. An inference rule reads a `JobContext`, which has both
-sides.
+sides. A rule is a sentence, what breaks it, and a code:
+
+    Constraint(
+        "actor_config.sequence_parallel",
+        "sequence_parallel needs tensor_model_parallel_size > 1.",
+        lambda context: context.actor.sequence_parallel and context.train_sizes.tensor == 1,
+        code="needs-tensor-parallelism",
+    )
+
+Its violation names the key, the values of all keys in the sentence, and the sentence.
 """
 
 from __future__ import annotations
@@ -202,11 +211,10 @@ def size_constraints(
     """
     keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
 
-    def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Violations]:
-        def check(context: Context) -> Violations:
-            for violation in rule.find(sizes(context), context.table):
-                yield replace(violation, key=keys[violation.key])
-
-        return check
+    def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Broken]:
+        return lambda context: [
+            replace(violation, key=keys[violation.key])
+            for violation in rule.find(sizes(context), context.table)
+        ]
 
     return [Constraint(keys[rule.size], rule.text, with_config_keys(rule)) for rule in rules]
