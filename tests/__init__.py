@@ -9,9 +9,10 @@
 
 Marks:
 
-    ranks     starts processes that form a group. Set by the fixtures `ranks` and `engines`; a test that starts
-              programs (torchrun, `run_ranks`) must carry it, or fails
-    engines   builds Megatron or vLLM on ranks. Set by the fixture `engines`; a rank that does so without it fails
+    ranks     starts processes that form a group. Set by `on_ranks`, `on_engines` and the fixtures `ranks` and
+              `engines`; a test that starts programs (torchrun, `run_ranks`) must carry it, or fails
+    engines   builds Megatron or vLLM on ranks. Set by `on_engines` and the fixture `engines`; a rank that does so
+              without it fails
     slow      takes more than a few seconds
     faults    deselected unless `-m faults` is given
     gpu       needs a CUDA device, or as many devices as its argument
@@ -19,27 +20,20 @@ Marks:
 `make test-fast` is `-m "not ranks and not slow"`, for use after every change. `make test` runs all
 but `faults`.
 
-A test on ranks consists of a function that runs on every rank and returns observations, and tests
-of these:
+The body of a test on ranks runs on every rank; its asserts are about that rank, or about all of
+them after a collective, and travel back:
 
-    @dataclass(frozen=True)
-    class Observed:
-        total: int
-
-    def add_up() -> Observed:                                 # on every rank: its own imports, its own process group
+    @on_ranks(2)                                              # or `on_engines(2)`
+    def test_the_total_is_the_same_on_all_ranks() -> None:    # its own imports, its own process group
         dist.init_process_group("gloo")
         ...
-        return Observed(total)
+        assert total == 3
 
-    @pytest.fixture(scope="module")                           # one launch for all tests of the module
-    def observations(ranks: Ranks) -> list[Observed]:
-        return ranks.launch(add_up, 2)                        # by rank; add_up is a function of this module
+What compares runs on different numbers of ranks launches functions that return observations, with
+the fixtures `ranks` or `engines` (tests/harness/launch.py).
 
-    def test_the_total_is_the_same_on_all_ranks(observations: list[Observed]) -> None:
-        assert [observed.total for observed in observations] == [3, 3]
-
-A test has one reason to fail. Tests share launches (module scope, `launch_in_turn`), because
-starting ranks takes longer than most tests; a failed call fails only its own tests.
+A test has one reason to fail. Tests of a module share launches, because starting ranks takes longer
+than most tests; a failed call fails only its own tests.
 
 `make test` runs two files at a time, so a test inspects only its own processes, ports and names.
 """

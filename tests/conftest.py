@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Subprocesses, such as ranks, inherit these.
@@ -29,7 +29,8 @@ import pytest
 from hypothesis import Phase
 
 from tests.harness import marks
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
+from tests.harness.on_ranks import Launch, launched_bodies
 from tests.harness.small_disks import mounted_disk
 
 marks.install_guard()
@@ -55,6 +56,12 @@ def ranks() -> Ranks:
 def engines() -> Ranks:
     """Launcher of ranks that build real engines. Marks a test that takes it as `engines`."""
     return Ranks(with_engines=True)
+
+
+@pytest.fixture(scope="module")
+def bodies(request: pytest.FixtureRequest) -> Callable[[Launch], Outcomes]:
+    """Return a function that runs the tests of a module whose bodies run on ranks."""
+    return launched_bodies(request)
 
 
 @pytest.fixture

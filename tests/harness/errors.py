@@ -11,13 +11,14 @@ that a message must carry, as in ``check=has_code("too-few-ranks", "8")``.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from hybrid_engine.errors import HybridEngineError, Violation
+from hybrid_engine.errors import HybridEngineError, RemoteError, Violation
 
 
 def has_code(code: str, *values: str) -> Callable[[BaseException], bool]:
@@ -67,23 +68,25 @@ def has_violation(key: str, code: str, *values: str) -> Callable[[BaseException]
     return check
 
 
-class Refusal(NamedTuple):
-    """Type, code and message of an error, which ranks return."""
+@contextmanager
+def failing(
+    kind: type[HybridEngineError], code: str = "", pattern: str = "", *, on: int | None = None
+) -> Iterator[None]:
+    """Assert on a rank that the block raises `kind`; every rank runs it.
 
-    kind: str
-    code: str
-    message: str
-
-
-def refusal_of(action: Callable[[], Any]) -> Refusal:
-    """Return the error that `action` raises."""
+    Args:
+        kind: exact type of the error.
+        code: its code, or that of its violations.
+        pattern: regular expression for a part of the message on every rank.
+        on: the only rank that raises `kind`, others a RemoteError; None: every rank raises it.
+    """
     with pytest.raises(HybridEngineError) as caught:
-        action()
-    return Refusal(type(caught.value).__name__, caught.value.code, str(caught.value))
-
-
-def check_refusals(refusals: Sequence[Refusal], kinds: set[str], code: str, pattern: str) -> None:
-    """Assert types of all ranks' errors, the code on the rank at fault, and a part of all texts."""
-    assert {refusal.kind for refusal in refusals} == kinds
-    assert {refusal.code for refusal in refusals if refusal.kind != "RemoteError"} == {code}
-    assert all(re.search(pattern, refusal.message, re.DOTALL) for refusal in refusals)
+        yield
+    error = caught.value
+    if on in (None, int(os.environ["RANK"])):
+        assert type(error) is kind, repr(error)
+        codes = [error.code, *(code for _, code in violations_of(error))]
+        assert code in codes, f"codes are {codes}, expected {code!r}: {error}"
+    else:
+        assert type(error) is RemoteError, repr(error)
+    assert re.search(pattern, str(error), re.DOTALL), str(error)

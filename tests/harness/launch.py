@@ -33,6 +33,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 from hybrid_engine.tools.launching import run_started
 from tests.harness.no_pickles import refuse_pickles
 
@@ -206,6 +209,7 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
         # `real_collector`.
         gc.freeze = gc.unfreeze = _do_nothing
         refuse_pickles()
+        install_importhook(get_config())  # a failed assert shows its values, as in pytest
         functions, with_engines = pickle.loads(calls)
         for number, (function, args) in enumerate(functions):
             gc.collect()

@@ -115,11 +115,14 @@ def _marks_in(tree: ast.Module) -> Iterator[frozenset[str]]:
 
 
 def _marks_named(node: ast.expr) -> set[str]:
-    """Return the marks in `pytest.mark.slow` or a list of such; parametrised cases do not count."""
+    """Return the marks in `pytest.mark.slow`, `on_ranks(2)` or a list of such.
+
+    Those of parametrised cases do not count.
+    """
     if isinstance(node, ast.List | ast.Tuple):
         return {mark for element in node.elts for mark in _marks_named(element)}
     name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    return {name.removeprefix("pytest.mark.")} & set(_NAMES)
+    return {name.removeprefix("pytest.mark.").removeprefix("on_")} & set(_NAMES)
 
 
 def _arguments(node: ast.FunctionDef) -> set[str]:

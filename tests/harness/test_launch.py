@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.harness.launch import Ranks
+from tests.harness.on_ranks import on_ranks
 
 
 def read_pickles() -> list[str]:
@@ -53,3 +55,20 @@ def test_a_failed_call_does_not_affect_other_calls(ranks: Ranks, function: Calla
     assert outcomes["before"] == outcomes["after"] == [0, 1]
     with pytest.raises(AssertionError, match=message):
         outcomes["broken"]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError)
+@on_ranks(2)
+def test_a_body_fails_if_it_fails_on_one_rank() -> None:
+    assert get_rank() == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", [2])
+def test_a_body_gets_parameters_and_a_directory_of_all_ranks(tmp_path: Path, size: int) -> None:
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == size
+    (tmp_path / str(get_rank())).touch()
+    dist.barrier()
+    assert len([*tmp_path.iterdir()]) == size
+    dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_code, has_violations
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.on_ranks import on_engines
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, parallel_state_of, running
@@ -107,64 +107,46 @@ MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
-    calls = {"gathers": follow_gathers, "values": refuse_values, "models": refuse_other_models}
-    return engines.launch_in_turn(2, {name: (function, (path,)) for name, function in calls.items()})
-
-
-@dataclass(frozen=True)
-class Gathers:
-    """Buffers by name after optimizer steps with overlapping gathers.
-
-    Attributes:
-        stale, ready: before and after `prepare`, one entry per step.
-        again: after a second `prepare` with nothing pending.
-    """
-
-    stale: list[TensorDict]
-    ready: list[TensorDict]
-    again: TensorDict
-
-
-def follow_gathers(path: Path) -> Gathers:
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
-        batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.data_parallel.rank}
-        batch["labels"] = batch["tokens"] + 1
-        run.engine.optimizer.set_learning_rate(1e-2)
-
-        def buffers() -> TensorDict:
-            return {name: flat.clone() for name, flat in run.engine.model.weights.buffers().items()}
-
-        stale = []
-        ready = []
-        for _ in range(2):
-            run.engine.train_step(batch, lambda _batch, log_probs: (-log_probs.mean(), {}))
-            stale.append(buffers())
-            run.engine.model.weights.prepare()
-            ready.append(buffers())
-        run.engine.model.weights.prepare()
-        return Gathers(stale, ready, buffers())
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 def differing_names(left: TensorDict, right: TensorDict) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def test_prepare_finishes_pending_gathers(outcomes: Outcomes) -> None:
-    first, second = outcomes["gathers"]
-    for step in range(2):
-        # Before prepare, each data parallel replica holds old weights of the other rank's part.
-        assert differing_names(first.stale[step], second.stale[step]), "replicas agree before prepare"
-        assert differing_names(first.stale[step], first.ready[step])
-        assert differing_names(second.stale[step], second.ready[step])
-        assert differing_names(first.ready[step], second.ready[step]) == []
-    for gathers in outcomes["gathers"]:
-        assert differing_names(gathers.again, gathers.ready[-1]) == []
+def of_both_ranks(tensors: TensorDict) -> list[TensorDict]:
+    by_rank: list[TensorDict] = [{}, {}]
+    dist.all_gather_object(by_rank, tensors)
+    return by_rank
 
 
-def refuse_values(path: Path) -> str:
-    """Return the error about NaN and infinite weights; large finite weights pass."""
+@on_engines(2)
+def test_prepare_finishes_pending_gathers(path: Path) -> None:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
+        weights = run.engine.model.weights
+        batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.data_parallel.rank}
+        batch["labels"] = batch["tokens"] + 1
+        run.engine.optimizer.set_learning_rate(1e-2)
+
+        def buffers() -> TensorDict:
+            return {name: flat.clone() for name, flat in weights.buffers().items()}
+
+        for _ in range(2):
+            run.engine.train_step(batch, lambda _batch, log_probs: (-log_probs.mean(), {}))
+            stale = buffers()
+            weights.prepare()
+            ready = buffers()
+            # Before prepare, each data parallel replica holds old weights of the other rank's part.
+            assert differing_names(*of_both_ranks(stale)), "replicas agree before prepare"
+            assert differing_names(stale, ready)
+            assert differing_names(*of_both_ranks(ready)) == []
+        weights.prepare()
+        assert differing_names(buffers(), ready) == []
+
+
+@on_engines(2)
+def test_non_finite_values_are_reported_with_rank_and_count(path: Path) -> None:
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         weights = run.engine.model.weights
         weights.check_values()
@@ -180,37 +162,36 @@ def refuse_values(path: Path) -> str:
             named["decoder.final_layernorm.weight"][0] = float("inf")
         with pytest.raises(WeightError) as caught:
             weights.check_values()
-        return str(caught.value)
+    for text in (
+        "(2)",
+        f"decoder.layers.1.self_attention.linear_qkv.weight on rank {dist.get_rank()}",
+        "model.layers.1.self_attn.k_proj.weight",
+        "2 NaN, 1 Inf of 768 elements",
+        "model.norm.weight): 1 Inf of ",
+    ):
+        assert text in str(caught.value)
 
 
-def test_non_finite_values_are_reported_with_rank_and_count(outcomes: Outcomes) -> None:
-    for rank, message in enumerate(outcomes["values"]):
-        assert "(2)" in message
-        assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in message
-        assert "model.layers.1.self_attn.k_proj.weight" in message
-        assert "2 NaN, 1 Inf of 768 elements" in message
-        assert "model.norm.weight): 1 Inf of " in message
-
-
-def refuse_other_models(path: Path) -> dict[str, str]:
-    """Return the errors raised for tables of other models."""
+@on_engines(2)
+def test_every_parameter_of_another_model_is_named(path: Path) -> None:
     config = ActorConfig(**{**DENSE_FLOAT32, **TP2})
-    messages = {}
     with parallel_state_of(config):
         from hybrid_engine.trainer.megatron.build import build_model
 
         hf_config = read_config(path)
         chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())
-        for name, (change, _) in MISMATCHES.items():
+
+        def check(change: dict[str, Any], parameters: list[str]) -> None:
             with pytest.raises(ParameterMismatchError) as caught:
                 MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
-            messages[name] = str(caught.value)
+            assert [parameter for parameter in parameters if parameter not in str(caught.value)] == []
+
+        for change, parameters in MISMATCHES.values():
+            check(change, parameters)
         attention = unwrap_model(chunks[0]).decoder.layers[0].self_attention
         attention.linear_proj = AdaptedByOthers(attention.linear_proj)
-        with pytest.raises(ParameterMismatchError) as caught:
-            MegatronAdaptor(ModelTensors(chunks, table_for(hf_config))).layout()
-        messages["adapted by others"] = str(caught.value)
-    return messages
+        layer = "decoder.layers.0.self_attention.linear_proj"
+        check({}, [f"{layer}.{name}: " for name in ("to_wrap.weight", "adapter.linear_in.weight")])
 
 
 class AdaptedByOthers(torch.nn.Module):
@@ -220,19 +201,6 @@ class AdaptedByOthers(torch.nn.Module):
         super().__init__()
         self.to_wrap = to_wrap
         self.adapter = torch.nn.ModuleDict({"linear_in": torch.nn.Linear(2, 2, bias=False)})
-
-
-def test_an_adapter_that_is_not_configured_is_refused(outcomes: Outcomes) -> None:
-    layer = "decoder.layers.0.self_attention.linear_proj"
-    for messages in outcomes["models"]:
-        for name in ("to_wrap.weight", "adapter.linear_in.weight"):
-            assert f"{layer}.{name}: " in messages["adapted by others"]
-
-
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_every_mismatched_parameter_is_named(outcomes: Outcomes, name: str) -> None:
-    for messages in outcomes["models"]:
-        assert [parameter for parameter in MISMATCHES[name][1] if parameter not in messages[name]] == []
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)

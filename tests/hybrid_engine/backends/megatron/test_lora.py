@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
-from tests.harness.launch import Outcomes, Ranks
+from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.errors import failing
+from tests.harness.on_ranks import on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import save_model, token_batch
 
-LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
+BATCH = token_batch(0, 4, 12)
+LORA = {"rank": 4, "alpha": 8.0}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, Values] = {
     "dp2": {},
@@ -37,15 +40,50 @@ EXPERT_LAYOUTS: dict[str, Values] = {
 }
 
 
-def train_adapters(path: Path, layouts: dict[str, Values]) -> Values:
-    """Train three steps in every layout; see `_train` for the results."""
-    results = {}
-    for name, layout in layouts.items():
-        with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
-            load_canonical(run, path)
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_model(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3_moe")}
+
+
+def configured(**settings: Any) -> ActorConfig:
+    return ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}, **settings})
+
+
+def parameters_of(run: Any) -> TensorDict:
+    return dict(run.engine.model.weights.model.named_parameters())
+
+
+def copies_of(tensors: TensorDict) -> TensorDict:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def changed_in(run: Any, before: TensorDict) -> set[str]:
+    return {name for name, parameter in parameters_of(run).items() if not torch.equal(before[name], parameter)}
+
+
+@on_engines(2)
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS)])
+def test_adapters_train_and_are_merged(paths: dict[str, Path], family: str, layouts: dict[str, Values]) -> None:
+    """Every layout trains the same."""
+    expected: dict[str, list[float]] = {}
+    for layout in layouts.values():
+        with running(paths[family], configured(lora=LORA, **layout)) as run:
+            load_canonical(run, paths[family])
             _start_alike(run)
-            results[name] = _train(run)
-    return results
+            before = copies_of(parameters_of(run))
+            steps = [run.engine.train_step(BATCH, negative_log_likelihood) for _ in range(3)]
+            with other_torch_modes():  # merging must not depend on the caller's modes
+                run.engine.model.weights.prepare()
+            adapters = {name for name in before if ".adapter." in name}
+            assert changed_in(run, before) == adapters != set()
+            _check_merged(run)
+            _check_that_a_nan_is_found(run)
+        losses = [step["loss"] for step in steps]
+        norms = [step["grad_norm"] for step in steps]
+        assert losses[0] > losses[-1]
+        expected = expected or {"losses": losses, "norms": norms}
+        assert losses == pytest.approx(expected["losses"], abs=1e-5), layout
+        assert norms == pytest.approx(expected["norms"], rel=1e-4), layout
 
 
 def _start_alike(run: Any) -> None:
@@ -67,145 +105,80 @@ def _start_alike(run: Any) -> None:
     run.engine.model.reload_main_params()
 
 
-def _train(run: Any) -> Values:
-    """Return losses, changed parameters, and the error of the merged model."""
+def _check_merged(run: Any) -> None:
+    """Check that without adapters the merged weights give the adapted logits."""
     weights = run.engine.model.weights
-    before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
-    batch = token_batch(0, 4, 12)
-    steps = [run.engine.train_step(batch, negative_log_likelihood) for _ in range(3)]
-    with other_torch_modes():  # merging must not depend on the caller's modes
-        weights.prepare()
-    changed = {
-        name
-        for name, parameter in weights.model.named_parameters()
-        if not torch.equal(before[name], parameter.detach())
-    }
-    tokens = batch["tokens"]
-    adapted = run.engine.logits(tokens)
+    adapted = run.engine.logits(BATCH["tokens"])
     sums = dict(weights.shown_weights())
     with torch.no_grad():
-        for name, parameter in weights.model.named_parameters():
+        for name, parameter in parameters_of(run).items():
             if name.endswith(".adapter.linear_out.weight"):
-                # Without adapters, the merged weights must give the adapted logits.
                 parameter.zero_()
         for name, weight in weights.model.named_weights():
             weight.copy_(sums[name])
-    from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
-    poisoned = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
-    # In a matrix that is not sent by itself.
-    dict(weights.model.named_parameters())[poisoned].data[0, 0] = torch.nan
-    with pytest.raises(WeightError) as caught:
-        weights.check_values()
-    return {
-        "nan": poisoned in str(caught.value),
-        "losses": [step["loss"] for step in steps],
-        "norms": [step["grad_norm"] for step in steps],
-        "changed": changed,
-        "adapters": {name for name in before if ".adapter." in name},
-        "frozen": {name: name not in changed for name in before},
-        "from merged": from_merged,
-    }
+    torch.testing.assert_close(run.engine.logits(BATCH["tokens"]), adapted, atol=1e-4, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results of the calls, by rank."""
-    directory = tmp_path_factory.mktemp("adapters")
-    path = save_model(directory / "model", "qwen3")
-    experts = save_model(directory / "experts", "qwen3_moe")
-    calls = {
-        "trained": (train_adapters, (path, LAYOUTS)),
-        "experts": (train_adapters, (experts, EXPERT_LAYOUTS)),
-        "read": (save_and_load, (path, directory / "out", {})),
-        "experts read": (save_and_load, (experts, directory / "out of experts", EXPERT_LAYOUTS["ep2"])),
-        "frozen": (freeze_and_fail, (path,)),
-    }
-    return engines.launch_in_turn(2, calls)
+def _check_that_a_nan_is_found(run: Any) -> None:
+    """Check a matrix that is not sent by itself."""
+    parameters = parameters_of(run)
+    poisoned = next(name for name in parameters if name.endswith(".adapter.linear_in.weight"))
+    parameters[poisoned].data[0, 0] = torch.nan
+    with pytest.raises(WeightError, match=re.escape(poisoned)):
+        run.engine.model.weights.check_values()
 
 
-@pytest.mark.parametrize("model", ["trained", "experts"])
-def test_adapters_train_and_are_merged(outcomes: Outcomes, model: str) -> None:
-    results = outcomes[model]
-    expected = results[0]["dp2"]  # every layout trains the same
-    for result in results:
-        for name, outcome in result.items():
-            assert outcome["losses"][0] > outcome["losses"][-1]
-            assert outcome["losses"] == pytest.approx(expected["losses"], abs=1e-5), name
-            assert outcome["norms"] == pytest.approx(expected["norms"], rel=1e-4), name
-            assert outcome["adapters"], name
-            assert outcome["changed"] == outcome["adapters"], name
-            assert outcome["from merged"] < 1e-4, name
-            assert outcome["nan"], name
-
-
-def save_and_load(path: Path, out: Path, layout: Values) -> Values:
-    """Train, save a Hugging Face checkpoint, load it; return logit differences."""
+@on_engines(2)
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", {}), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])])
+def test_checkpoints_and_references_hold_merged_weights(
+    paths: dict[str, Path], tmp_path: Path, family: str, layout: Values
+) -> None:
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
+    path = paths[family]
+    tokens = BATCH["tokens"]
+    with running(path, configured(lora=LORA, **layout)) as run:
         weights = run.engine.model.weights
         job = Job.join(60)
-        batch = token_batch(0, 4, 12)
         for _ in range(3):
-            run.engine.train_step(batch, negative_log_likelihood)
-        trained = run.engine.logits(batch["tokens"])
+            run.engine.train_step(BATCH, negative_log_likelihood)
+        trained = run.engine.logits(tokens)
+        assert trained.max() - trained.min() > 1e-5
         reference = reference_of(run, path)
         copy_weights(run.engine.model, reference.model)
-        frozen = reference.logits(batch["tokens"])
-        save_hf_checkpoint(out, weights.merged, run.table, job, path)
-        load_hf_checkpoint(out, weights.base, run.table, job)
+        merged = reference.logits(tokens)
+        torch.testing.assert_close(merged, trained, atol=1e-5, rtol=0)
+        save_hf_checkpoint(tmp_path, weights.merged, run.table, job, path)
+        load_hf_checkpoint(tmp_path, weights.base, run.table, job)
         run.engine.model.reload_main_params()
-        read = run.engine.logits(batch["tokens"])
-        run.engine.train_step(batch, negative_log_likelihood)
-        moved = run.engine.logits(batch["tokens"])
+        torch.testing.assert_close(run.engine.logits(tokens), trained, atol=1e-5, rtol=0)
+        run.engine.train_step(BATCH, negative_log_likelihood)
+        assert (run.engine.logits(tokens) - trained).abs().max() > 1e-5
         # The reference holds the weights merged before the last step.
-        stays = torch.equal(frozen, reference.logits(batch["tokens"]))
-    return {
-        "difference": float((read - trained).abs().max()),
-        "of reference": float((frozen - trained).abs().max()),
-        "moved": float((moved - trained).abs().max()),
-        "reference stays": stays,
-        "spread": float(trained.max() - trained.min()),
-    }
+        assert torch.equal(merged, reference.logits(tokens))
 
 
-@pytest.mark.parametrize("model", ["read", "experts read"])
-def test_checkpoints_and_references_hold_merged_weights(outcomes: Outcomes, model: str) -> None:
-    for result in outcomes[model]:
-        assert result["difference"] < 1e-5 < result["spread"]
-        assert result["of reference"] < 1e-5 < result["moved"]
-        assert result["reference stays"]
+@on_engines(2)
+def test_frozen_parameters_stay(paths: dict[str, Path]) -> None:
+    with running(paths["qwen3"], configured(frozen_parameters=["embedding.*", "decoder.layers.1.*"])) as run:
+        before = copies_of(parameters_of(run))
+        frozen = {name for name in before if name.startswith(("embedding.", "decoder.layers.1."))}
+        assert {name for name, parameter in parameters_of(run).items() if not parameter.requires_grad} == frozen
+        run.engine.train_step(BATCH, negative_log_likelihood)
+        assert changed_in(run, before) == before.keys() - frozen != set()
 
 
-def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
-    """Return whether each parameter is frozen, and the errors for names that match nothing."""
-    frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
-        kept = {
-            name: not parameter.requires_grad for name, parameter in run.engine.model.weights.model.named_parameters()
-        }
-        before = {
-            name: parameter.detach().clone() for name, parameter in run.engine.model.weights.model.named_parameters()
-        }
-        run.engine.train_step(token_batch(0, 4, 12), negative_log_likelihood)
-        for name, parameter in run.engine.model.weights.model.named_parameters():
-            assert torch.equal(before[name], parameter.detach()) == kept[name], name
-    messages = []
-    for wrong in ({"frozen_parameters": ["decoder.layer.*"]}, {"lora": {"target_modules": ["input_layernorm"]}}):
-        with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
-            pass
-        messages.append(str(caught.value))
-    return kept, messages
-
-
-def test_frozen_parameters_stay_and_unknown_names_are_refused(outcomes: Outcomes) -> None:
-    for kept, messages in outcomes["frozen"]:
-        assert {name for name, is_kept in kept.items() if is_kept} == {
-            name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
-        }
-        assert not all(kept.values())
-        assert "no parameter matches decoder.layer.*" in messages[0]
-        assert "input_layernorm" in messages[1]
-        assert "target_modules" in messages[1]
+@on_engines(2)
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"frozen_parameters": ["decoder.layer.*"]}, r"no parameter matches decoder\.layer\.\*"),
+        ({"lora": {"target_modules": ["input_layernorm"]}}, "target_modules.*input_layernorm"),
+    ],
+    ids=["frozen", "adapted"],
+)
+def test_unknown_names_are_refused(paths: dict[str, Path], settings: Values, pattern: str) -> None:
+    with failing(ConfigError, pattern=pattern), running(paths["qwen3"], configured(**settings)):
+        pass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.errors import FileError, ReshardError, StateError, WeightError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
-from tests.harness.errors import Refusal, check_refusals, has_code, refusal_of
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.errors import failing, has_code
+from tests.harness.on_ranks import on_engines
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running
@@ -48,56 +48,6 @@ LAYOUTS: dict[str, tuple[str, Values, Values]] = {
 }
 
 
-# name -> changes and settings; the checkpoint is of "dp2, distributed optimizer, bfloat16"
-OTHERS: dict[str, tuple[Values, Values]] = {
-    "layout": ({}, {**BFLOAT16, **TP2, **PLAIN}),
-    "model": ({"intermediate_size": 48, "num_hidden_layers": 3}, BFLOAT16),
-}
-
-
-def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refusal]:
-    """Return the error of each case on this rank. Raises if any bit of the state has changed."""
-    from megatron_patches.optimizers import optimizer_tensors
-
-    results = {}
-    saved = root / "saved"
-
-    def unchanged_by(run: Any, action: Callable[[], None]) -> Refusal:
-        before = state_of(run)
-        refusal = refusal_of(action)
-        assert_same(before, state_of(run))
-        return refusal
-
-    job = Job.join(60)
-    with running(paths["same"], configured(BFLOAT16)) as run:
-        train(run, 0)
-        checkpoints_of(run, job).save(saved)
-        kept = state_of(run)
-        train(run, 1)
-        with file_size_limit(5000) if dist.get_rank() == 1 else nullcontext():
-            results["full"] = unchanged_by(run, lambda: checkpoints_of(run, job).save(saved))
-        checkpoints_of(run, job).load(saved)
-        assert_same(kept, state_of(run))
-        moment = next(state.tensor for state in optimizer_tensors(run.actor.optimizer) if state.key == "exp_avg")
-        moment.view(-1)[0] = float("inf") if dist.get_rank() == 1 else 0.0
-        results["not finite"] = unchanged_by(run, lambda: checkpoints_of(run, job).save(saved))
-        checkpoints_of(run, job).save(root / "infinite", check_nan=False)
-        checkpoints_of(run, job).load(saved)
-        job.agreement.conclude("all ranks are here")
-        if dist.get_rank() == 1:
-            path = saved / (saved / "latest").read_text().strip() / "__1_0.distcp"
-            path.write_bytes(path.read_bytes()[:-1])  # one byte short
-        job.agreement.conclude("all ranks are here")
-        results["damaged"] = unchanged_by(run, lambda: checkpoints_of(run, job).load(saved))
-        results["nothing"] = unchanged_by(run, lambda: checkpoints_of(run, job).load(root / "nothing"))
-        checkpoints_of(run, job).save(saved)
-    for name, (_, settings) in OTHERS.items():
-        with running(paths[name], configured(settings)) as run:
-            train(run, 0)
-            results[name] = unchanged_by(run, lambda run=run: checkpoints_of(run, job).load(saved))
-    return results
-
-
 def checkpoints_of(run: Any, job: Job) -> Any:
     from hybrid_engine.trainer.megatron.rank_checkpoint import RankCheckpoints
 
@@ -108,75 +58,137 @@ def configured(settings: Values, **changes: Any) -> ActorConfig:
     return ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}, **settings, **changes})
 
 
-def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Values]:
-    """Return, by layout, states of a run and of a new run that loads its checkpoint."""
-    return {name: round_trip(paths[name], settings, root / name) for name, (_, _, settings) in LAYOUTS.items()}
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by layout, and another one."""
+    models = {name: (family, changes) for name, (family, changes, _) in LAYOUTS.items()}
+    models["another"] = ("qwen3", {"intermediate_size": 48, "num_hidden_layers": 3})
+    return {
+        name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
+        for name, (family, changes) in models.items()
+    }
 
 
-def round_trip(path: Path, settings: Values, root: Path) -> Values:
-    config = configured(settings)
-    result: Values = {}
-    with running(path, config) as run:
-        job = Job.join(60)
-        checkpoints_of(run, job).save(root / "untrained")
-        result["untrained"] = state_of(run)
+@on_engines(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loaded_state_equals_saved_state(paths: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """Loaded by a run with another seed, which goes on as the first one does."""
+    path = paths[layout]
+    settings = LAYOUTS[layout][2]
+    job = Job.join(60)
+    untrained_path = tmp_path / "untrained"
+    with running(path, configured(settings)) as run:
+        checkpoints_of(run, job).save(untrained_path)
+        untrained = state_of(run)
         for step in range(2):
             train(run, step)
         run.engine.optimizer.set_learning_rate(3e-3)  # must be restored too
-        checkpoints_of(run, job).save(root / "trained")
-        result["saved"] = state_of(run)
+        checkpoints_of(run, job).save(tmp_path / "trained")
+        saved = state_of(run)
+        assert saved["version"] == 2
         skip(run)  # the resumed run does not see this step
         train(run, 2)
-        result["continued"] = state_of(run)
-    with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:  # other weights
-        checkpoints_of(run, job).load(root / "trained")
+        continued = state_of(run)
+    with running(path, configured(settings, seed=99)) as run:  # other weights
+        checkpoints = checkpoints_of(run, job)
+        checkpoints.load(tmp_path / "trained")
         offload_and_back(run)
-        result["loaded"] = state_of(run)
+        assert_same(saved, state_of(run))
         train(run, 2)
-        result["resumed"] = state_of(run)
-        checkpoints_of(run, job).load(root / "untrained")  # without optimizer state
-        result["reloaded"] = state_of(run)
-        checkpoints_of(run, job).save(root / "untrained")  # replaces the earlier checkpoint
-        checkpoints_of(run, job).load(root / "untrained")
-        result["replaced"] = state_of(run)
-    return result
+        assert_same(continued, state_of(run))
+        checkpoints.load(untrained_path)  # without optimizer state
+        assert_same(untrained, state_of(run))
+        checkpoints.save(untrained_path)  # replaces the earlier checkpoint
+        checkpoints.load(untrained_path)
+        assert_same(untrained, state_of(run))
 
 
 SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
 
 
-def resume_schedule(path: Path, root: Path) -> Values:
-    """Return learning rates of a run, of a resumed run, and of a run resumed without a schedule.
-
-    A schedule makes the learning rate read-only.
-    """
+@on_engines(2)
+def test_a_schedule_resumes_where_it_was_saved(paths: dict[str, Path], tmp_path: Path) -> None:
+    """A schedule makes the learning rate read-only."""
+    path = paths["tp2, distributed optimizer"]
     plain = configured({})
     config = configured({}, optimizer={"lr": 1e-2, "schedule": SCHEDULE})
     other_limits = {"lr": 2e-2, "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3}}
     changed = configured({}, optimizer=other_limits)
     job = Job.join(60)
-    rates = {}
+    of_schedule = pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
     with running(path, config) as run:
-        rates["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
-        checkpoints_of(run, job).save(root / "scheduled")
-        rates["next"] = run.engine.optimizer.learning_rate
+        assert [train(run, step)["learning_rate"] for step in range(4)] == of_schedule
+        checkpoints_of(run, job).save(tmp_path / "scheduled")
+        assert run.engine.optimizer.learning_rate == pytest.approx(8e-3)
         with pytest.raises(StateError, check=has_code("learning-rate-is-scheduled")):
             run.engine.optimizer.set_learning_rate(1e-3)
     with running(path, plain) as run:
-        checkpoints_of(run, job).save(root / "plain")
-        checkpoints_of(run, job).load(root / "scheduled")
-        rates["by hand"] = run.engine.optimizer.learning_rate
+        checkpoints_of(run, job).save(tmp_path / "plain")
+        checkpoints_of(run, job).load(tmp_path / "scheduled")
+        assert run.engine.optimizer.learning_rate == pytest.approx(8e-3)
         run.engine.optimizer.set_learning_rate(1e-3)
     with running(path, config) as run:
-        checkpoints_of(run, job).load(root / "scheduled")
-        rates["resumed"] = run.engine.optimizer.learning_rate
-        checkpoints_of(run, job).load(root / "plain")
-        rates["begun"] = [train(run, step)["learning_rate"] for step in range(4)]
+        checkpoints_of(run, job).load(tmp_path / "scheduled")
+        assert run.engine.optimizer.learning_rate == pytest.approx(8e-3)
+        checkpoints_of(run, job).load(tmp_path / "plain")  # which has no schedule
+        assert [train(run, step)["learning_rate"] for step in range(4)] == of_schedule
     with running(path, changed) as run:
-        for name in ("scheduled", "plain"):
-            checkpoints_of(run, job).load(root / name)
-            rates[f"changed, from {name}"] = run.engine.optimizer.learning_rate
-    return rates
+        for name, rate in (("scheduled", 1e-3 + 0.6 * 1.9e-2), ("plain", 2e-2)):  # 4 steps of 10
+            checkpoints_of(run, job).load(tmp_path / name)
+            assert run.engine.optimizer.learning_rate == pytest.approx(rate)
+
+
+@contextmanager
+def unchanged(run: Any) -> Iterator[None]:
+    before = state_of(run)
+    yield
+    assert_same(before, state_of(run))
+
+
+@on_engines(2)
+def test_failures_are_reported_on_all_ranks_and_change_nothing(paths: dict[str, Path], tmp_path: Path) -> None:
+    from megatron_patches.optimizers import optimizer_tensors
+
+    saved = tmp_path / "saved"
+    job = Job.join(60)
+    path = paths["dp2, distributed optimizer, bfloat16"]
+    with running(path, configured(BFLOAT16)) as run:
+        checkpoints = checkpoints_of(run, job)
+        train(run, 0)
+        checkpoints.save(saved)
+        kept = state_of(run)
+        train(run, 1)
+        full = failing(FileError, "file-failed", "saved/save-000002", on=1)
+        with unchanged(run), full, file_size_limit(5000) if job.rank == 1 else nullcontext():
+            checkpoints.save(saved)
+        checkpoints.load(saved)
+        assert_same(kept, state_of(run))
+        moment = next(state.tensor for state in optimizer_tensors(run.actor.optimizer) if state.key == "exp_avg")
+        moment.view(-1)[0] = torch.inf if job.rank == 1 else 0.0
+        not_finite = r"rank1/optimizer\.0\.\d+\.exp_avg: 1 Inf of .*check_nan=False"
+        with unchanged(run), failing(WeightError, "", not_finite, on=1):
+            checkpoints.save(saved)
+        checkpoints.save(tmp_path / "infinite", check_nan=False)
+        checkpoints.load(saved)
+        job.agreement.conclude("all ranks are here")
+        if job.rank == 1:
+            data = saved / (saved / "latest").read_text().strip() / "__1_0.distcp"
+            data.write_bytes(data.read_bytes()[:-1])  # one byte short
+        job.agreement.conclude("all ranks are here")
+        with unchanged(run), failing(FileError, "different-checksum", r"saved/save-\d+/__1_0\.distcp", on=0):
+            checkpoints.load(saved)
+        with unchanged(run), failing(StateError, "no-checkpoint", "nothing/latest"):
+            checkpoints.load(tmp_path / "nothing")
+        checkpoints.save(saved)
+    of_another_layout = "tensor_parallel 1, now 2; .*; optimizers Dist"
+    for model, settings, code, pattern in (
+        (path, {**BFLOAT16, **TP2, **PLAIN}, "checkpoint-of-another-layout", of_another_layout),
+        (paths["another"], BFLOAT16, "checkpoint-of-another-model", r"and \d+ more"),
+    ):
+        with running(model, configured(settings)) as run:
+            train(run, 0)
+            with unchanged(run), failing(StateError, code, pattern):
+                checkpoints_of(run, job).load(saved)
 
 
 def offload_and_back(run: Any) -> None:
@@ -251,70 +263,3 @@ def test_one_rank_resumes_with_all_bits(job: None, tmp_path: Path, monkeypatch: 
         run.actor.chunks[0].to(torch.float64)
         with pytest.raises(ReshardError, check=has_code("parameters-moved")):
             checkpoints_of(run, alone).save(tmp_path / "saved")
-
-
-@pytest.fixture(scope="module")
-def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results by call and rank: states by layout, learning rates, errors by case."""
-    paths = {
-        name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
-        for name, (family, changes, _) in LAYOUTS.items()
-    }
-    others = {
-        name: save_model(tmp_path_factory.mktemp("other"), "qwen3", **changes) for name, (changes, _) in OTHERS.items()
-    }
-    others["same"] = paths["dp2, distributed optimizer, bfloat16"]
-    root = tmp_path_factory.mktemp("checkpoints")
-    calls = {
-        "good": (save_and_load, (paths, root)),
-        "schedule": (resume_schedule, (paths["tp2, distributed optimizer"], root)),
-        "wrong": (fail_to_save_and_load, (others, root)),
-    }
-    return engines.launch_in_turn(2, calls)
-
-
-@pytest.fixture
-def results(launched: Outcomes) -> list[dict[str, Values]]:
-    """States by rank and layout."""
-    return launched["good"]
-
-
-# name -> (types of the errors of both ranks, code on the rank at fault, part of both messages)
-WRONG: dict[str, tuple[set[str], str, str]] = {
-    "full": ({"FileError", "RemoteError"}, "file-failed", r"saved/save-000002"),
-    "not finite": (
-        {"WeightError", "RemoteError"},
-        "",
-        r"rank1/optimizer\.0\.\d+\.exp_avg: 1 Inf of .*check_nan=False",
-    ),
-    "damaged": ({"FileError", "RemoteError"}, "different-checksum", r"saved/save-\d+/__1_0\.distcp"),
-    "nothing": ({"StateError"}, "no-checkpoint", "nothing/latest"),
-    "layout": ({"StateError"}, "checkpoint-of-another-layout", "tensor_parallel 1, now 2; .*; optimizers Dist"),
-    "model": ({"StateError"}, "checkpoint-of-another-model", r"and \d+ more"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_failures_are_reported_on_all_ranks_and_change_nothing(launched: Outcomes, name: str) -> None:
-    check_refusals([results[name] for results in launched["wrong"]], *WRONG[name])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("expected", "actual"),
-    [("saved", "loaded"), ("continued", "resumed"), ("untrained", "reloaded"), ("untrained", "replaced")],
-)
-def test_states_are_bit_identical(results: list[dict[str, Values]], layout: str, expected: str, actual: str) -> None:
-    for by_layout in results:
-        states = by_layout[layout]
-        assert_same(states[expected], states[actual])
-        assert states["saved"]["version"] == 2
-
-
-def test_a_schedule_resumes_where_it_was_saved(launched: Outcomes) -> None:
-    for rates in launched["schedule"]:
-        assert rates["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
-        assert rates["next"] == rates["resumed"] == rates["by hand"] == pytest.approx(8e-3)
-        assert rates["begun"] == pytest.approx(rates["rates"])  # the checkpoint has no schedule
-        assert rates["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # 4 of 10
-        assert rates["changed, from plain"] == pytest.approx(2e-2)
