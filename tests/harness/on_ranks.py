@@ -15,12 +15,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.harness.launch import Call, Outcomes
 
+T = TypeVar("T")
 Body = Callable[..., None]
 
 
@@ -60,6 +61,15 @@ def on_ranks(num_ranks: int, timeout: float = 300) -> Launch:
 def on_engines(num_ranks: int, timeout: float = 300) -> Launch:
     """Run the decorated test on ranks that may build engines."""
     return Launch("engines", num_ranks, timeout)
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return `value` of every rank, by rank. Collective over the default group."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def launched_bodies(request: pytest.FixtureRequest) -> Callable[[Launch], Outcomes]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import (
+    DifferentCallsError,
     GenerationError,
-    HybridEngineError,
     LostRankError,
+    MessageError,
     PeerTransportError,
     RemoteError,
     ReshardError,
@@ -27,8 +28,9 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.ranks.agreement import Agreement, _agreed_error
 from hybrid_engine.ranks.job import Job
-from tests.harness.errors import has_code
+from tests.harness.errors import failing, has_code
 from tests.harness.launch import Ranks
+from tests.harness.on_ranks import on_ranks
 
 SILENCE_SECONDS = 4.0  # timeout of the agreement with a silent peer
 LOST_SECONDS = 60.0  # timeout with a peer that ends, which is noticed long before
@@ -41,17 +43,10 @@ def outcome_of(call: Callable[[], object], expected: type[Exception] = Exception
         return f"{type(error).__name__}: {error}"
 
 
-def code_of(call: Callable[[], object]) -> str:
-    """Return type, code and message of this project's error raised by `call`, or its result."""
-    try:
-        return f"returned {call()}"
-    except HybridEngineError as error:
-        return f"{type(error).__name__} {error.code}: {error}"
-
-
-def refusal_of(call: Callable[[], object]) -> str:
-    """Return the outcome of `call`; other errors than this project's are not caught."""
-    return outcome_of(call, HybridEngineError)
+def fail_in_phase(agreement: Agreement, error: Exception | None) -> None:
+    with agreement.phase("commit"):
+        if error is not None:
+            raise error
 
 
 @pytest.fixture
@@ -172,167 +167,118 @@ DIFFERENT_CALLS: list[tuple[tuple[str, str], Call, Call]] = [
     ),
 ]
 
-COLLECTIVES: list[Callable[[Agreement], object]] = [
-    lambda agreement: agreement.any_of([True, False], "flags"),
-    lambda agreement: agreement.is_same([1, 2, 3], "numbers"),
-    lambda agreement: agreement.gather("y", str, "layouts"),
-]
+
+@contextmanager
+def of_two() -> Iterator[tuple[Agreement, int]]:
+    """Yield an agreement of two ranks, which stays usable, and this rank."""
+    with closing(Job.join(60)) as job:
+        job.agreement.conclude("before")
+        yield job.agreement, job.rank
+        job.agreement.conclude("after")
 
 
-def phase_outcome(agreement: Agreement, error: Exception | None) -> str:
-    def run() -> None:
-        with agreement.phase("commit"):
-            if error is not None:
-                raise error
-
-    return outcome_of(run)
-
-
-def _share_without_memory(agreement: Agreement, rank: int) -> object:
-    """Share a message while rank 1 has no memory to receive it."""
-    empty = torch.empty
-    message = b"data"
-
-    def full(nbytes: int, **arguments: object) -> torch.Tensor:
-        if nbytes == len(message):
-            raise MemoryError("full")
-        return empty(nbytes, **arguments)
-
-    with mock.patch.object(torch, "empty", full) if rank else nullcontext():
-        return agreement.share([message])
-
-
-def _call_interrupted(agreement: Agreement) -> list[str]:
-    """Interrupt this rank while it waits for the other in each collective."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
-    outcomes = []
-    for call in COLLECTIVES:
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        try:
-            outcomes.append(outcome_of(lambda call=call: call(agreement)))
-        except KeyboardInterrupt:
-            outcomes.append("KeyboardInterrupt")
-        timer.join()
-    return outcomes
-
-
-def _call_late(agreement: Agreement) -> list[str]:
-    outcomes = []
-    for call in COLLECTIVES:
-        time.sleep(0.4)  # the other rank is interrupted after 0.1 s
-        outcomes.append(outcome_of(lambda call=call: call(agreement)))
-    return outcomes
-
-
-def fail_on_rank() -> dict[object, object]:
-    """Fail on one rank or both in every way; the agreement stays usable."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    agreement = Job.join(60).agreement
-    foreign = OSError("disk on fire")
+@on_ranks(2)
+def test_all_ranks_raise_when_one_fails() -> None:
     known = StateError("not now")
-    results: dict[object, object] = {"both well": phase_outcome(agreement, None)}
-    results["rank 0, foreign"] = phase_outcome(agreement, foreign if rank == 0 else None)
-    results["rank 1, known"] = phase_outcome(agreement, known if rank == 1 else None)
-    results["both"] = phase_outcome(agreement, foreign if rank == 0 else known)
-    results["conclude"] = outcome_of(lambda: agreement.conclude("fill", known if rank == 0 else None))
-    results["long text"] = len(phase_outcome(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
-    results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
-    results["share"] = agreement.share([b"of all", b"of rank %d" % rank, b""][: 3 - rank])
-    with mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5):
-        results["too much"] = code_of(lambda: agreement.share([b"123456"]))
-    digest = b"damaged" if rank == 1 else b"right"
-    with mock.patch("hybrid_engine.ranks.agreement.content_digest", side_effect=[b"right", digest]):
-        results["damaged"] = code_of(lambda: agreement.share([b"right"]))
-    results["no memory"] = code_of(lambda: _share_without_memory(agreement, rank))
-    results["not encodable"] = code_of(lambda: agreement.gather("\udc80" if rank == 1 else "", str))
-    with mock.patch("hybrid_engine.ranks.agreement.LIMIT", 8 * 2 * 100):
-        results["clipped"] = phase_outcome(agreement, ValueError("x" * 1000) if rank == 1 else None)
-    results["same"] = [
-        agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
-    ]
-    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]  # beyond 32 bits
-    for names, *calls in DIFFERENT_CALLS:
-        results[names] = code_of(lambda run=calls[rank]: run(agreement))
-    results["interrupted"] = _call_interrupted(agreement) if rank == 0 else _call_late(agreement)
-    results["both well again"] = phase_outcome(agreement, None)
-    dist.destroy_process_group()
-    return results
+    with of_two() as (agreement, rank):
+        with failing(ReshardError, "unexpected-error", "commit.*OSError: disk on fire", on=0):
+            fail_in_phase(agreement, OSError("disk on fire") if rank == 0 else None)
+        with failing(StateError, "", "^not now$" if rank == 1 else "rank 1: StateError: not now", on=1):
+            fail_in_phase(agreement, known if rank == 1 else None)
+        with failing(StateError, "", "^not now$" if rank == 0 else "fill.*rank 0: StateError: not now", on=0):
+            agreement.conclude("fill", known if rank == 0 else None)
+        with failing(ReshardError, "unexpected-error", "x{99000}", on=1):
+            fail_in_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)
 
 
-@pytest.fixture(scope="module")
-def failures(ranks: Ranks) -> list[dict[str, object]]:
-    return ranks.launch(fail_on_rank, 2, timeout=120)
+@on_ranks(2)
+def test_each_rank_raises_its_own_error_when_both_fail() -> None:
+    with of_two() as (agreement, rank):
+        if rank == 0:
+            with pytest.raises(ReshardError, match="OSError: disk on fire"):
+                fail_in_phase(agreement, OSError("disk on fire"))
+        else:
+            with pytest.raises(StateError, match="not now"):
+                fail_in_phase(agreement, StateError("not now"))
 
 
-def test_all_ranks_raise_when_one_fails(failures: list[dict[str, object]]):
-    of_rank_0, of_rank_1 = failures
-    for results in failures:
-        assert results["both well"] == results["both well again"] == "returned None"
-        assert results["long text"] is True
-    assert of_rank_0["rank 0, foreign"].startswith("ReshardError: ")
-    assert of_rank_1["rank 0, foreign"].startswith("RemoteError: ")
-    for results in failures:
-        assert "commit" in results["rank 0, foreign"]
-        assert "OSError: disk on fire" in results["rank 0, foreign"]
-    assert of_rank_1["rank 1, known"] == "StateError: not now"
-    assert of_rank_0["rank 1, known"].startswith("RemoteError: ")
-    assert "rank 1: StateError: not now" in of_rank_0["rank 1, known"]
-    assert of_rank_0["conclude"] == "StateError: not now"
-    assert "fill" in of_rank_1["conclude"]
-    assert "rank 0: StateError: not now" in of_rank_1["conclude"]
+@on_ranks(2)
+def test_different_calls_are_named_on_both_ranks() -> None:
+    with of_two() as (agreement, rank):
+        for names, *calls in DIFFERENT_CALLS:
+            with pytest.raises(DifferentCallsError, check=has_code("different-calls", *names)):
+                calls[rank](agreement)
 
 
-def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, object]]):
-    of_rank_0, of_rank_1 = failures
-    assert of_rank_0["both"].startswith("ReshardError: ")
-    assert "OSError: disk on fire" in of_rank_0["both"]
-    assert of_rank_1["both"] == "StateError: not now"
+@on_ranks(2)
+def test_an_interrupt_is_delivered_after_a_collective() -> None:
+    """Rank 0 is interrupted while it waits for the other in each collective."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
+    with of_two() as (agreement, rank):
+        for call, result in (
+            (lambda: agreement.any_of([True, False], "flags"), [True, False]),
+            (lambda: agreement.is_same([1, 2, 3], "numbers"), True),
+            (lambda: agreement.gather("y", str, "layouts"), ["y", "y"]),
+        ):
+            if rank == 0:
+                timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+                timer.join()
+            else:
+                time.sleep(0.4)
+                assert call() == result
 
 
-@pytest.mark.parametrize("names", [names for names, *_ in DIFFERENT_CALLS])
-def test_different_calls_are_named_on_both_ranks(failures: list[dict[object, str]], names: tuple[str, str]):
-    for results in failures:
-        assert results[names].startswith("DifferentCallsError different-calls: ")
-        assert all(name in results[names] for name in names), results[names]
+@on_ranks(2)
+def test_gather_and_total() -> None:
+    with of_two() as (agreement, rank):
+        gathered = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
+        assert gathered == [{"rank": number, "payload": "y" * (10 + 1000 * number)} for number in (0, 1)]
+        assert [agreement.total(rank + 1), agreement.total(2**40)] == [3, 2**41]  # beyond 32 bits
+        compared = ([5, -7], [5, -rank], [5, None if rank else -3])
+        assert [agreement.is_same(values, "compare") for values in compared] == [True, False, True]
 
 
-def test_an_interrupt_is_delivered_after_a_collective(failures: list[dict[str, object]]):
-    of_rank_0, of_rank_1 = failures
-    assert of_rank_0["interrupted"] == ["KeyboardInterrupt"] * 3
-    assert of_rank_1["interrupted"] == ["returned [True, False]", "returned True", "returned ['y', 'y']"]
-
-
-def test_gather_and_total(failures: list[dict[str, object]]):
-    for results in failures:
-        assert [value["rank"] for value in results["gather"]] == [0, 1]
-        assert [len(value["payload"]) for value in results["gather"]] == [10, 1010]
-        assert results["total"] == [3, 2**41]
-        assert results["same"] == [True, False, True]
-
-
-def test_equal_messages_are_shared_once(failures: list[dict[str, object]]) -> None:
-    for results in failures:
-        indices, messages = results["share"]
+@on_ranks(2)
+def test_equal_messages_are_shared_once() -> None:
+    with of_two() as (agreement, rank):
+        indices, messages = agreement.share([b"of all", b"of rank %d" % rank, b""][: 3 - rank])
         assert messages == [b"of all", b"of rank 0", b"", b"of rank 1"]
         assert indices == [[0, 1, 2], [0, 3]]
-        assert results["too much"].startswith("MessageError message-too-long: ")
-        assert all(number in results["too much"] for number in "65"), results["too much"]
+        with (
+            mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5),
+            pytest.raises(MessageError, check=has_code("message-too-long", "6", "5")),
+        ):
+            agreement.share([b"123456"])
 
 
-def test_a_failure_to_share_is_raised_on_all_ranks(failures: list[dict[str, object]]) -> None:
-    for name, kind, cause in (
-        ("damaged", "MessageError malformed-message: ", "MessageError: "),
-        ("no memory", "ReshardError unexpected-error: ", "MemoryError: full"),
-        ("not encodable", "MessageError not-encodable: ", "MessageError: "),
-        ("clipped", "ReshardError: ", "x" * 80),
-    ):
-        remote, local = (results[name] for results in failures)
-        assert local.startswith(kind), local
-        assert re.match(r"RemoteError( rank-failed)?: ", remote), remote
-        assert cause in remote, remote
-    assert "x" * 100 not in failures[0]["clipped"]
+def _empty_without_memory(
+    nbytes: int, empty: Callable[..., torch.Tensor] = torch.empty, **settings: Any
+) -> torch.Tensor:
+    if nbytes == len(b"data"):
+        raise MemoryError("full")
+    return empty(nbytes, **settings)
+
+
+@on_ranks(2)
+def test_a_failure_to_share_is_raised_on_all_ranks() -> None:
+    module = "hybrid_engine.ranks.agreement"
+    with of_two() as (agreement, rank):
+        digests = [b"right", b"damaged" if rank == 1 else b"right"]
+        damaged = failing(MessageError, "malformed-message", "MessageError: " if rank == 0 else "", on=1)
+        with mock.patch(f"{module}.content_digest", side_effect=digests), damaged:
+            agreement.share([b"right"])
+        is_full = mock.patch.object(torch, "empty", _empty_without_memory) if rank else nullcontext()
+        with is_full, failing(ReshardError, "unexpected-error", "MemoryError: full", on=1):
+            agreement.share([b"data"])
+        with failing(MessageError, "not-encodable", "MessageError: " if rank == 0 else "", on=1):
+            agreement.gather("\udc80" if rank == 1 else "", str)
+        # A long message is clipped on the other rank.
+        clipped = "x{80}" if rank else "(?<!x)x{80,99}(?!x)"
+        with mock.patch(f"{module}.LIMIT", 8 * 2 * 100), failing(ReshardError, "unexpected-error", clipped, on=1):
+            fail_in_phase(agreement, ValueError("x" * 1000) if rank == 1 else None)
 
 
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {

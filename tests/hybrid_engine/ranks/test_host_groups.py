@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.errors import HybridEngineError, LostRankError, PeerTransportError, StateError, TransportError
 from hybrid_engine.ranks import agreement, groups, rank_tree
-from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
-from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
-from tests.hybrid_engine.ranks.test_agreement import outcome_of, phase_outcome
+from tests.harness.errors import failing, has_code
+from tests.harness.on_ranks import of_all_ranks, on_ranks
+from tests.hybrid_engine.ranks.test_agreement import fail_in_phase
 
 HOSTS = "abab"
 NUM_WALKED = 5 * agreement.NUM_STEPS  # a host may be NUM_STEPS ahead
@@ -30,106 +31,93 @@ def join_job(rank: int) -> Job:
         return Job.join(LOST_SECONDS, host=HOSTS[rank])
 
 
-def meet_on_two_hosts() -> dict[str, object]:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    values = torch.tensor([rank, -rank])
-    mates = [mate for mate, host in enumerate(HOSTS) if host == HOSTS[rank]]
-    group = RankGroup(World.of_default_group(), HOSTS[rank], mates, LOST_SECONDS)
-    group.end_maximum(group.begin_maximum(values))
-    group.close()
-    results: dict[str, object] = {"host": values.tolist()}
-    agreed = join_job(rank).agreement
-    results["well"] = phase_outcome(agreed, None)
-    results["flags"] = agreed.any_of([rank == 3, rank == 1, False], "flags")
-    results["gathered"] = agreed.gather("x" * rank, str)
-    for failing in (0, 3):
-        results[f"rank {failing} fails"] = phase_outcome(agreed, StateError("not now") if rank == failing else None)
-    with agreed.building():
-        results["building"] = phase_outcome(agreed, StateError("not built") if rank == 3 else None)
-    results["well again"] = phase_outcome(agreed, None)
-    results.update(walk_at_different_paces(join_job(rank), rank))
-    results.update(lose_rank_3(join_job(rank).agreement, rank))
-    dist.destroy_process_group()
-    return results
+@contextmanager
+def joined() -> Iterator[Job]:
+    """Join a job of four ranks on two hosts."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with closing(join_job(dist.get_rank())) as job:
+        yield job
+        dist.barrier()
 
 
-def walk_at_different_paces(job: Job, rank: int) -> dict[str, object]:
-    """Only ranks 1 and 3 have work: all succeed, then rank 3 fails in its step 4."""
-    started: list[float] = []
-
-    def walk(failing_step: int | None) -> None:
-        with job.agreement.phase("fill"):
-            pace = job.agreement.pace()
-            for step in range(NUM_WALKED):
-                if rank == 3 and step == failing_step:
-                    raise StateError("not now")
-                if HOSTS[rank] == "b":
-                    time.sleep(0.2 if failing_step else 0.01)  # the work of a step
-                pace.reach(step)
-                started.append(time.monotonic())
-
-    walk(None)
-    times = started.copy()
-    started.clear()
-    error = outcome_of(lambda: walk(4))
-    job.close()
-    return {"times": times, "error": error, "walked": len(started)}
+@on_ranks(4)
+def test_a_maximum_over_a_host() -> None:
+    with joined() as job:
+        values = torch.tensor([job.rank, -job.rank])
+        mates = [mate for mate, host in enumerate(HOSTS) if host == HOSTS[job.rank]]
+        group = RankGroup(World.of_default_group(), HOSTS[job.rank], mates, LOST_SECONDS)
+        group.end_maximum(group.begin_maximum(values))
+        group.close()
+        assert values.tolist() == [[2, 0], [3, -1]][job.rank % 2]
 
 
-def lose_rank_3(agreed: Agreement, rank: int) -> dict[str, object]:
+@on_ranks(4)
+def test_all_ranks_get_the_same_results() -> None:
+    with joined() as job:
+        assert job.agreement.any_of([job.rank == 3, job.rank == 1, False], "flags") == [True, True, False]
+        assert job.agreement.gather("x" * job.rank, str) == ["", "x", "xx", "xxx"]
+
+
+@on_ranks(4)
+def test_all_ranks_raise_when_one_fails() -> None:
+    with joined() as job:
+        fail_in_phase(job.agreement, None)
+        for at_fault in (0, 3):
+            with failing(StateError, "", "not now", on=at_fault):
+                fail_in_phase(job.agreement, StateError("not now") if job.rank == at_fault else None)
+        with job.agreement.building(), failing(StateError, "", "not built", on=3):
+            fail_in_phase(job.agreement, StateError("not built") if job.rank == 3 else None)
+        fail_in_phase(job.agreement, None)
+
+
+def walk(job: Job, work_seconds: float, started: list[float], failing_step: int | None = None) -> None:
+    """Add when each step began. Only ranks 1 and 3 have work; rank 3 fails in `failing_step`."""
+    with job.agreement.phase("fill"):
+        pace = job.agreement.pace()
+        for step in range(NUM_WALKED):
+            if job.rank == 3 and step == failing_step:
+                raise StateError("not now")
+            if HOSTS[job.rank] == "b":
+                time.sleep(work_seconds)
+            pace.reach(step)
+            started.append(time.monotonic())
+
+
+@on_ranks(4)
+def test_a_host_without_work_waits_for_the_others() -> None:
+    with joined() as job:
+        started: list[float] = []
+        walk(job, 0.01, started)
+        fast, slow, *_ = of_all_ranks(started)
+        assert len(fast) == len(slow) == NUM_WALKED
+        for step in range(2 * agreement.NUM_STEPS, NUM_WALKED, agreement.NUM_STEPS):
+            assert fast[step] > slow[step - agreement.NUM_STEPS - 1], step
+
+
+@on_ranks(4)
+def test_ranks_of_other_hosts_notice_a_failure_between_steps() -> None:
+    with joined() as job:
+        kinds = (PeerTransportError, PeerTransportError, HybridEngineError, StateError)
+        # Rank 2 has no work, and is first of no host.
+        text = "" if job.rank == 2 else "not now" if job.rank == 3 else "rank 3, fill: StateError: not now"
+        started: list[float] = []
+        with pytest.raises(kinds[job.rank], match=text):
+            walk(job, 0.2, started, failing_step=4)
+        assert job.rank == 2 or len(started) < NUM_WALKED
+
+
+@on_ranks(4)
+def test_a_lost_rank_is_noticed_on_all_hosts() -> None:
     """Rank 3 is first of no host: its own host notices first, then the other."""
-    if rank == 3:
-        agreed.close()
-        return {}
-    started = time.monotonic()
-    return {"lost": outcome_of(lambda: agreed.conclude("fill")), "seconds": time.monotonic() - started}
-
-
-@pytest.fixture(scope="module")
-def results(ranks: Ranks) -> list[dict[str, object]]:
-    return ranks.launch(meet_on_two_hosts, 4, timeout=200)
-
-
-def test_a_maximum_over_a_host(results: list[dict[str, object]]) -> None:
-    assert [rank["host"] for rank in results] == [[2, 0], [3, -1]] * 2
-
-
-def test_all_ranks_get_the_same_results(results: list[dict[str, object]]) -> None:
-    for rank in results:
-        assert rank["well"] == rank["well again"] == "returned None"
-        assert rank["flags"] == [True, True, False]
-        assert rank["gathered"] == ["", "x", "xx", "xxx"]
-
-
-def test_all_ranks_raise_when_one_fails(results: list[dict[str, object]]) -> None:
-    for rank, outcomes in enumerate(results):
-        for name, failing, text in [("rank 0 fails", 0, "not now"), ("rank 3 fails", 3, "not now")]:
-            kind = "StateError" if rank == failing else "RemoteError"
-            assert outcomes[name].startswith(kind), (rank, outcomes[name])
-            assert text in outcomes[name]
-        assert "not built" in outcomes["building"]
-
-
-def test_a_lost_rank_is_noticed_on_all_hosts(results: list[dict[str, object]]) -> None:
-    for rank in results[:3]:
-        assert rank["lost"].startswith("LostRankError: fill: "), rank["lost"]
-        assert rank["seconds"] < LOST_SECONDS / 2
-
-
-def test_a_host_without_work_waits_for_the_others(results: list[dict[str, object]]) -> None:
-    fast = results[0]["times"]
-    slow = results[1]["times"]
-    assert len(fast) == len(slow) == NUM_WALKED
-    for step in range(2 * agreement.NUM_STEPS, NUM_WALKED, agreement.NUM_STEPS):
-        assert fast[step] > slow[step - agreement.NUM_STEPS - 1], step
-
-
-def test_ranks_of_other_hosts_notice_a_failure_between_steps(results: list[dict[str, object]]) -> None:
-    assert results[3]["error"].startswith("StateError: ")
-    for rank in (0, 1):  # rank 2 has no work, and is first of no host
-        assert results[rank]["error"].startswith("PeerTransportError: rank 3, fill: StateError: not now")
-        assert results[rank]["walked"] < NUM_WALKED
+    with joined() as job:
+        if job.rank == 3:
+            job.agreement.close()
+            return
+        started = time.monotonic()
+        with pytest.raises(LostRankError, match=r"^fill: "):
+            job.agreement.conclude("fill")
+        assert time.monotonic() - started < LOST_SECONDS / 2
 
 
 def group_names(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, get_args
 from unittest import mock
 
@@ -27,7 +27,7 @@ from hybrid_engine.transports.router import (
     pulled_buffers,
 )
 from tests.harness.errors import has_violations
-from tests.harness.launch import Ranks
+from tests.harness.on_ranks import on_ranks
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
 NUMEL = 1000
@@ -61,78 +61,58 @@ class Peers:
         values = {"source": self.source, "destination": self.destination, **changes}
         return outcome_of(lambda: self.router.run(BUCKETS[index], **values))
 
-    def is_right(self) -> bool:
-        return all(bool((self.destination[f"dst{rank}"] == rank + 1).all()) for rank in (0, 1))
+    def check_next(self) -> None:
+        """Check that the next bucket arrives."""
+        assert self.run(1) == "ok"
+        assert all((self.destination[f"dst{rank}"] == rank + 1).all() for rank in (0, 1))
 
 
-def peer_never_comes() -> list[object]:
-    peers = Peers(timeout=0.5)  # seconds
-    if peers.rank == 1:
-        return []  # keeps its connections until the barrier after the scenario
-    return [peers.run(0), peers.run(1), outcome_of(lambda: peers.router.abandon(BUCKETS[2], "out of time"))]
-
-
-def rank_abandons() -> list[object]:
-    peers = Peers()
-    if peers.rank == 0:
-        peers.router.abandon(BUCKETS[0], "out of memory in allocate")
-        return ["abandoned", peers.run(1), peers.is_right()]
-    return [peers.run(0), peers.run(1), peers.is_right()]
-
-
-def buckets_differ() -> list[object]:
-    peers = Peers()
-    return [peers.run(peers.rank)]
-
-
-def connection_is_lost() -> list[object]:
-    peers = Peers()
-    if peers.rank == 1:
-        dist.destroy_process_group(peers.group)  # closes its connections
-        return []
-    return [peers.run(0)]
-
-
-def raise_memory_error(*_: object) -> NoReturn:
-    raise MemoryError("not a byte left")
-
-
-def no_room_for_deltas(
-    transport: CollectiveTransport,
-    side: str,
-    sizes: Sequence[int],
-    staged_parts: Any = CollectiveTransport._staged_parts,
-) -> list[torch.Tensor]:
-    if side == "deltas":
-        raise TransportError("no memory for deltas")
-    parts: list[torch.Tensor] = staged_parts(transport, side, sizes)
-    return parts
-
-
-WITHOUT_MEMORY = {
-    "to compare": (deltas.np, "flatnonzero", raise_memory_error),
-    "to receive": (CollectiveTransport, "_staged_parts", no_room_for_deltas),
-}
-"""Step of a fill with deltas that finds no memory -> attribute to replace, and its replacement."""
-
-
-def run_without_memory(name: str) -> list[object]:
-    """Lack memory on rank 0 for one bucket of deltas; the next bucket has deltas too."""
-    peers = Peers(registry=DELTA_REGISTRY)
-    for flat in peers.source.values():
-        flat[::100] += 1  # undone before the second fill
-    peers.router.begin(whole=True)
-    outcomes: list[object] = [peers.run(0), peers.run(1)]
-    for flat in peers.source.values():
-        flat[::100] -= 1
+@contextmanager
+def peers(**settings: Any) -> Iterator[Peers]:
+    """Connect two ranks, and keep the connections until both have ended."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    yield Peers(**settings)
     dist.barrier()
-    peers.router.begin(whole=False)
-    with mock.patch.object(*WITHOUT_MEMORY[name]) if peers.rank == 0 else nullcontext():
-        outcomes.append(peers.run(0))
-    return [*outcomes, peers.run(1), peers.is_right()]
 
 
-SCENARIOS = [peer_never_comes, rank_abandons, buckets_differ, connection_is_lost]
+@on_ranks(2)
+def test_a_missing_peer_is_an_error_within_the_timeout() -> None:
+    with peers(timeout=0.5) as own:
+        if own.rank == 0:
+            missing = ("bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds")
+            check_error(own.run(0), "TransportError", *missing, within=20)
+            check_error(own.run(1), "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+            abandoned = outcome_of(lambda: own.router.abandon(BUCKETS[2], "out of time"))
+            check_error(abandoned, "TransportError", "earlier failure", within=5)
+
+
+@on_ranks(2)
+def test_an_abandoned_bucket_leaves_no_peer_waiting() -> None:
+    with peers() as own:
+        if own.rank == 0:
+            own.router.abandon(BUCKETS[0], "out of memory in allocate")
+        else:
+            check_error(own.run(0), "PeerTransportError", "peer 0", "out of memory in allocate")
+        own.check_next()
+
+
+@on_ranks(2)
+def test_different_plans_are_detected() -> None:
+    with peers() as own:
+        outcome = own.run(own.rank)
+        check_error(outcome, "PeerTransportError", f"of bucket {1 - own.rank}, expected", "plans differ")
+
+
+@on_ranks(2)
+def test_a_lost_connection_is_an_error() -> None:
+    with peers() as own:
+        if own.rank == 1:
+            dist.destroy_process_group(own.group)
+            del own  # closes its connections
+        else:
+            check_error(own.run(0), "TransportError", "bucket 0", "phase transfer", "peer 1")
+
 
 # name -> changed arguments of bucket 0 on rank 0, texts of rank 0's error, texts of rank 1's error
 FAULTS: dict[str, tuple[Callable[[Peers], dict[str, object]], tuple[str, ...], tuple[str, ...]]] = {
@@ -159,78 +139,70 @@ FAULTS: dict[str, tuple[Callable[[Peers], dict[str, object]], tuple[str, ...], t
 }
 
 
-def fail_on_rank_0(name: str) -> list[object]:
-    peers = Peers()
-    first = peers.run(0, **(FAULTS[name][0](peers) if peers.rank == 0 else {}))
-    return [first, peers.run(1), peers.is_right()]
-
-
-def run_scenarios() -> dict[str, list[object]]:
-    dist.init_process_group("gloo")
-    results = {}
-    for scenario in SCENARIOS:
-        results[scenario.__name__] = scenario()
-        dist.barrier()
-    for name in FAULTS:
-        results[name] = fail_on_rank_0(name)
-        dist.barrier()
-    for name in WITHOUT_MEMORY:
-        results[name] = run_without_memory(name)
-        dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
-@pytest.fixture(scope="module")
-def by_rank(ranks: Ranks) -> list[dict[str, list[object]]]:
-    return ranks.launch(run_scenarios, 2, timeout=300)
-
-
-def test_a_missing_peer_is_an_error_within_the_timeout(by_rank):
-    first, second, abandoned = by_rank[0]["peer_never_comes"]
-    check_error(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
-    check_error(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
-    check_error(abandoned, "TransportError", "earlier failure", within=5)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(by_rank, name: str):
-    _, local_texts, peer_texts = FAULTS[name]
-    (local, *after), (peer, *peers_after) = (results[name] for results in by_rank)
-    check_error(local, *local_texts)
-    if peer_texts:
-        check_error(peer, *peer_texts)
-    assert after == peers_after == ["ok", True]
+def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(name: str) -> None:
+    change, *texts = FAULTS[name]
+    with peers() as own:
+        outcome = own.run(0, **(change(own) if own.rank == 0 else {}))
+        if texts[own.rank]:
+            check_error(outcome, *texts[own.rank])
+        own.check_next()
 
 
-def test_no_memory_for_deltas_leaves_no_peer_waiting(by_rank):
-    local, peer = (results["to compare"] for results in by_rank)
-    assert local[:2] == peer[:2] == ["ok", "ok"]
-    check_error(local[2], "TransportError", "bucket 0", "phase read", "not a byte left")
-    check_error(peer[2], "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
-    assert local[3:] == peer[3:] == ["ok", True]
-    local, peer = (results["to receive"] for results in by_rank)
-    check_error(local[2], "TransportError", "no memory for deltas")
-    assert local[3:] == ["ok", True]
-    assert peer[2:] == ["ok", "ok", True]
+def raise_memory_error(*_: object) -> NoReturn:
+    raise MemoryError("not a byte left")
 
 
-def test_an_abandoned_bucket_leaves_no_peer_waiting(by_rank):
-    local, (peer, *peer_after) = (results["rank_abandons"] for results in by_rank)
-    assert local == ["abandoned", "ok", True]
-    check_error(peer, "PeerTransportError", "peer 0", "out of memory in allocate")
-    assert peer_after == ["ok", True]
+def no_room_for_deltas(
+    transport: CollectiveTransport,
+    side: str,
+    sizes: Sequence[int],
+    staged_parts: Any = CollectiveTransport._staged_parts,
+) -> list[torch.Tensor]:
+    if side == "deltas":
+        raise TransportError("no memory for deltas")
+    parts: list[torch.Tensor] = staged_parts(transport, side, sizes)
+    return parts
 
 
-def test_different_plans_are_detected(by_rank):
-    for rank, results in enumerate(by_rank):
-        check_error(
-            results["buckets_differ"][0], "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ"
-        )
+# Step of a fill with deltas that finds no memory -> attribute to replace, its replacement, texts of
+# rank 0's error, texts of rank 1's error.
+WITHOUT_MEMORY: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "to compare": (
+        (deltas.np, "flatnonzero", raise_memory_error),
+        ("TransportError", "bucket 0", "phase read", "not a byte left"),
+        ("PeerTransportError", "bucket 0", "peer 0", "not a byte left"),
+    ),
+    "to receive": (
+        (CollectiveTransport, "_staged_parts", no_room_for_deltas),
+        ("TransportError", "no memory for deltas"),
+        (),
+    ),
+}
 
 
-def test_a_lost_connection_is_an_error(by_rank):
-    check_error(by_rank[0]["connection_is_lost"][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
+@on_ranks(2)
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_no_memory_for_deltas_leaves_no_peer_waiting(name: str) -> None:
+    """Rank 0 lacks memory for one bucket of deltas; the next bucket has deltas too."""
+    replaced, *texts = WITHOUT_MEMORY[name]
+    with peers(registry=DELTA_REGISTRY) as own:
+        for flat in own.source.values():
+            flat[::100] += 1  # undone before the second fill
+        own.router.begin(whole=True)
+        assert [own.run(0), own.run(1)] == ["ok", "ok"]
+        for flat in own.source.values():
+            flat[::100] -= 1
+        dist.barrier()
+        own.router.begin(whole=False)
+        with mock.patch.object(*replaced) if own.rank == 0 else nullcontext():
+            outcome = own.run(0)
+        if texts[own.rank]:
+            check_error(outcome, *texts[own.rank])
+        else:
+            assert outcome == "ok"
+        own.check_next()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_code, has_violations
-from tests.harness.on_ranks import on_engines
+from tests.harness.on_ranks import of_all_ranks, on_engines
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, parallel_state_of, running
@@ -115,12 +115,6 @@ def differing_names(left: TensorDict, right: TensorDict) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def of_both_ranks(tensors: TensorDict) -> list[TensorDict]:
-    by_rank: list[TensorDict] = [{}, {}]
-    dist.all_gather_object(by_rank, tensors)
-    return by_rank
-
-
 @on_engines(2)
 def test_prepare_finishes_pending_gathers(path: Path) -> None:
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
@@ -138,9 +132,9 @@ def test_prepare_finishes_pending_gathers(path: Path) -> None:
             weights.prepare()
             ready = buffers()
             # Before prepare, each data parallel replica holds old weights of the other rank's part.
-            assert differing_names(*of_both_ranks(stale)), "replicas agree before prepare"
+            assert differing_names(*of_all_ranks(stale)), "replicas agree before prepare"
             assert differing_names(stale, ready)
-            assert differing_names(*of_both_ranks(ready)) == []
+            assert differing_names(*of_all_ranks(ready)) == []
         weights.prepare()
         assert differing_names(buffers(), ready) == []
 
