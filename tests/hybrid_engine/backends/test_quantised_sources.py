@@ -9,20 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.computed_sources import AdaptorWithSources
 from hybrid_engine.backends.quantised_sources import GROUP, QuantisedSources, quantise
 from hybrid_engine.backends.training_side import layout_in
-from hybrid_engine.errors import ConfigError, HybridEngineError, WeightError
+from hybrid_engine.errors import ConfigError, ReshardError, WeightError
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.runs import strided
-from tests.harness.errors import has_violation
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.errors import failing, has_violation
+from tests.harness.on_ranks import of_all_ranks, on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
 from tests.zoo import block_formats
@@ -176,22 +175,8 @@ def test_cut_blocks_and_groups_are_known_before_any_collective(rank: int, method
     assert cut == expected.get(method, {"b.weight"})
 
 
-def quantise_in_parts(method: str) -> tuple[list[str], list[str]]:
-    """Return the regions that differ from the recipe, with and without scales over all ranks."""
-    weights, view = parts_of_rank(method)
-    weights.prepare()
-    alone = differing(weights, method)
-    with closing(Job.join(60)) as job:
-        share(view, job)
-        weights.prepare()
-    return differing(weights, method), alone
-
-
-def parts_of_rank(method: str) -> tuple[Parts, QuantisedSources]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    weights = Parts(CUT[rank], rank=rank)
+def parts_of_rank(method: str, job: Job) -> tuple[Parts, QuantisedSources]:
+    weights = Parts(CUT[job.rank], rank=job.rank)
     return weights, quantised(weights, method)
 
 
@@ -200,41 +185,33 @@ def share(view: QuantisedSources, job: Job) -> None:
     view.share(view.cut | {"c.weight"}, {**SHAPES, "c.weight": (128, 128)}, job.agreement)
 
 
-def fail_before_sharing() -> list[tuple[float, str]]:
-    """Return seconds and errors if rank 1 fails before its weights are final, and while it computes."""
-    failures = []
-    weights, view = parts_of_rank("fp8")
+@on_engines(2)
+@pytest.mark.parametrize("method", FORMATS)
+def test_ranks_share_the_scales_of_cut_blocks(method: str) -> None:
     with closing(Job.join(60)) as job:
+        weights, view = parts_of_rank(method, job)
+        weights.prepare()
+        # The outlier is on the other rank.
+        alone = of_all_ranks(differing(weights, method))
+        assert any("b.weight" in region for regions in alone for region in regions)
+        share(view, job)
+        weights.prepare()
+        assert differing(weights, method) == []
+
+
+@on_engines(2)
+def test_a_rank_that_fails_before_scales_are_shared_ends_the_phase_on_all_ranks() -> None:
+    """Rank 1 fails before its weights are final, then while it computes."""
+    with closing(Job.join(60)) as job:
+        weights, view = parts_of_rank("fp8", job)
         share(view, job)
         for target, name in ((weights, "finish_pending"), (QuantisedSources, "_largest_of")):
-            error = MemoryError("no memory") if job.rank == 1 else None
-            patched = mock.patch.object(target, name, side_effect=error) if error else nullcontext()
+            fails = mock.patch.object(target, name, side_effect=MemoryError("no memory"))
             start = time.monotonic()
-            with pytest.raises(HybridEngineError) as caught, patched, job.agreement.phase("prepare", 30):
+            on_all = failing(ReshardError, "unexpected-error", "MemoryError: no memory", on=1)
+            with on_all, fails if job.rank == 1 else nullcontext(), job.agreement.phase("prepare", 30):
                 weights.prepare()
-            failures.append((time.monotonic() - start, f"{type(caught.value).__name__}: {caught.value}"))
+            assert time.monotonic() - start < 10
             with job.agreement.phase("prepare"):
                 weights.prepare()
             assert differing(weights, "fp8") == []
-    return failures
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks) -> Outcomes:
-    calls: dict[str, Call] = {method: (quantise_in_parts, (method,)) for method in FORMATS}
-    return engines.launch_in_turn(2, {**calls, "failing": (fail_before_sharing, ())})
-
-
-@pytest.mark.parametrize("method", FORMATS)
-def test_ranks_share_the_scales_of_cut_blocks(outcomes: Outcomes, method: str) -> None:
-    assert [shared for shared, _ in outcomes[method]] == [[], []]
-    # The outlier is on the other rank.
-    assert any("b.weight" in region for _, alone in outcomes[method] for region in alone)
-
-
-def test_a_rank_that_fails_before_scales_are_shared_ends_the_phase_on_all_ranks(outcomes: Outcomes) -> None:
-    other, failing = outcomes["failing"]
-    for seconds, text in (*other, *failing):
-        assert "MemoryError: no memory" in text
-        assert seconds < 10
-    assert all(text.startswith("RemoteError: ") for _, text in other)

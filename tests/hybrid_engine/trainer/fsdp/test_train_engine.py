@@ -18,7 +18,8 @@ from hybrid_engine.trainer.batches import chunked_scores
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
 from tests.harness.errors import has_code
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import Ranks
+from tests.harness.on_ranks import of_all_ranks, on_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import (
     TIED_WITH_ODD_ROWS,
@@ -38,43 +39,10 @@ from tests.zoo.shares import share_of, spoiled
 MODELS: dict[str, Values] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
 PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
 CHUNK_NBYTES = 1500  # of logits: a few tokens
-Computed = list[dict[str, Values]]
-"""Results by rank and family."""
 
 
 def whole_log_probs(engine: FsdpTrainEngine, whole_batch: Batch) -> torch.Tensor:
     return engine.data_parallel.gather(engine.log_probs(share_of(engine, whole_batch)))
-
-
-def compute(paths: Mapping[str, Path]) -> dict[str, Values]:
-    """Return, by family, initial weights, and reports and results of three steps."""
-    results = {}
-    for family, path in paths.items():
-        with actor(path) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
-            engine = parts.engine
-            initial = state_of(engine)["tensors"]
-            scores = whole_log_probs(engine, batch(9))
-            reports = [train(engine, 0)]
-            skip(engine)
-            reports += [train(engine, step) for step in (1, 2)]
-            reference = parts.frozen_copy()
-            copied = whole_log_probs(reference, batch(9))
-            with pytest.raises(StateError, check=has_code("no-optimizer")):
-                train(reference, 0)
-            results[family] = {
-                "initial": initial,
-                "scores": scores,
-                "reports": reports,
-                "trained": state_of(engine)["tensors"],
-                "copied": copied,
-                "rescored": whole_log_probs(engine, batch(9)),
-                "logits": engine.logits(batch(9)["tokens"]),
-                "report of nothing": engine.train_step(
-                    share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {})
-                ),
-                "is refused": is_refused(engine),
-            }
-    return results
 
 
 def skip(engine: FsdpTrainEngine) -> None:
@@ -86,91 +54,6 @@ def skip(engine: FsdpTrainEngine) -> None:
             skipped.append(engine.train_step(share_of(engine, batch(5)), spoiled(cross_entropy))["skipped"])
     assert skipped == [1.0] * (MAX_SKIPPED - 1)
     assert_same(before, state_of(engine))
-
-
-def is_refused(engine: FsdpTrainEngine) -> bool:
-    """Return True if a loss with another name on each rank is refused, and no weight changes."""
-    before = whole_log_probs(engine, batch(9))
-    name = f"of rank {engine.data_parallel.rank}"
-    with pytest.raises(LossError, check=has_code("other-names-reported", name)):
-        engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
-    assert torch.equal(whole_log_probs(engine, batch(9)), before)
-    return True
-
-
-def initial_weights(path: Path) -> TensorDict:
-    with actor(path) as parts:
-        engine = parts.engine
-        return state_of(engine)["tensors"]
-
-
-def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, float, int, str]]:
-    """Return, by family, differences from unsharded models, and the attention used.
-
-    The differences are those of logits, and of log-probabilities in chunks, of which the next number is the largest
-    size of logits in bytes.
-    """
-    results = {}
-    for family, path in paths.items():
-        with actor(path) as parts:
-            engine = parts.engine
-            model = unsharded_model(path, state_of(engine)["tensors"])
-            tokens = batch(0)["tokens"]
-            with torch.no_grad():
-                difference = (engine.logits(tokens) - model(tokens).logits).abs().max().item()
-                sizes = list[int]()
-                head = engine.model.model.get_output_embeddings()
-                head.register_forward_hook(lambda _module, _inputs, logits, sizes=sizes: sizes.append(logits.nbytes))
-                for one in (engine.model.model, model):  # what a user's hook and replacement do is done once
-                    one.base_model.register_forward_hook(doubled)
-                    own = one.get_output_embeddings()
-                    own.forward = lambda hidden, plain=own.forward: plain(hidden) * 0.5
-                with attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
-                    in_chunks = engine.log_probs(batch(0))
-                of_chunks = (in_chunks - log_probs(model, batch(0))).abs().max().item()
-            attention = engine.model.model.config._attn_implementation
-            results[family] = difference, of_chunks, max(sizes), attention
-    return results
-
-
-def doubled(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
-    output["last_hidden_state"] = output.last_hidden_state * 2
-
-
-def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches.Read]]:
-    """Return values of padded batches by family, after a comparison with the unsharded model."""
-    reads = {}
-    for family in PADDED:
-        with actor(paths[family], seq_length=padded_batches.WIDTH) as parts:
-            engine = parts.engine
-            model = unsharded_model(paths[family], state_of(engine)["tensors"])
-            reads[family] = padded_batches.read_all(engine)
-            padded_batches.assert_is_that_of_logits(reads[family]["right"], model)
-    return reads
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **changes))
-        for family, changes in MODELS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def on_two(ranks: Ranks, paths: dict[str, Path]) -> Computed:
-    return ranks.launch(compute, 2, paths)
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    families = {name: write_config(tmp_path_factory.mktemp(name), tiny_config(name)) for name in FAMILIES}
-    calls = {
-        "weights": (initial_weights, (paths["qwen2"],)),
-        "families": (compare_every_family, (families,)),
-        "padded": (read_padded, (families,)),
-    }
-    return ranks.launch_in_turn(1, calls)
 
 
 def unsharded_model(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
@@ -186,70 +69,135 @@ def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -
     return logits.log_softmax(-1).gather(-1, whole_batch["labels"][..., None])[..., 0]
 
 
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **changes))
+        for family, changes in MODELS.items()
+    }
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("family", MODELS)
-def test_steps_equal_the_unsharded_model(on_two: Computed, paths: dict[str, Path], family: str) -> None:
+def test_steps_equal_the_unsharded_model(paths: dict[str, Path], family: str) -> None:
     """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches, with skipped ones."""
-    first, second = (by_family[family] for by_family in on_two)
-    model = unsharded_model(paths[family], first["initial"])
-    torch.testing.assert_close(first["scores"], log_probs(model, batch(9)).detach(), atol=2e-5, rtol=0)
+    with actor(paths[family]) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
+        engine = parts.engine
+        initial = state_of(engine)["tensors"]
+        check_random_weights(initial)
+        model = unsharded_model(paths[family], initial)
+
+        def check_scores(atol: float) -> torch.Tensor:
+            scores = whole_log_probs(engine, batch(9))
+            torch.testing.assert_close(scores, log_probs(model, batch(9)).detach(), atol=atol, rtol=0)
+            return scores
+
+        check_scores(2e-5)
+        optimizer = reference_optimizer(model)
+        for step in range(3):
+            if step == 1:
+                skip(engine)
+            report = train(engine, step)
+            optimizer.zero_grad()
+            loss = -log_probs(model, batch(step)).mean()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            assert of_all_ranks(report) == [report] * 2
+            assert report["loss"] == pytest.approx(loss.item(), abs=1e-4)
+            assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+            assert report["skipped"] == 0
+        rescored = check_scores(1e-2)
+        reference = parts.frozen_copy()
+        assert torch.equal(whole_log_probs(reference, batch(9)), rescored)
+        with pytest.raises(StateError, check=has_code("no-optimizer")):
+            train(reference, 0)
+        assert engine.logits(batch(9)["tokens"]).shape == (8, 12, 130)
+
+
+def check_random_weights(initial: TensorDict) -> None:
+    """Check that norms are ones, and matrices normal with the configured deviation, on all ranks alike."""
+    matrices = [tensor for name, tensor in initial.items() if tensor.dim() > 1]
+    assert all(0.5 * 0.02 < tensor.std() < 1.5 * 0.02 for tensor in matrices)
+    norms = [tensor for name, tensor in initial.items() if "norm" in name and name.endswith("weight")]
+    assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in norms)
+    for weights in of_all_ranks(initial):
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in initial.items())
+
+
+def reference_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     not_decayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    for step, report in enumerate(first["reports"]):
-        optimizer.zero_grad()
-        loss = -log_probs(model, batch(step)).mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        assert report == second["reports"][step]
-        assert report["loss"] == pytest.approx(loss.item(), abs=1e-4)
-        assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
-        assert report["skipped"] == 0
-    torch.testing.assert_close(first["rescored"], log_probs(model, batch(9)).detach(), atol=1e-2, rtol=0)
-    assert torch.equal(first["copied"], first["rescored"])
-    assert first["logits"].shape == (8, 12, 130)
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_ranks_report_the_same_names_or_none(on_two: Computed, family: str) -> None:
-    for results in (by_family[family] for by_family in on_two):
-        assert results["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
-        assert results["is refused"]
+@on_ranks(2)
+def test_ranks_report_the_same_names_or_none(paths: dict[str, Path]) -> None:
+    """A loss with another name on each rank is refused, and no weight changes."""
+    with actor(paths["qwen2"]) as parts:
+        engine = parts.engine
+        report = engine.train_step(share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {}))
+        assert report.keys() == {"skipped", "learning_rate", "grad_norm"}
+        before = whole_log_probs(engine, batch(9))
+        name = f"of rank {engine.data_parallel.rank}"
+        with pytest.raises(LossError, check=has_code("other-names-reported", name)):
+            engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
+        assert torch.equal(whole_log_probs(engine, batch(9)), before)
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_random_weights_follow_transformers(on_two: Computed, family: str) -> None:
-    """Norms are ones, matrices are normal with the configured deviation; buffers exist."""
-    first, second = (by_family[family]["initial"] for by_family in on_two)
-    matrices = [tensor for name, tensor in first.items() if tensor.dim() > 1]
-    assert all(0.5 * 0.02 < tensor.std() < 1.5 * 0.02 for tensor in matrices)
-    norms = [tensor for name, tensor in first.items() if "norm" in name and name.endswith("weight")]
-    assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in norms)
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+def initial_weights(path: Path) -> TensorDict:
+    with actor(path) as parts:
+        engine = parts.engine
+        return state_of(engine)["tensors"]
 
 
-def test_random_weights_do_not_depend_on_the_number_of_ranks(alone: Outcomes, on_two: Computed) -> None:
-    (weights,) = alone["weights"]
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in on_two[0]["qwen2"]["initial"].items())
+def test_random_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, paths: dict[str, Path]) -> None:
+    (weights,) = ranks.launch(initial_weights, 1, paths["qwen2"])
+    first, _ = ranks.launch(initial_weights, 2, paths["qwen2"])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in first.items())
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_built(alone: Outcomes, family: str) -> None:
-    """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits."""
-    (by_family,) = alone["families"]
-    difference, of_chunks, nbytes, attention = by_family[family]
-    assert difference < 1e-5
-    assert of_chunks < 1e-5
-    assert nbytes <= CHUNK_NBYTES
-    assert attention == ("eager" if family == "gemma2" else "sdpa")  # sdpa ignores soft caps
+def test_every_family_is_built(tmp_path: Path, family: str) -> None:
+    """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits, also in chunks."""
+    path = write_config(tmp_path, tiny_config(family))
+    with actor(path) as parts, torch.no_grad():
+        engine = parts.engine
+        model = unsharded_model(path, state_of(engine)["tensors"])
+        tokens = batch(0)["tokens"]
+        torch.testing.assert_close(engine.logits(tokens), model(tokens).logits, atol=1e-5, rtol=0)
+        sizes: list[int] = []
+        head = engine.model.model.get_output_embeddings()
+        head.register_forward_hook(lambda _module, _inputs, logits: sizes.append(logits.nbytes))
+        for one in (engine.model.model, model):  # what a user's hook and replacement do is done once
+            one.base_model.register_forward_hook(doubled)
+            own = one.get_output_embeddings()
+            own.forward = lambda hidden, plain=own.forward: plain(hidden) * 0.5
+        with attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
+            in_chunks = engine.log_probs(batch(0))
+        torch.testing.assert_close(in_chunks, log_probs(model, batch(0)), atol=1e-5, rtol=0)
+        assert max(sizes) <= CHUNK_NBYTES
+        attention = engine.model.model.config._attn_implementation
+        assert attention == ("eager" if family == "gemma2" else "sdpa")  # sdpa ignores soft caps
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("family", PADDED)
-def test_padding_and_packing_do_not_change_values_of_tokens(alone: Outcomes, family: str) -> None:
+def test_padding_and_packing_do_not_change_values_of_tokens(tmp_path: Path, family: str) -> None:
     """Neither log-probabilities nor gradients of a token change."""
-    (reads,) = alone["padded"]
-    padded_batches.assert_all_ways_agree(reads[family], atol=1e-5)
+    path = write_config(tmp_path, tiny_config(family))
+    with actor(path, seq_length=padded_batches.WIDTH) as parts:
+        engine = parts.engine
+        model = unsharded_model(path, state_of(engine)["tensors"])
+        reads = padded_batches.read_all(engine)
+        padded_batches.assert_is_that_of_logits(reads["right"], model)
+        padded_batches.assert_all_ways_agree(reads, atol=1e-5)
+
+
+def doubled(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
+    output["last_hidden_state"] = output.last_hidden_state * 2
 
 
 @pytest.mark.parametrize(

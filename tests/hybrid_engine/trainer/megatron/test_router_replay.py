@@ -19,8 +19,8 @@ from hybrid_engine.errors import BatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import pack_rows
 from tests.harness.core_versions import INSTALLED
-from tests.harness.errors import violations_of
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.errors import has_violations
+from tests.harness.on_ranks import on_engines
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
@@ -102,42 +102,13 @@ def by_token(values: torch.Tensor, way: str) -> torch.Tensor:
     return (values[:, PADDING:] if way == "left" else values).flatten()
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Results of one rank.
-
-    Attributes:
-        log_probs: [tokens] by way of arrangement, and of the routers' own selection as "own".
-        reference: [tokens] of a model without optimizer.
-        reports: of a step without effect, by number of sequences in a micro batch.
-    """
-
-    log_probs: TensorDict
-    reference: torch.Tensor
-    reports: list[dict[str, float]]
-
-
-def replay(path: Path, model: str, layout: Values) -> Replayed:
-    config = ActorConfig(**{**DENSE_FLOAT32, "seq_length": 16, **layout})
-    with running(path, config) as run:
-        load_canonical(run, path)
-        engine = run.engine
-        settings = run.actor.transformer_config
-        settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
-        batch = batch_for(model)
-        own = {name: tensor for name, tensor in batch.items() if name != "routed_experts"}
-        log_probs = {}
-        for way, rows in {**ways_of(batch), "own": own}.items():
-            scores = engine.log_probs(share_of(engine, rows))
-            log_probs[way] = by_token(engine.data_parallel.gather(scores), way)
-        reference = reference_of(run, path)
-        from hybrid_engine.trainer.megatron.train_engine import copy_weights
-
-        copy_weights(engine.model, reference.model)
-        unreplayed = reference.data_parallel.gather(reference.log_probs(share_of(reference, batch)))
-        engine.optimizer.set_learning_rate(0.0)
-        reports = [engine.train_step(share_of(engine, batch), negative_log_likelihood) for _ in range(2)]
-        return Replayed(log_probs, unreplayed.flatten(), reports)
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: save_model(directory / str(number), family, **changes)
+        for number, (name, (family, changes)) in enumerate(MODELS.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -186,36 +157,62 @@ def _choosing(experts: torch.Tensor, config: Any) -> Callable[..., Any]:
     return hook
 
 
-FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "a layer too few": lambda experts: experts[:, :, 1:],
-    "an unknown expert": lambda experts: experts + 1,
-    "floats": lambda experts: experts.float(),
-}
+@on_engines(2, timeout=600)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_transformers_with_the_same_experts(paths: dict[str, Path], name: str) -> None:
+    from hybrid_engine.trainer.megatron.train_engine import copy_weights
+
+    model, layout = CASES[name]
+    expected = with_transformers(model)
+    assert (expected.log_probs - expected.own).abs().max() > 0.1
+    with running(paths[model], ActorConfig(**{**DENSE_FLOAT32, "seq_length": 16, **layout})) as run:
+        load_canonical(run, paths[model])
+        engine = run.engine
+        settings = run.actor.transformer_config
+        settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
+
+        def check(engine: Any, rows: TensorDict, values: torch.Tensor, way: str) -> None:
+            log_probs = engine.data_parallel.gather(engine.log_probs(share_of(engine, rows)))
+            torch.testing.assert_close(
+                by_token(log_probs, way), values, atol=ATOL, rtol=0, msg=lambda message: f"{way}: {message}"
+            )
+
+        batch = batch_for(model)
+        for way, rows in ways_of(batch).items():
+            check(engine, rows, expected.log_probs, way)
+        check(engine, {key: batch[key] for key in ("tokens", "labels")}, expected.own, "the routers' own selection")
+        # A reference is another policy, which selects experts itself.
+        reference = reference_of(run, paths[model])
+        copy_weights(engine.model, reference.model)
+        check(reference, batch, expected.own, "reference")
+        engine.optimizer.set_learning_rate(0.0)
+        for _ in range(2):
+            report = engine.train_step(share_of(engine, batch), negative_log_likelihood)
+            assert report["loss"] == pytest.approx(expected.loss, abs=1e-4)
+            assert report["grad_norm"] == pytest.approx(expected.norm, rel=1e-3)
 
 
-def refuse(paths: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
-    """Return the violations of batches that the routers cannot take."""
+@on_engines(1)
+def test_experts_that_routers_cannot_take_are_refused(paths: dict[str, Path]) -> None:
     batch = batch_for("qwen3_moe")
-    batches = {name: {**batch, "routed_experts": fault(batch["routed_experts"])} for name, fault in FAULTS.items()}
-    violations = {}
-    for model, names in {"qwen3_moe": list(batches), "qwen3": []}.items():
-        with running(paths[model], ActorConfig(**DENSE_FLOAT32)) as run:
-            chosen = {name: batches[name] for name in names} or {"no experts": batch}
-            for name, rows in chosen.items():
-                with pytest.raises(BatchError) as caught:
-                    share_of(run.engine, rows)
-                violations[name] = violations_of(caught.value)
-    return violations
+    experts = batch["routed_experts"]
+    for model, routed, code in (
+        ("qwen3_moe", experts[:, :, 1:], "wrong-shape"),  # a layer too few
+        ("qwen3_moe", experts + 1, "out-of-range"),
+        ("qwen3_moe", experts.float(), "wrong-shape"),
+        ("qwen3", experts, "replay-unsupported"),  # a model without experts
+    ):
+        refused = pytest.raises(BatchError, check=has_violations(("routed_experts", code)))
+        with running(paths[model], ActorConfig(**DENSE_FLOAT32)) as run, refused:
+            share_of(run.engine, {**batch, "routed_experts": routed})
 
 
-def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, bool]:
-    """Record with Megatron's own RouterReplay, and replay other experts with it.
-
-    Returns what was recorded, log-probabilities without and with the replay, and whether it records the
-    experts of a batch.
-    """
+@on_engines(1)
+def test_the_replay_of_a_user_stays_where_groups_have_scores(paths: dict[str, Path]) -> None:
+    """Record with Megatron's own RouterReplay, and replay other experts with it."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+    path = paths["deepseek_v3"]
     overrides = {"transformer": {"moe_enable_routing_replay": True}}
     with running(path, ActorConfig(**{**DENSE_FLOAT32, "overrides": overrides})) as run:
         load_canonical(run, path)
@@ -223,63 +220,14 @@ def record_by_hand(path: Path) -> tuple[list[torch.Tensor], torch.Tensor, torch.
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
         log_probs = run.engine.log_probs(batch)
         recorded = [experts.clone() for experts in RouterReplay.get_recorded_data()]
+        assert [tuple(experts.shape) for experts in recorded] == [(LENGTH, 4)] * 2
         RouterReplay.set_replay_data([(experts + 1) % 8 for experts in recorded])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        replayed = run.engine.log_probs(batch)
+        assert not torch.allclose(log_probs, run.engine.log_probs(batch), atol=1e-3)
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
         num_layers = run.engine.limits.routing.num_layers
         experts = torch.tensor([[7, 2, 5, 0]], dtype=torch.int16).expand(1, LENGTH, num_layers, 4)
         run.engine.log_probs({**batch, "routed_experts": experts.contiguous()})
-        are_recorded = all((data == experts[0, :, 0]).all() for data in RouterReplay.get_recorded_data())
+        assert all((data == experts[0, :, 0]).all() for data in RouterReplay.get_recorded_data())
         RouterReplay.clear_global_router_replay_action()
         RouterReplay.clear_global_router_replay_instances()
-        return recorded, log_probs, replayed, are_recorded
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("models")
-    return {
-        name: save_model(directory / str(number), family, **changes)
-        for number, (name, (family, changes)) in enumerate(MODELS.items())
-    }
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
-    calls: dict[str, Call] = {name: (replay, (paths[model], model, layout)) for name, (model, layout) in CASES.items()}
-    return engines.launch_in_turn(2, calls, timeout=600)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_transformers_with_the_same_experts(outcomes: Outcomes, name: str) -> None:
-    expected = with_transformers(CASES[name][0])
-    assert (expected.log_probs - expected.own).abs().max() > 0.1
-    for result in outcomes[name]:
-        for way, log_probs in result.log_probs.items():
-            values = expected.own if way == "own" else expected.log_probs
-            torch.testing.assert_close(
-                log_probs, values, atol=ATOL, rtol=0, msg=lambda message, way=way: f"{way}: {message}"
-            )
-        # A reference is another policy, which selects experts itself.
-        torch.testing.assert_close(result.reference, expected.own, atol=ATOL, rtol=0)
-        for report in result.reports:
-            assert report["loss"] == pytest.approx(expected.loss, abs=1e-4)
-            assert report["grad_norm"] == pytest.approx(expected.norm, rel=1e-3)
-
-
-def test_experts_that_routers_cannot_take_are_refused(engines: Ranks, paths: dict[str, Path]) -> None:
-    (violations,) = engines.launch(refuse, 1, paths)
-    assert violations == {
-        "a layer too few": [("routed_experts", "wrong-shape")],
-        "an unknown expert": [("routed_experts", "out-of-range")],
-        "floats": [("routed_experts", "wrong-shape")],
-        "no experts": [("routed_experts", "replay-unsupported")],
-    }
-
-
-def test_the_replay_of_a_user_stays_where_groups_have_scores(engines: Ranks, paths: dict[str, Path]) -> None:
-    ((recorded, log_probs, replayed, are_recorded),) = engines.launch(record_by_hand, 1, paths["deepseek_v3"])
-    assert are_recorded
-    assert [tuple(experts.shape) for experts in recorded] == [(LENGTH, 4)] * 2
-    assert not torch.allclose(log_probs, replayed, atol=1e-3)

@@ -18,8 +18,8 @@ from hybrid_engine.errors import BatchError, HybridEngineError, ReshardError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import own_share
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
-from tests.harness.errors import has_code, violations_of
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.errors import has_code, has_violations
+from tests.harness.on_ranks import on_engines
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
@@ -38,8 +38,13 @@ def make_batch() -> TensorDict:
     return batch
 
 
-def report_names(path: Path) -> dict[str, float]:
-    """Refuse losses with another name on each rank; return the report of a loss with none."""
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@on_engines(2)
+def test_ranks_report_the_same_names_or_none(path: Path) -> None:
     from hybrid_engine.backends.megatron.internals import process_groups
 
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
@@ -53,29 +58,12 @@ def report_names(path: Path) -> dict[str, float]:
         assert caught.value.code in ("other-names-reported", "rank-failed")
         assert torch.equal(run.engine.log_probs(share), before)
         assert not [group.group_desc for group in process_groups() if group is not None and "GLOO" in group.group_desc]
-        return run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {}))
+        report = run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {}))
+        assert report.keys() == {"grad_norm", "learning_rate", "skipped"}
 
 
-@dataclass(frozen=True)
-class HalfPrecision:
-    """Results of one rank in bfloat16, with a reference made before the step.
-
-    Attributes:
-        log_probs, trained: of the actor, before and after the step.
-        reference, later: of the reference, before and after the step.
-        versions: of the reference and of the actor.
-        reference_kinds: kinds of the reference's state that can be offloaded.
-    """
-
-    log_probs: torch.Tensor
-    reference: torch.Tensor
-    trained: torch.Tensor
-    later: torch.Tensor
-    versions: tuple[int, int]
-    reference_kinds: set[str]
-
-
-def run_bfloat16(path: Path) -> HalfPrecision:
+@on_engines(2)
+def test_a_reference_does_not_change_when_the_actor_is_trained(path: Path) -> None:
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
     batch = make_batch()
@@ -84,57 +72,40 @@ def run_bfloat16(path: Path) -> HalfPrecision:
         log_probs = run.engine.log_probs(batch)
         reference = reference_of(run, path)
         copy_weights(run.engine.model, reference.model)
-        frozen = reference.log_probs(batch)
+        assert torch.equal(reference.log_probs(batch), log_probs)
         run.engine.optimizer.set_learning_rate(1e-2)  # large enough to change bfloat16 weights
         run.engine.train_step(batch, negative_log_likelihood)
-        return HalfPrecision(
-            log_probs=log_probs,
-            reference=frozen,
-            trained=run.engine.log_probs(batch),
-            later=reference.log_probs(batch),
-            versions=(reference.model.version, run.engine.model.version),
-            reference_kinds={item.kind for item in reference.model.offload_items()},
-        )
+        assert torch.equal(reference.log_probs(batch), log_probs)
+        assert not torch.equal(run.engine.log_probs(batch), log_probs)
+        assert (reference.model.version, run.engine.model.version) == (0, 1)
+        assert {item.kind for item in reference.model.offload_items()} == {"param"}
 
 
-@dataclass(frozen=True)
-class Overflow:
-    """Result of a step in float16; the loss scale starts at 2**32."""
-
-    skipped: float
-    version: int
-    weights_stay: bool
-
-
-def run_float16(path: Path) -> Overflow:
+@on_engines(2)
+def test_an_overflow_in_float16_skips_the_step(path: Path) -> None:
+    """The loss scale starts at 2**32."""
     batch = make_batch()
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "float16"})) as run:
         load_canonical(run, path)
         before = run.engine.log_probs(batch)
-        report = run.engine.train_step(batch, negative_log_likelihood)
-        return Overflow(report["skipped"], run.engine.model.version, torch.equal(before, run.engine.log_probs(batch)))
+        assert run.engine.train_step(batch, negative_log_likelihood)["skipped"] == 1
+        assert run.engine.model.version == 0
+        assert torch.equal(before, run.engine.log_probs(batch))
 
 
-def refuse_uneven_batch(path: Path) -> list[tuple[str, str]]:
+@on_engines(2)
+def test_batches_that_do_not_fit_are_refused(path: Path) -> None:
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": 3})) as run:
-        with pytest.raises(BatchError) as caught:
+        with pytest.raises(BatchError, check=has_violations(("tokens", "not-divisible"))):
             run.engine.log_probs(make_batch())
-        dist.barrier()
-        return violations_of(caught.value)
-
-
-def refuse_images(path: Path) -> list[tuple[str, str]]:
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         batch = {**make_batch(), IMAGES: ImageRows([{"pixel_values": torch.zeros(1, 2)}] * BATCH)}
-        with pytest.raises(BatchError) as caught:
+        with pytest.raises(BatchError, check=has_violations(("images", "images-unsupported"))):
             own_share(batch, run.engine.limits)
         dist.barrier()
-        return violations_of(caught.value)
 
 
 FULL = {"recompute_granularity": "full"}
 RECOMPUTED: dict[str, Values] = {
-    "nothing": {},
     "all layers": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1},
     "a layer": {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
     "attention": {"recompute_granularity": "selective"},
@@ -143,7 +114,7 @@ RECOMPUTED: dict[str, Values] = {
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class Stepped:
     """Result of a step on one micro batch.
 
     Attributes:
@@ -157,11 +128,7 @@ class Recomputed:
     kept_nbytes: int
 
 
-def run_recomputed(path: Path, base: Values) -> dict[str, Recomputed]:
-    return {name: _run_recomputed(path, {**base, **settings}) for name, settings in RECOMPUTED.items()}
-
-
-def _run_recomputed(path: Path, settings: Values) -> Recomputed:
+def step(path: Path, settings: Values) -> Stepped:
     kept: list[int] = []
     ends: list[int] = []
 
@@ -181,7 +148,21 @@ def _run_recomputed(path: Path, settings: Values) -> Recomputed:
             for name, parameter in run.engine.model.weights.model.named_parameters()
             if parameter.requires_grad
         }
-    return Recomputed(report, gradients, sum(kept[: ends[0]]))
+    return Stepped(report, gradients, sum(kept[: ends[0]]))
+
+
+@on_engines(2)
+@pytest.mark.parametrize("base", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
+def test_recomputation_changes_no_bit(path: Path, base: Values) -> None:
+    """Adapters alone require gradients; the embedding and later weights then do not."""
+    plain = step(path, base)
+    assert any(gradient.any() for gradient in plain.gradients.values())
+    for name, settings in RECOMPUTED.items():
+        recomputed = step(path, {**base, **settings})
+        assert recomputed.report == plain.report, name
+        assert recomputed.gradients.keys() == plain.gradients.keys(), name
+        assert all(map(torch.equal, recomputed.gradients.values(), plain.gradients.values())), name
+        assert recomputed.kept_nbytes < plain.kept_nbytes, name
 
 
 def test_scores_have_no_dropout_and_need_the_weights_in_their_place(job: None, tmp_path: Path) -> None:
@@ -194,61 +175,3 @@ def test_scores_have_no_dropout_and_need_the_weights_in_their_place(job: None, t
         run.actor.chunks[0].to(torch.float64)
         with pytest.raises(ReshardError, check=has_code("parameters-moved")):
             run.engine.log_probs(make_batch())
-
-
-RECOMPUTING = {"recomputed": {}, "recomputed, adapters": {"lora": {"rank": 4}}}
-FURTHER = {
-    "bfloat16": run_bfloat16,
-    "float16": run_float16,
-    "uneven": refuse_uneven_batch,
-    "images": refuse_images,
-    "names": report_names,
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results of two ranks."""
-    path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
-    calls: dict[str, Call] = {name: (function, (path,)) for name, function in FURTHER.items()}
-    calls |= {name: (run_recomputed, (path, base)) for name, base in RECOMPUTING.items()}
-    return engines.launch_in_turn(2, calls)
-
-
-def test_a_loss_without_report_has_the_figures_of_the_step(outcomes: Outcomes) -> None:
-    assert all(report.keys() == {"grad_norm", "learning_rate", "skipped"} for report in outcomes["names"])
-
-
-def test_a_reference_does_not_change_when_the_actor_is_trained(outcomes: Outcomes) -> None:
-    for results in outcomes["bfloat16"]:
-        assert torch.equal(results.reference, results.log_probs)
-        assert torch.equal(results.later, results.reference)
-        assert not torch.equal(results.trained, results.log_probs)
-        assert results.versions == (0, 1)
-        assert results.reference_kinds == {"param"}
-
-
-def test_an_overflow_in_float16_skips_the_step(outcomes: Outcomes) -> None:
-    assert outcomes["float16"] == [Overflow(skipped=1.0, version=0, weights_stay=True)] * 2
-
-
-def test_a_batch_that_does_not_divide_into_micro_batches_is_refused(outcomes: Outcomes) -> None:
-    assert outcomes["uneven"] == [[("tokens", "not-divisible")]] * len(outcomes["uneven"])
-
-
-def test_images_are_refused(outcomes: Outcomes) -> None:
-    assert outcomes["images"] == [[("images", "images-unsupported")]] * 2
-
-
-@pytest.mark.parametrize("base", RECOMPUTING)
-@pytest.mark.parametrize("name", list(RECOMPUTED)[1:])
-def test_recomputation_changes_no_bit(outcomes: Outcomes, base: str, name: str) -> None:
-    """Adapters alone require gradients; the embedding and later weights then do not."""
-    for ranks in outcomes[base]:
-        plain = ranks["nothing"]
-        recomputed = ranks[name]
-        assert recomputed.report == plain.report
-        assert recomputed.gradients.keys() == plain.gradients.keys()
-        assert all(torch.equal(gradient, plain.gradients[owner]) for owner, gradient in recomputed.gradients.items())
-        assert any(gradient.any() for gradient in recomputed.gradients.values())
-        assert recomputed.kept_nbytes < plain.kept_nbytes

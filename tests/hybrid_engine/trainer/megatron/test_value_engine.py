@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import pytest
@@ -23,7 +22,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.table import VALUE_HEAD, value_table
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.on_ranks import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
@@ -63,75 +62,6 @@ def squared_error(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor,
     return loss, {"loss": loss}
 
 
-@dataclass(frozen=True)
-class Computed:
-    """Results of one rank for the whole batch; `new`: values with a checkpoint that has no head."""
-
-    values: torch.Tensor
-    new: torch.Tensor
-    warnings: list[str]
-    losses: list[float]
-    norms: list[float]
-    final: torch.Tensor
-
-
-def run_layout(path: Path, without_head: Path, settings: Values) -> Computed:
-    from hybrid_engine.trainer.megatron.build import build_actor, end_training
-    from hybrid_engine.trainer.megatron.train_engine import ValueEngine
-
-    config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3}})
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hybrid_engine").addHandler(handler)
-    with parallel_state_of(config):
-        table = value_table(table_for(read_config(path)))
-        actor = build_actor(config, table, read_config(path), dist.get_world_size())
-        engine = ValueEngine(actor, table, config.micro_batch_size)
-        job = Job.join(120)
-        batch = make_batch()
-        share = share_of(engine, batch)
-        load_hf_checkpoint(without_head, engine.model.weights.base, table, job)  # leaves a new head
-        new = engine.data_parallel.gather(engine.values(share))
-        load_hf_checkpoint(path, engine.model.weights.base, table, job)
-        engine.model.reload_main_params()  # the optimizer's copies of the weights
-        values = engine.data_parallel.gather(engine.values(share))
-        reports = [engine.train_step(share, squared_error) for _ in range(NUM_STEPS)]
-        assert engine.train_step(share, spoiled(squared_error))["skipped"] == 1
-        final = engine.data_parallel.gather(engine.values(share))
-        end_training(actor)
-        job.agreement.close()
-    logging.getLogger("hybrid_engine").removeHandler(handler)
-    losses, norms = ([report[name] for report in reports] for name in ("loss", "grad_norm"))
-    return Computed(values, new, warnings, losses, norms, final)
-
-
-def step_in_contexts(path: Path, overlap: bool) -> list[float]:
-    """Return losses of a data parallel critic, with values read between its steps."""
-    from hybrid_engine import ValueModel
-
-    actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
-    config = load_config(values, int(os.environ["WORLD_SIZE"]))
-    batch = make_batch()
-    with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
-        worker: Any = SimpleNamespace(  # attributes that a critic needs, without vLLM
-            config=config,
-            job=job,
-            ends=ends,
-            sharding=SimpleNamespace(entered=lambda state: nullcontext()),
-            colocated_models=WeakSet(),
-        )
-        critic = ValueModel(worker)
-        losses = []
-        for _ in range(NUM_STEPS):
-            with critic.train_context():
-                losses.append(critic.update(batch, squared_error)["loss"])
-            with critic.forward_context():
-                critic.values(batch)
-    return losses
-
-
 def head_weights(hidden_size: int) -> torch.Tensor:
     return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
 
@@ -147,11 +77,9 @@ def save_with_head(directory: Path, family: str, changes: Values) -> tuple[Path,
 
 
 @pytest.fixture(scope="module")
-def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    paths = {name: save_with_head(tmp_path_factory.mktemp("model"), *model) for name, model in MODELS.items()}
-    calls = {name: (run_layout, (*paths[model], settings)) for name, (model, settings) in LAYOUTS.items()}
-    calls |= {f"overlap {overlap}": (step_in_contexts, (paths["qwen3"][0], overlap)) for overlap in (True, False)}
-    return engines.launch_in_turn(2, calls)
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Models with and without a value head, by name."""
+    return {name: save_with_head(tmp_path_factory.mktemp("model"), *model) for name, model in MODELS.items()}
 
 
 @functools.cache
@@ -183,26 +111,75 @@ def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float],
         return before, losses, norms, values()
 
 
+@on_engines(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_steps_equal_transformers(launched: Outcomes, layout: str) -> None:
-    values, losses, norms, final = by_transformers(LAYOUTS[layout][0])
+def test_values_and_steps_equal_transformers(paths: dict[str, tuple[Path, Path]], layout: str) -> None:
+    """A new head is zero and logged."""
+    from hybrid_engine.trainer.megatron.build import build_actor, end_training
+    from hybrid_engine.trainer.megatron.train_engine import ValueEngine
+
+    name, settings = LAYOUTS[layout]
+    path, without_head = paths[name]
+    values, losses, norms, final = by_transformers(name)
     assert losses[-1] < losses[0] - 0.1
-    for computed in launched[layout]:
-        torch.testing.assert_close(computed.values, values, atol=1e-4, rtol=0)
-        assert computed.losses == pytest.approx(losses, abs=1e-4)
-        assert computed.norms == pytest.approx(norms, rel=1e-3)
-        torch.testing.assert_close(computed.final, final, atol=1e-3, rtol=0)
+    config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3}})
+    with parallel_state_of(config):
+        table = value_table(table_for(read_config(path)))
+        actor = build_actor(config, table, read_config(path), dist.get_world_size())
+        engine = ValueEngine(actor, table, config.micro_batch_size)
+        job = Job.join(120)
+        share = share_of(engine, make_batch())
+
+        def whole_values() -> torch.Tensor:
+            return engine.data_parallel.gather(engine.values(share))
+
+        with mock.patch("hybrid_engine.backends.huggingface.loading.logger.warning") as warning:
+            load_hf_checkpoint(without_head, engine.model.weights.base, table, job)
+        logged = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        assert sum(f"no {VALUE_HEAD}: new" in text for text in logged) == (job.rank == 0)
+        assert not whole_values().any()
+        load_hf_checkpoint(path, engine.model.weights.base, table, job)
+        engine.model.reload_main_params()  # the optimizer's copies of the weights
+        torch.testing.assert_close(whole_values(), values, atol=1e-4, rtol=0)
+        reports = [engine.train_step(share, squared_error) for _ in range(NUM_STEPS)]
+        assert [report["loss"] for report in reports] == pytest.approx(losses, abs=1e-4)
+        assert [report["grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-3)
+        assert engine.train_step(share, spoiled(squared_error))["skipped"] == 1
+        torch.testing.assert_close(whole_values(), final, atol=1e-3, rtol=0)
+        end_training(actor)
+        job.agreement.close()
 
 
-def test_reading_a_critic_completes_the_previous_step(launched: Outcomes) -> None:
+def step_in_contexts(path: Path, overlap: bool) -> list[float]:
+    """Return losses of a data parallel critic, with values read between its steps."""
+    from hybrid_engine import ValueModel
+
+    actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
+    config = load_config(values, int(os.environ["WORLD_SIZE"]))
+    batch = make_batch()
+    with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
+        worker: Any = SimpleNamespace(  # attributes that a critic needs, without vLLM
+            config=config,
+            job=job,
+            ends=ends,
+            sharding=SimpleNamespace(entered=lambda state: nullcontext()),
+            colocated_models=WeakSet(),
+        )
+        critic = ValueModel(worker)
+        losses = []
+        for _ in range(NUM_STEPS):
+            with critic.train_context():
+                losses.append(critic.update(batch, squared_error)["loss"])
+            with critic.forward_context():
+                critic.values(batch)
+    return losses
+
+
+@on_engines(2)
+def test_reading_a_critic_completes_the_previous_step(paths: dict[str, tuple[Path, Path]]) -> None:
     """Reading gathers parameters with overlap_param_gather, and they stay gathered."""
-    assert launched["overlap True"] == launched["overlap False"]
-    for losses in launched["overlap False"]:
-        assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_new_head_is_zero_and_logged(launched: Outcomes, layout: str) -> None:
-    for rank, computed in enumerate(launched[layout]):
-        assert not computed.new.any()
-        assert sum(f"no {VALUE_HEAD}: new" in text for text in computed.warnings) == (rank == 0)
+    path, _ = paths["qwen3"]
+    losses = step_in_contexts(path, overlap=False)
+    assert step_in_contexts(path, overlap=True) == losses
+    assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
