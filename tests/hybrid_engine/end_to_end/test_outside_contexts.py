@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.switch.sharding_manager import SwitchContexts
-from tests.harness.launch import Ranks
+from tests.harness.on_ranks import on_engines
 from tests.zoo import sharded_models, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,38 +27,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Calls = dict[str, Callable[[], object]]
 
 
-@dataclass
-class Outcomes:
-    """Outcomes of calls in a rollout, after it and in `train_context`.
-
-    Attributes:
-        is_unchanged: whether training state is unchanged after the rollout.
-    """
-
-    inside: dict[str, str]
-    outside: dict[str, str]
-    training: dict[str, str]
-    is_unchanged: bool
+def refusals(calls: Calls) -> dict[str, str]:
+    """Return the messages of the calls that are refused, by name."""
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except StateError as error:
+            messages[name] = str(error)
+    return messages
 
 
-def outcome_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except StateError as error:
-        return "refused" if "train_context" in str(error) else str(error)
-    return "done"
-
-
-def outcomes_of(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> Outcomes:
+def check(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> None:
+    """Check calls in a rollout, after it, and in `train_context`."""
     with engine.train_context():
         before = [tensor.clone() for tensor in state()]
     with engine.rollout_context():
-        inside = {name: outcome_of(call) for name, call in calls.items()}
-    outside = {name: outcome_of(call) for name, call in calls.items()}
+        inside = refusals(calls)
+    for messages in (inside, refusals(calls)):
+        assert messages.keys() == calls.keys()
+        assert all("train_context" in message for message in messages.values()), messages
     with engine.train_context():
-        is_unchanged = all(map(torch.equal, state(), before))
-        training = {name: outcome_of(call) for name, call in calls.items()}
-    return Outcomes(inside, outside, training, is_unchanged)
+        assert all(map(torch.equal, state(), before))
+        assert refusals(calls) == {}
 
 
 def gathered(model: torch.nn.Module) -> TensorDict:
@@ -82,7 +72,38 @@ def uses(parameters: list[torch.nn.Parameter], moment: torch.Tensor) -> Calls:
     }
 
 
-def with_fsdp(directory: Path) -> Outcomes:
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workers.write_model(tmp_path_factory.mktemp("outside") / "model", "qwen3")
+
+
+@on_engines(1)
+def test_training_state_of_megatron_is_refused_until_it_returns(directory: Path) -> None:
+    worker = workers.build_worker(directory, {}, {})
+    with worker.train_context():
+        worker.update(workers.batch(seed=0), workers.cross_entropy)
+        (chunk,) = worker.train.chunks
+        optimizer = worker.train.optimizer
+        whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+        whole = {name: tensor.clone() for name, tensor in whole.items()}
+    calls = {
+        "state_dict": chunk.state_dict,
+        "sharded_state_dict": lambda: chunk.module.sharded_state_dict(),
+        "load_state_dict": lambda: chunk.load_state_dict(whole, strict=False),
+        "step": optimizer.step,
+        "optimizer.state_dict": optimizer.state_dict,
+        "save_checkpoint of the worker": lambda: worker.save_checkpoint(directory / "checkpoint"),
+    }
+    parameters = [*chunk.parameters()]
+    calls |= uses(parameters, next(iter(optimizer.optimizer.state.values()))["exp_avg"])
+    check(worker, calls, lambda: [parameter.detach() for parameter in parameters])
+    worker.shutdown()
+
+
+@on_engines(1)
+def test_training_state_of_fsdp_is_refused_until_it_returns(directory: Path) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = sharded_models.from_config(directory)
     engine = HybridEngine(
         model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}, train_config={}
@@ -111,51 +132,5 @@ def with_fsdp(directory: Path) -> Outcomes:
     state = [*model.parameters()]
     for moments_of_parameter in optimizer.state.values():
         state += moments_of_parameter.values()
-    outcomes = outcomes_of(engine, calls, lambda: [local_of(tensor) for tensor in state])
+    check(engine, calls, lambda: [local_of(tensor) for tensor in state])
     engine.shutdown()
-    return outcomes
-
-
-def with_megatron(directory: Path) -> Outcomes:
-    worker = workers.build_worker(directory, {}, {})
-    with worker.train_context():
-        worker.update(workers.batch(seed=0), workers.cross_entropy)
-        (chunk,) = worker.train.chunks
-        optimizer = worker.train.optimizer
-        whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
-        whole = {name: tensor.clone() for name, tensor in whole.items()}
-    calls = {
-        "state_dict": chunk.state_dict,
-        "sharded_state_dict": lambda: chunk.module.sharded_state_dict(),
-        "load_state_dict": lambda: chunk.load_state_dict(whole, strict=False),
-        "step": optimizer.step,
-        "optimizer.state_dict": optimizer.state_dict,
-        "save_checkpoint of the worker": lambda: worker.save_checkpoint(directory / "checkpoint"),
-    }
-    parameters = [*chunk.parameters()]
-    calls |= uses(parameters, next(iter(optimizer.optimizer.state.values()))["exp_avg"])
-    outcomes = outcomes_of(worker, calls, lambda: [parameter.detach() for parameter in parameters])
-    worker.shutdown()
-    return outcomes
-
-
-def run(directory: Path) -> dict[str, Outcomes]:
-    outcomes = {"megatron": with_megatron(directory)}
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return outcomes | {"fsdp": with_fsdp(directory)}
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
-    directory = workers.write_model(tmp_path_factory.mktemp("outside") / "model", "qwen3")
-    return engines.launch(run, 1, directory)[0]
-
-
-@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
-def test_training_state_is_refused_until_it_returns(outcomes: dict[str, Outcomes], trainer: str) -> None:
-    results = outcomes[trainer]
-    assert set(results.inside.values()) == {"refused"}, results.inside
-    assert set(results.outside.values()) == {"refused"}, results.outside
-    assert set(results.training.values()) == {"done"}, results.training
-    assert results.is_unchanged
