@@ -29,8 +29,7 @@ import pytest
 from hypothesis import Phase
 
 from tests.harness import marks
-from tests.harness.launch import Outcomes, Ranks
-from tests.harness.on_ranks import Launch, launched_bodies
+from tests.harness.launch import Launch, Outcomes, Ranks, launched_bodies
 from tests.harness.small_disks import mounted_disk
 
 marks.install_guard()

@@ -1,7 +1,14 @@
-"""Run a function on several real ranks, as torchrun would, and return the results of all ranks.
+"""Run a function, or the body of a test, on several real ranks, as torchrun would.
 
-    def test_a_sum(ranks: Ranks) -> None:                     # or `engines`, for Megatron and vLLM
-        assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module; it creates its own group
+    @on_ranks(2)                                              # or `on_engines(2)`, for Megatron and vLLM
+    def test_a_sum(path: Path) -> None:                       # it creates its own group
+        assert sum_over_ranks() == 3                          # on every rank; a failure travels back
+
+    def test_a_sum(ranks: Ranks) -> None:                     # or `engines`
+        assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module
+
+All bodies of a module on the same number of ranks run in turn, in one launch. Arguments are pickled;
+they are parameters, `tmp_path`, and fixtures that have the scope of a module or of a session.
 
 Ranks are forked from a server that has already imported torch, transformers, vLLM and Megatron,
 because these imports take longer than most tests. If a rank fails or exceeds the timeout, the
@@ -14,7 +21,10 @@ Unlike ranks of torchrun these ranks share a hash seed and import vLLM before Me
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import importlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -33,6 +43,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
@@ -40,6 +51,7 @@ from hybrid_engine.tools.launching import run_started
 from tests.harness.no_pickles import refuse_pickles
 
 T = TypeVar("T")
+Body = Callable[..., None]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
@@ -248,3 +260,84 @@ def end_with_launcher() -> None:
     assert launcher is not None
     launcher.join()
     os.killpg(0, signal.SIGKILL)
+
+
+# -- tests whose bodies run on ranks ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that bodies of a module share.
+
+    Attributes:
+        launcher: fixture that launches, `ranks` or `engines`.
+        num_ranks: number of ranks.
+        timeout: seconds for all bodies together.
+    """
+
+    launcher: str
+    num_ranks: int
+    timeout: float
+
+    def __call__(self, body: Body) -> Body:
+        """Return the test of `body`."""
+
+        @functools.wraps(body)
+        def test(request: pytest.FixtureRequest, bodies: Callable[[Launch], Outcomes], **_: object) -> None:
+            assert bodies(self)[request.node.name]
+
+        names = ("request", "bodies", self.launcher, *inspect.signature(body).parameters)
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.launch = self  # type: ignore[attr-defined]
+        return test
+
+
+def on_ranks(num_ranks: int, timeout: float = 300) -> Launch:
+    """Run the decorated test on ranks without engines."""
+    return Launch("ranks", num_ranks, timeout)
+
+
+def on_engines(num_ranks: int, timeout: float = 300) -> Launch:
+    """Run the decorated test on ranks that may build engines."""
+    return Launch("engines", num_ranks, timeout)
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return `value` of every rank, by rank. Collective over the default group."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def launched_bodies(request: pytest.FixtureRequest) -> Callable[[Launch], Outcomes]:
+    """Return a function that runs the bodies of a launch once; `request` is that of the module."""
+
+    def arguments_of(item: pytest.Function) -> Mapping[str, Any]:
+        values = {**item.callspec.params} if hasattr(item, "callspec") else {}
+        for name in inspect.signature(inspect.unwrap(item.function)).parameters:
+            if name == "tmp_path":
+                values[name] = request.getfixturevalue("tmp_path_factory").mktemp("body")
+            elif name not in values:
+                values[name] = request.getfixturevalue(name)
+        return values
+
+    @functools.cache
+    def launched(launch: Launch) -> Outcomes:
+        calls: dict[str, Call] = {
+            item.name: (_run_body, (item.module.__name__, item.originalname, arguments_of(item)))
+            for item in request.session.items
+            if item.getparent(pytest.Module) is request.node and getattr(item.function, "launch", None) == launch
+        }
+        launcher = request.getfixturevalue(launch.launcher)
+        return launcher.launch_in_turn(launch.num_ranks, calls, launch.timeout)
+
+    return launched
+
+
+def _run_body(module: str, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Run a body on this rank."""
+    inspect.unwrap(getattr(importlib.import_module(module), name))(**arguments)
+    return True

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.harness.launch import Ranks
-from tests.harness.on_ranks import on_ranks
+from tests.harness.launch import Ranks, on_ranks
 
 
 def read_pickles() -> list[str]:

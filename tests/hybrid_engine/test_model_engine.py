@@ -26,7 +26,7 @@ from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateEr
 from hybrid_engine.switch.states import State
 from tests.harness.errors import failing
 from tests.harness.imports import left_out
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.abilities import stored_and_loaded

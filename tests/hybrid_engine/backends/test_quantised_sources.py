@@ -21,7 +21,7 @@ from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.runs import strided
 from tests.harness.errors import failing, has_violation
-from tests.harness.on_ranks import of_all_ranks, on_engines
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
 from tests.zoo import block_formats

@@ -28,7 +28,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.states import State
 from tests.harness.errors import failing
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 from tests.zoo.shares import share_of

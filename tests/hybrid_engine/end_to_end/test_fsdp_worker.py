@@ -19,8 +19,7 @@ from hybrid_engine.errors import ArgumentError, BatchError, LossError, StateErro
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.harness.errors import failing
-from tests.harness.launch import REPO_ROOT
-from tests.harness.on_ranks import of_all_ranks, on_engines
+from tests.harness.launch import REPO_ROOT, of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers

@@ -22,7 +22,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ComputationError, HybridEngineError, RemoteError, WeightError
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.states import State
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
 

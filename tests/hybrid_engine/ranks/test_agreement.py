@@ -29,8 +29,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.ranks.agreement import Agreement, _agreed_error
 from hybrid_engine.ranks.job import Job
 from tests.harness.errors import failing, has_code
-from tests.harness.launch import Ranks
-from tests.harness.on_ranks import on_ranks
+from tests.harness.launch import Ranks, on_ranks
 
 SILENCE_SECONDS = 4.0  # timeout of the agreement with a silent peer
 LOST_SECONDS = 60.0  # timeout with a peer that ends, which is noticed long before

@@ -17,7 +17,7 @@ from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from tests.harness.errors import failing, has_code
-from tests.harness.on_ranks import of_all_ranks, on_ranks
+from tests.harness.launch import of_all_ranks, on_ranks
 from tests.hybrid_engine.ranks.test_agreement import fail_in_phase
 
 HOSTS = "abab"

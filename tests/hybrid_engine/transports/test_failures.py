@@ -27,7 +27,7 @@ from hybrid_engine.transports.router import (
     pulled_buffers,
 )
 from tests.harness.errors import has_violations
-from tests.harness.on_ranks import on_ranks
+from tests.harness.launch import on_ranks
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
 NUMEL = 1000
@@ -68,7 +68,7 @@ class Peers:
 
 
 @contextmanager
-def peers(**settings: Any) -> Iterator[Peers]:
+def connected(**settings: Any) -> Iterator[Peers]:
     """Connect two ranks, and keep the connections until both have ended."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -78,40 +78,40 @@ def peers(**settings: Any) -> Iterator[Peers]:
 
 @on_ranks(2)
 def test_a_missing_peer_is_an_error_within_the_timeout() -> None:
-    with peers(timeout=0.5) as own:
-        if own.rank == 0:
+    with connected(timeout=0.5) as peers:
+        if peers.rank == 0:
             missing = ("bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds")
-            check_error(own.run(0), "TransportError", *missing, within=20)
-            check_error(own.run(1), "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
-            abandoned = outcome_of(lambda: own.router.abandon(BUCKETS[2], "out of time"))
+            check_error(peers.run(0), "TransportError", *missing, within=20)
+            check_error(peers.run(1), "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+            abandoned = outcome_of(lambda: peers.router.abandon(BUCKETS[2], "out of time"))
             check_error(abandoned, "TransportError", "earlier failure", within=5)
 
 
 @on_ranks(2)
 def test_an_abandoned_bucket_leaves_no_peer_waiting() -> None:
-    with peers() as own:
-        if own.rank == 0:
-            own.router.abandon(BUCKETS[0], "out of memory in allocate")
+    with connected() as peers:
+        if peers.rank == 0:
+            peers.router.abandon(BUCKETS[0], "out of memory in allocate")
         else:
-            check_error(own.run(0), "PeerTransportError", "peer 0", "out of memory in allocate")
-        own.check_next()
+            check_error(peers.run(0), "PeerTransportError", "peer 0", "out of memory in allocate")
+        peers.check_next()
 
 
 @on_ranks(2)
 def test_different_plans_are_detected() -> None:
-    with peers() as own:
-        outcome = own.run(own.rank)
-        check_error(outcome, "PeerTransportError", f"of bucket {1 - own.rank}, expected", "plans differ")
+    with connected() as peers:
+        outcome = peers.run(peers.rank)
+        check_error(outcome, "PeerTransportError", f"of bucket {1 - peers.rank}, expected", "plans differ")
 
 
 @on_ranks(2)
 def test_a_lost_connection_is_an_error() -> None:
-    with peers() as own:
-        if own.rank == 1:
-            dist.destroy_process_group(own.group)
-            del own  # closes its connections
+    with connected() as peers:
+        if peers.rank == 1:
+            dist.destroy_process_group(peers.group)
+            del peers  # closes its connections
         else:
-            check_error(own.run(0), "TransportError", "bucket 0", "phase transfer", "peer 1")
+            check_error(peers.run(0), "TransportError", "bucket 0", "phase transfer", "peer 1")
 
 
 # name -> changed arguments of bucket 0 on rank 0, texts of rank 0's error, texts of rank 1's error
@@ -143,11 +143,11 @@ FAULTS: dict[str, tuple[Callable[[Peers], dict[str, object]], tuple[str, ...], t
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(name: str) -> None:
     change, *texts = FAULTS[name]
-    with peers() as own:
-        outcome = own.run(0, **(change(own) if own.rank == 0 else {}))
-        if texts[own.rank]:
-            check_error(outcome, *texts[own.rank])
-        own.check_next()
+    with connected() as peers:
+        outcome = peers.run(0, **(change(peers) if peers.rank == 0 else {}))
+        if texts[peers.rank]:
+            check_error(outcome, *texts[peers.rank])
+        peers.check_next()
 
 
 def raise_memory_error(*_: object) -> NoReturn:
@@ -187,22 +187,22 @@ WITHOUT_MEMORY: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], tuple[str
 def test_no_memory_for_deltas_leaves_no_peer_waiting(name: str) -> None:
     """Rank 0 lacks memory for one bucket of deltas; the next bucket has deltas too."""
     replaced, *texts = WITHOUT_MEMORY[name]
-    with peers(registry=DELTA_REGISTRY) as own:
-        for flat in own.source.values():
+    with connected(registry=DELTA_REGISTRY) as peers:
+        for flat in peers.source.values():
             flat[::100] += 1  # undone before the second fill
-        own.router.begin(whole=True)
-        assert [own.run(0), own.run(1)] == ["ok", "ok"]
-        for flat in own.source.values():
+        peers.router.begin(whole=True)
+        assert [peers.run(0), peers.run(1)] == ["ok", "ok"]
+        for flat in peers.source.values():
             flat[::100] -= 1
         dist.barrier()
-        own.router.begin(whole=False)
-        with mock.patch.object(*replaced) if own.rank == 0 else nullcontext():
-            outcome = own.run(0)
-        if texts[own.rank]:
-            check_error(outcome, *texts[own.rank])
+        peers.router.begin(whole=False)
+        with mock.patch.object(*replaced) if peers.rank == 0 else nullcontext():
+            outcome = peers.run(0)
+        if texts[peers.rank]:
+            check_error(outcome, *texts[peers.rank])
         else:
             assert outcome == "ok"
-        own.check_next()
+        peers.check_next()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits

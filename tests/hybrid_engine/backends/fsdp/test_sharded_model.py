@@ -22,7 +22,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
 from tests.harness.errors import failing, has_code
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.zoo.families import read_config, served_config, tiny_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard
 

@@ -23,7 +23,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import differences
 from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config

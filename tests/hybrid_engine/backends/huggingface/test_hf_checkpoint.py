@@ -39,7 +39,7 @@ from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import failing, has_violation, has_violations
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, view_of

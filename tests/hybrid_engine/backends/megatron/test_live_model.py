@@ -25,7 +25,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_code, has_violations
-from tests.harness.on_ranks import of_all_ranks, on_engines
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, parallel_state_of, running

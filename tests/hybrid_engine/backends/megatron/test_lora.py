@@ -13,7 +13,7 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import failing
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running

@@ -22,8 +22,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.trainer import checkpoint_directory
 from hybrid_engine.trainer.ports import ActorParts
 from tests.harness.errors import failing
-from tests.harness.launch import Ranks
-from tests.harness.on_ranks import on_ranks
+from tests.harness.launch import Ranks, on_ranks
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, State, actor, assert_same, state_of, train

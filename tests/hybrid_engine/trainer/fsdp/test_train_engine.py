@@ -18,8 +18,7 @@ from hybrid_engine.trainer.batches import chunked_scores
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
 from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
-from tests.harness.on_ranks import of_all_ranks, on_ranks
+from tests.harness.launch import Ranks, of_all_ranks, on_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import (
     TIED_WITH_ODD_ROWS,

@@ -23,7 +23,7 @@ from hybrid_engine.errors import ConfigError, ModelError
 from hybrid_engine.models import table_for
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_code, has_violations
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import read_config, served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of

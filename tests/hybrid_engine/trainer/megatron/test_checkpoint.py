@@ -16,7 +16,7 @@ from hybrid_engine.errors import FileError, ReshardError, StateError, WeightErro
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from tests.harness.errors import failing, has_code
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running

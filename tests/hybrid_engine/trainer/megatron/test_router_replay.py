@@ -20,7 +20,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import pack_rows
 from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import has_violations
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of

@@ -19,7 +19,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import own_share
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import has_code, has_violations
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of

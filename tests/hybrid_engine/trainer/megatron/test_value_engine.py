@@ -22,7 +22,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.table import VALUE_HEAD, value_table
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.on_ranks import on_engines
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
