@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
+import torch
 from pydantic import BeforeValidator, Field
 
 from hybrid_engine.config.keys import (
@@ -17,7 +18,6 @@ from hybrid_engine.config.keys import (
     Name,
     NonNegative,
     Positive,
-    ScheduleConfig,
     Section,
     Seed,
     Steps,
@@ -35,7 +35,6 @@ from hybrid_engine.rl.losses import (
     policy_loss,
 )
 from hybrid_engine.rl.run_files import defaults_of, flat
-from hybrid_engine.trainer.learning_rate import learning_rate
 
 _FREE = (
     "evaluate_every",
@@ -268,12 +267,17 @@ class LoopConfig(Section):
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the factor, from 0 to 1, of the learning rate in a step; the first step is 1."""
-        schedule = ScheduleConfig(
-            lr_decay_style=self.schedule,
-            lr_warmup_steps=self.warmup_steps,
-            lr_decay_steps=self.steps + 1,  # the last step still learns: 0 would be one step later
+        # lazily: the import takes seconds
+        from transformers import get_scheduler
+
+        schedule = get_scheduler(
+            "constant_with_warmup" if self.schedule == "constant" else self.schedule,
+            torch.optim.SGD([torch.empty(0)]),  # required, but not used by the factor
+            num_warmup_steps=self.warmup_steps,
+            num_training_steps=self.steps + 1,  # the last step learns: 0 would be one step later
         )
-        return learning_rate(schedule, 1.0, step)
+        factor: float = schedule.lr_lambdas[0](step)
+        return factor
 
     def is_due(self, step: int, every: int) -> bool:
         """Return whether something that happens `every` so many steps is due after `step`."""

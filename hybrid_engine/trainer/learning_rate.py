@@ -1,21 +1,28 @@
 """Learning rate of a trainer, set by its user or by a schedule that advances with every update.
 
-`ParamSchedule` computes the same values as megatron-core's OptimizerParamScheduler, because FSDP2
-also trains where megatron-core is not installed. A test compares the two, update by update.
+Schedules are megatron-core's, for FSDP2 too. The package is imported only if a configuration has a
+schedule, because without one FSDP2 does not need it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
+from hybrid_engine.config import OptimizerConfig
+from hybrid_engine.errors import (
+    ArgumentError,
+    DependencyError,
+    LossError,
+    StateError,
+    Violation,
+    shortened,
+)
 
-from hybrid_engine.config import OptimizerConfig, ScheduleConfig
-from hybrid_engine.errors import ArgumentError, LossError, StateError, Violation, shortened
+if TYPE_CHECKING:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -27,21 +34,6 @@ MAX_SKIPPED = 10
 """Steps in a row whose gradients are not finite, after which training ends."""
 
 
-class Scheduler(Protocol):
-    """Schedule of learning rate and weight decay, by updates.
-
-    Either megatron-core's `OptimizerParamScheduler`, or `ParamSchedule`.
-
-    Attributes:
-        num_steps: number of updates so far.
-    """
-
-    num_steps: int
-
-    def step(self, increment: int) -> None:
-        """Advance by `increment` updates, and set the values of every parameter group."""
-
-
 class ScheduledOptimizer:
     """Optimizer of a trainer, and the schedule of its learning rate if it has one.
 
@@ -50,7 +42,7 @@ class ScheduledOptimizer:
         schedule: of learning rate and weight decay; None if both are constant.
     """
 
-    def __init__(self, optimizer: Any, schedule: Scheduler | None = None) -> None:
+    def __init__(self, optimizer: Any, schedule: OptimizerParamScheduler | None = None) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
         self._num_skipped = 0
@@ -139,78 +131,46 @@ class ScheduledOptimizer:
         self._schedule.step(0)
 
 
-_DECAYS: Final[Mapping[str, Callable[[float], float]]] = {
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
-    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
-    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
-"""Style of a decay -> function from its progress (0 to 1) to the remaining factor (1 to 0)."""
+def param_scheduler(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler | None:
+    """Return megatron-core's schedule of learning rate and weight decay; None without a schedule.
 
-
-class ParamSchedule:
-    """Schedule of learning rate and weight decay of an optimizer's groups.
+    One step of the scheduler is one update of the weights. A group's `wd_mult` scales its weight
+    decay. Raises DependencyError, see `scheduler_class`.
 
     Args:
-        optimizer: only its first group has weight decay, as in `fsdp.actor`.
-        config: with a schedule.
-
-    Attributes:
-        num_steps: number of updates so far.
+        optimizer: torch's or Megatron's.
+        config: of the optimizer.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-        assert config.schedule is not None
-        self._optimizer = optimizer
-        self._config = config
-        self._schedule = config.schedule
-        self.num_steps = 0
-        self.step(0)
-
-    def step(self, increment: int) -> None:
-        """Advance by `increment` updates, and set the values of every parameter group."""
-        self.num_steps += increment
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._schedule, self._config.lr, self.num_steps)
-        self._optimizer.param_groups[0]["weight_decay"] = weight_decay(self._config, self.num_steps)
-
-
-def learning_rate(schedule: ScheduleConfig, largest: float, num_steps: int) -> float:
-    """Return the learning rate of the update after `num_steps` updates."""
-    num_warmup_steps = schedule.num_warmup_steps
-    num_decay_steps = schedule.lr_decay_steps
-    if num_warmup_steps > 0 and num_steps <= num_warmup_steps:
-        # linear from lr_warmup_init, as in Megatron
-        increase = (largest - schedule.lr_warmup_init) * num_steps / num_warmup_steps
-        return schedule.lr_warmup_init + increase
-    if num_decay_steps is None or schedule.lr_decay_style == "constant":
-        return largest
-    if num_steps > num_decay_steps:
-        return schedule.min_lr
-    if schedule.lr_decay_style == "inverse-square-root":
-        rate = largest * max(num_warmup_steps, 1) ** 0.5 / max(num_steps, 1) ** 0.5
-        return max(schedule.min_lr, rate)
-    if schedule.lr_decay_style == "WSD":
-        # warm-up, stable, decay: constant until the last `lr_wsd_decay_steps`
-        assert schedule.lr_wsd_decay_steps is not None
-        decay_start = num_decay_steps - schedule.lr_wsd_decay_steps
-        progress = max(0, num_steps - decay_start) / schedule.lr_wsd_decay_steps
-        factor = _DECAYS[schedule.lr_wsd_decay_style](progress)
-    else:
-        # the decay starts after the warm-up
-        progress = (num_steps - num_warmup_steps) / (num_decay_steps - num_warmup_steps)
-        factor = _DECAYS[schedule.lr_decay_style](progress)
-    return schedule.min_lr + factor * (largest - schedule.min_lr)
-
-
-def weight_decay(config: OptimizerConfig, num_steps: int) -> float:
-    """Return the weight decay of the update after `num_steps` updates."""
     schedule = config.schedule
-    assert schedule is not None
-    start, end = config.weight_decays
-    style = schedule.weight_decay_incr_style
-    num_growing_steps = schedule.num_weight_decay_steps
-    if style == "constant" or num_growing_steps is None or num_steps > num_growing_steps:
-        return end
-    growth = 1.0 - _DECAYS[style](num_steps / num_growing_steps)
-    return start + growth * (end - start)
+    if schedule is None:
+        return None
+    num_warmup_steps = schedule.num_warmup_steps
+    start_wd, end_wd = config.weight_decays
+    return scheduler_class()(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=num_warmup_steps,
+        lr_decay_steps=schedule.lr_decay_steps or num_warmup_steps + 1,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=start_wd,
+        end_wd=end_wd,
+        wd_incr_steps=schedule.num_weight_decay_steps or 1,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_steps,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def scheduler_class() -> type[OptimizerParamScheduler]:
+    """Import the class of schedules. Raises DependencyError if megatron-core is not installed."""
+    try:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    except ImportError as error:
+        raise DependencyError(
+            "actor_config.optimizer.schedule needs megatron-core, with FSDP2 too: "
+            "pip install '.[train]' in a checkout",
+            code="needs-package",
+        ) from error
+    return OptimizerParamScheduler

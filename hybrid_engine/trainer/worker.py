@@ -22,6 +22,7 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
+from hybrid_engine.trainer.learning_rate import scheduler_class
 from hybrid_engine.trainer.ports import ActorParts, Figures, ScoresBatches, score
 
 logger = logging.getLogger("hybrid_engine")
@@ -219,6 +220,8 @@ def _builder(config: HybridConfig) -> Callable[..., ActorParts]:
     """
     # lazily: the other trainer's packages may not be installed
     if config.actor_config.fsdp is not None:
+        if config.actor_config.optimizer.schedule is not None:
+            scheduler_class()
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
         return build_with_fsdp

@@ -23,5 +23,5 @@
     5  return    all state is back at its address
 
 A second trainer would be a sibling folder with its own `Trainer`. Only this folder,
-trainer/megatron and `megatron_script` use Megatron's names.
+trainer/megatron, trainer/learning_rate.py and `megatron_script` use Megatron's names.
 """

@@ -33,14 +33,12 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.config import OptimizerConfig as OurOptimizerConfig
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.layouts.stages import has_experts, num_hybrid_chunks
@@ -218,35 +216,6 @@ def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
         fp16=dtype is torch.float16,
         use_distributed_optimizer=actor.use_distributed_optimizer,
         overlap_param_gather=actor.overlap_param_gather,
-    )
-
-
-def param_scheduler(
-    optimizer: MegatronOptimizer, config: OurOptimizerConfig
-) -> OptimizerParamScheduler | None:
-    """Return Megatron's scheduler of learning rate and weight decay; None without a schedule.
-
-    One step of the scheduler is one update of the weights.
-    """
-    schedule = config.schedule
-    if schedule is None:
-        return None
-    num_warmup_steps = schedule.num_warmup_steps
-    start_wd, end_wd = config.weight_decays
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=config.lr,
-        min_lr=schedule.min_lr,
-        lr_warmup_steps=num_warmup_steps,
-        lr_decay_steps=schedule.lr_decay_steps or num_warmup_steps + 1,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=start_wd,
-        end_wd=end_wd,
-        wd_incr_steps=schedule.num_weight_decay_steps or 1,
-        wd_incr_style=schedule.weight_decay_incr_style,
-        wsd_decay_steps=schedule.lr_wsd_decay_steps,
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
 
 

@@ -31,7 +31,7 @@ from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.distributed_checkpoint import ShardedCheckpoints
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine, copy_weights
-from hybrid_engine.trainer.learning_rate import ParamSchedule
+from hybrid_engine.trainer.learning_rate import param_scheduler
 from hybrid_engine.trainer.ports import ActorParts
 
 
@@ -61,9 +61,6 @@ def build_actor(
     torch.manual_seed(actor.seed)
     module = _build_model(config, job, mesh)
     optimizer = _adam(module, actor.optimizer)
-    schedule = None
-    if actor.optimizer.schedule is not None:
-        schedule = ParamSchedule(optimizer, actor.optimizer)
     engine = FsdpTrainEngine(
         module,
         optimizer,
@@ -71,7 +68,7 @@ def build_actor(
         job,
         actor.micro_batch_size,
         actor.optimizer.clip_grad,
-        schedule,
+        param_scheduler(optimizer, actor.optimizer),
         actor.seq_length,
     )
 
@@ -177,6 +174,7 @@ def _adam(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimi
         {
             "params": [parameter for parameter in parameters if parameter.dim() <= 1],
             "weight_decay": 0.0,
+            "wd_mult": 0.0,  # for a schedule, which sets the weight decay of every group
         },
     ]
     betas = (config.adam_beta1, config.adam_beta2)

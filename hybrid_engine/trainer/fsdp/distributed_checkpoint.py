@@ -37,6 +37,9 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _GENERATOR = "generator."
 
+_NOT_SAVED = frozenset({"params", "wd_mult"})
+"""Keys of parameter groups: parameters are saved by name; older checkpoints have no wd_mult."""
+
 
 class ShardedCheckpoints:
     """Checkpoints of an FSDP2 trainer, for any number of ranks (port `Checkpoints`).
@@ -133,9 +136,8 @@ def _tensors_of(engine: FsdpTrainEngine, rank: int) -> TensorDict:
 
 
 def _values_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
-    # without the parameters, which have other keys of the checkpoint
     param_groups = [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: value for key, value in group.items() if key not in _NOT_SAVED}
         for group in engine.optimizer.inner.param_groups
     ]
     return {
@@ -178,7 +180,7 @@ def _optimizer_differences(
         if entry is not None and entry.size and entry.size != shape:
             yield f"optimizer state {key}: {tuple(entry.size)}, expected {tuple(shape)}"
     saved_keys = [sorted(group) for group in values["param_groups"]]
-    live_keys = [sorted(group.keys() - {"params"}) for group in engine.optimizer.inner.param_groups]
+    live_keys = [sorted(group.keys() - _NOT_SAVED) for group in engine.optimizer.inner.param_groups]
     if saved_keys != live_keys:
         yield f"{len(saved_keys)} parameter groups, unlike this optimizer's {len(live_keys)}"
 

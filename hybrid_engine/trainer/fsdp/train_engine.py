@@ -37,7 +37,7 @@ from hybrid_engine.trainer.batches.chunked_scores import (
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
-from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, Scheduler
+from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.ports import Figures
 
 _NO_IMAGES = "the model has no token for images in its config.json"
@@ -56,7 +56,7 @@ class FsdpTrainEngine:
         job: of all ranks.
         micro_batch_size: rows per micro batch.
         clip_grad: largest norm of the gradients; 0 does not clip.
-        schedule: of learning rate and weight decay; None if both are constant.
+        schedule: megatron-core's, of learning rate and weight decay; None if both are constant.
         seq_length: largest number of tokens in a row; None: no limit.
 
     Attributes:
@@ -73,7 +73,7 @@ class FsdpTrainEngine:
         job: Job,
         micro_batch_size: int,
         clip_grad: float = 1.0,
-        schedule: Scheduler | None = None,
+        schedule: Any = None,
         seq_length: int | None = None,
     ) -> None:
         self.model = ShardedModel(module, table, job.rank, [] if optimizer is None else [optimizer])

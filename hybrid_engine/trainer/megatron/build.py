@@ -36,7 +36,6 @@ from hybrid_engine.backends.megatron.megatron_config import (
     MegatronConfigs,
     has_transformer_engine,
     megatron_configs,
-    param_scheduler,
     train_sizes,
 )
 from hybrid_engine.backends.megatron.model_tensors import (
@@ -55,6 +54,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
+from hybrid_engine.trainer.learning_rate import param_scheduler
 from hybrid_engine.trainer.megatron.model_variants import ValueHead, finish_model, rank_groups
 from hybrid_engine.trainer.megatron.specs import layer_spec_for, mtp_spec_for
 from megatron_patches.buffers import buffer_allocator

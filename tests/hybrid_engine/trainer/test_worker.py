@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -10,11 +11,11 @@ from unittest import mock
 import pytest
 
 from hybrid_engine.config import GenerateConfig, HybridConfig
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
 from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
-from tests.harness.errors import has_violations
+from tests.harness.errors import has_code, has_violations
 from tests.zoo.families import served_config, write_config
 
 
@@ -25,6 +26,12 @@ def test_a_job_with_another_timeout_is_refused_before_building(job: None) -> Non
     with pytest.raises(ConfigError, match=r"40.*30", check=differs):
         ActorHybridWorker(config, job=joined)
     joined.agreement.conclude("the job is still usable")
+
+
+def test_a_schedule_needs_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer_param_scheduler", None)
+    with pytest.raises(DependencyError, check=has_code("needs-package")):
+        worker._builder(HybridConfig(model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}))
 
 
 @pytest.mark.slow  # imports vLLM
