@@ -73,10 +73,10 @@ class GuardedState:
         # The models and optimizers may outlive this object, but its hooks must not.
         weakref.finalize(self, self._cleanup.close)
 
-    def fault_of(self, kinds: Iterable[str]) -> HybridEngineError | None:
+    def training_fault(self) -> HybridEngineError | None:
         """Call `guard`; return its error, such as that of a late copy, for all ranks to raise."""
         try:
-            self.guard(kinds)
+            self.guard(KINDS)
         except HybridEngineError as error:
             return error
         return None

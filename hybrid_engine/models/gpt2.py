@@ -75,11 +75,6 @@ def _rules(dims: ModelDims) -> Rules:
             transposed=is_weight,
         )
 
-    def column_parallel(module: str, name: str) -> tuple[Rule, Rule]:
-        weight = Split(f"{LAYER}{name}.weight", dim=1, transposed=True)
-        bias = Split(f"{LAYER}{name}.bias", dim=0)
-        return Rule(in_layer(f"{module}.weight"), weight), Rule(in_layer(f"{module}.bias"), bias)
-
     def row_parallel(module: str, name: str) -> tuple[Rule, Rule]:
         weight = Split(f"{LAYER}{name}.weight", dim=0, transposed=True)
         bias = Replicated(f"{LAYER}{name}.bias")
@@ -105,7 +100,11 @@ def _rules(dims: ModelDims) -> Rules:
         Rule(in_layer("self_attention.linear_qkv.weight"), qkv("weight")),
         Rule(in_layer("self_attention.linear_qkv.bias"), qkv("bias")),
         *row_parallel("self_attention.linear_proj", "attn.c_proj"),
-        *column_parallel("mlp.linear_fc1", "mlp.c_fc"),
+        Rule(
+            in_layer("mlp.linear_fc1.weight"),
+            Split(LAYER + "mlp.c_fc.weight", dim=1, transposed=True),
+        ),
+        Rule(in_layer("mlp.linear_fc1.bias"), Split(LAYER + "mlp.c_fc.bias", dim=0)),
         *row_parallel("mlp.linear_fc2", "mlp.c_proj"),
         *final_norms,
         Rule(("output_layer.weight",), Vocabulary(head, dims.vocab_size)),

@@ -37,7 +37,6 @@ from hybrid_engine.records.holdings import (
     Holdings,
     PlacedHoldings,
     PlaceIndex,
-    TensorOwners,
     contains,
 )
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout, Place
@@ -256,7 +255,10 @@ def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Nee
         dtype = holdings.dtypes[tensor]
         key = (id(owners), dtype)
         if key not in known:
-            known[key] = _bytes_by_rank(owners, DTYPE_NBYTES[dtype])
+            ranks = [box.ranks for box in owners]
+            itemsize = DTYPE_NBYTES[dtype]
+            nbytes = [np.full(len(box.ranks), box.region.numel * itemsize) for box in owners]
+            known[key] = BytesByRank(np.concatenate(ranks), np.concatenate(nbytes))
         return known[key]
 
     needs = {}
@@ -268,12 +270,6 @@ def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Nee
             frees=bytes_of(source.holdings, tensor),
         )
     return needs
-
-
-def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
-    ranks = [box.ranks for box in owners]
-    nbytes = [np.full(len(box.ranks), box.region.numel * itemsize) for box in owners]
-    return BytesByRank(np.concatenate(ranks), np.concatenate(nbytes))
 
 
 def _bytes_read(buckets: Sequence[Bucket]) -> dict[int, ByteCount]:

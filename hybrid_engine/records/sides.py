@@ -353,7 +353,11 @@ def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
     A side refines a tensor, [E, 2 I] as [E, I, 2], if it holds every second element of a dim: these
     are a box only then. Tensors whose shapes do not refine each other stay, and make no plan.
     """
-    shapes = [_shapes_of(side) for side in (source, destination)]
+    # Ranks that describe a tensor differently are reported when a plan merges their layouts.
+    shapes = [
+        {name: shape for kind in side.kinds for name, shape in kind.tensors.items()}
+        for side in (source, destination)
+    ]
     finer: dict[str, Shape] = {}
     for name in shapes[0].keys() & shapes[1].keys():
         pair = {of_side[name] for of_side in shapes}
@@ -363,11 +367,6 @@ def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
     if not finer:
         return source, destination
     return source.refined(finer), destination.refined(finer)
-
-
-def _shapes_of(side: Side) -> dict[str, Shape]:
-    # Ranks that describe a tensor differently are reported when a plan merges their layouts.
-    return {name: shape for kind in side.kinds for name, shape in kind.tensors.items()}
 
 
 class _BuffersOfSide(Mapping[BufferId, Buffer]):

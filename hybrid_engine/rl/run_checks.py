@@ -287,8 +287,12 @@ def limit_violations(
     `most_prompts`: number of first prompts that are checked; None: all.
     """
     config = arguments.config
-    violations = [
-        *_critic_violations(config, limits),
+    violations = []
+    if isinstance(config, PpoConfig) and not limits.has_critic:
+        problem = "PPO needs a critic"
+        remedy = "Set critic_config, for example {}, or use GrpoConfig"
+        violations.append(Violation("critic_config", problem, remedy, code="needs-critic"))
+    violations += [
         *_size_violations(config, limits),
         *packing_violations(config, limits.no_packing),
         *staleness_violations(config, limits.generate, config.name),
@@ -474,13 +478,6 @@ def _setting_violations(arguments: RunArguments) -> Violations:
             problem = "is skip, but the critic learns from every completion"
             remedy = "Use end, with reward_retries, or GrpoConfig"
             yield Violation(config.key("reward_failures"), problem, remedy, code="conflicting-keys")
-
-
-def _critic_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:
-    if isinstance(config, PpoConfig) and not limits.has_critic:
-        problem = "PPO needs a critic"
-        remedy = "Set critic_config, for example {}, or use GrpoConfig"
-        yield Violation("critic_config", problem, remedy, code="needs-critic")
 
 
 def _stop_violations(config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer) -> Violations:

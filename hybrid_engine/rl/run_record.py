@@ -67,7 +67,11 @@ class RunRecord:
         self._files = files
         self._trackers: list[Tracker] = []
         self._has_row = False
-        self._check_trackers(trackers)
+        with self._agreement.phase("checking the trackers"):
+            if self._is_writer:
+                violations = [*tracker_violations(trackers, None if files is None else files.out)]
+                if violations:
+                    raise ConfigError(violations)
         if files is None:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
@@ -93,14 +97,6 @@ class RunRecord:
                 tracker = opened(name, files.out, self._settings)
                 self._trackers.append(tracker)
                 ends.push(partial(_close, tracker))
-
-    def _check_trackers(self, names: Sequence[str]) -> None:
-        """Raise on all ranks if rank 0 cannot use one of the trackers."""
-        with self._agreement.phase("checking the trackers"):
-            out = None if self._files is None else self._files.out
-            violations = [*tracker_violations(names, out)] if self._is_writer else []
-            if violations:
-                raise ConfigError(violations)
 
     def begin(self) -> None:
         """Remove rows and checkpoints that are not continued.

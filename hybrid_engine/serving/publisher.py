@@ -534,7 +534,10 @@ class WeightPublisher(Switch):
                     code="server-did-not-join",
                 ) from error
             self._call_servers("joining the servers", lambda: self._await(calls))
-            self._agree_on_comparison()
+            if self._comparison.is_on:
+                phase = "looking at what the servers compute"
+                servers = self._call_servers(phase, lambda: list(map(describe, self._servers)))
+                self._comparison.join(servers)
             self._name = name
             self._is_new = True
             self._ends = undo.pop_all()
@@ -556,13 +559,6 @@ class WeightPublisher(Switch):
             )
             first += count
         return calls
-
-    def _agree_on_comparison(self) -> None:
-        """Exchange limits and layers with joined servers. Collective."""
-        if self._comparison.is_on:
-            phase = "looking at what the servers compute"
-            servers = self._call_servers(phase, lambda: list(map(describe, self._servers)))
-            self._comparison.join(servers)
 
     def _close_rendezvous(self, num_kept: int) -> None:
         """Close all but the last `num_kept` stores."""

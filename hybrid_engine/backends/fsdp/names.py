@@ -226,7 +226,9 @@ class _PeftLayers:
                 supported.update((a, b))
                 problem = _lora_problem(layer, adapter)
                 if problem is None:
-                    weight = f"{name}.{self._computing[name]}.{_parameter_name(layer)}"
+                    # PEFT's target_parameters adapt another parameter.
+                    parameter = getattr(layer, "parameter_name", "weight")
+                    weight = f"{name}.{self._computing[name]}.{parameter}"
                     problem = self._add_lora(layer, weight, a, b, layer.scaling[adapter])
                 if problem is not None:
                     self.problems.append(f"{name}, adapter {adapter}: {problem}")
@@ -258,7 +260,8 @@ class _PeftLayers:
         a = self._state_names[plain_a]
         b = self._state_names[plain_b]
         shape = tuple(self._tensors[weight].shape)
-        experts = shape[:-2] if _is_of_experts(layer) else ()
+        # One parameter may hold several experts.
+        experts = shape[:-2] if getattr(layer, "num_experts", 1) > 1 else ()
         # fan_in_fan_out: a Conv1D of transformers, which stores its weight transposed.
         transposed = "lora_embedding_A" in a or bool(layer.fan_in_fan_out)
         if experts:
@@ -276,16 +279,6 @@ class _PeftLayers:
                     "other modules"
                 )
         return None
-
-
-def _parameter_name(layer: Any) -> str:
-    """Return the name of the parameter that a layer adapts (PEFT's target_parameters)."""
-    return getattr(layer, "parameter_name", "weight")
-
-
-def _is_of_experts(layer: Any) -> bool:
-    """Return whether a layer adapts one parameter that holds several experts."""
-    return getattr(layer, "num_experts", 1) > 1
 
 
 def _active_adapters(layer: Any) -> Sequence[str]:
@@ -349,7 +342,10 @@ def canonical_views(
         saved = revert_weight_conversion(converter, dict(on_meta))
     views: dict[str, Packed] = {}
     findings: list[str] = []
-    repeated = _repeated_names(tensors, table)
+    # Names by which a state dict repeats a tensor with a canonical name (tied weights).
+    canonical = {id(tensor) for name, tensor in tensors.items() if name in table.shapes}
+    repeated = {name for name, tensor in tensors.items() if id(tensor) in canonical}
+    repeated |= set(table.copies)
     for name, tensor in saved.items():
         shape = table.shapes.get(name)
         parameter = parameters.get(storage_id(tensor.untyped_storage()))
@@ -391,13 +387,6 @@ def packed_model(model: torch.nn.Module, tensors: Tensors, table: ModelTable) ->
     shapes = {name: tuple(tensors[name].shape) for name in names_by_id.values()}
     buffers = {name for name in shapes if not isinstance(tensors[name], torch.nn.Parameter)}
     return PackedModel(views, shapes, buffers)
-
-
-def _repeated_names(tensors: Tensors, table: ModelTable) -> set[str]:
-    """Return names by which a state dict repeats a tensor with a canonical name (tied weights)."""
-    canonical = {id(tensor) for name, tensor in tensors.items() if name in table.shapes}
-    repeated = {name for name, tensor in tensors.items() if id(tensor) in canonical}
-    return repeated | set(table.copies)
 
 
 class _CopiesAreViews(TorchDispatchMode):

@@ -15,9 +15,9 @@ import gc
 import inspect
 import json
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -186,21 +186,14 @@ def forget_import_frames() -> None:
         # By type: `isinstance` would call __class__ of proxies.
         if not issubclass(type(candidate), BaseException):
             continue
-        if any(_is_vllm_module(frame) for frame in _frames_of(candidate)):
-            candidate.__traceback__ = None
-
-
-def _is_vllm_module(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_name == "<module>" and name.partition(".")[0] == "vllm"
-
-
-def _frames_of(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frame in which an error was caught, and its callers."""
-    frame = error.__traceback__.tb_frame if error.__traceback__ is not None else None
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+        if candidate.__traceback__ is None:
+            continue
+        # The frame in which the error was caught, and its callers.
+        for frame, _ in traceback.walk_stack(candidate.__traceback__.tb_frame):
+            name = frame.f_globals.get("__name__", "")
+            if frame.f_code.co_name == "<module>" and name.partition(".")[0] == "vllm":
+                candidate.__traceback__ = None
+                break
 
 
 def require_no_groups() -> None:

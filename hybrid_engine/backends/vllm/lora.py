@@ -129,6 +129,7 @@ class DeliveredLoras:
             }
         )
         peft.validate_legal(manager.lora_config)
+        mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
         return internals.LORA_MODEL.load()(
             lora.number,
             # vLLM scales lora_B in place.
@@ -137,12 +138,8 @@ class DeliveredLoras:
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             model_vocab_size=manager.vocab_size,
-            weights_mapper=self._mapper(),
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
-
-    def _mapper(self) -> Any:
-        mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-        return None if mapper is None else mapper.get_rename_mapper()
 
     def _violations(
         self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]

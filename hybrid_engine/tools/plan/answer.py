@@ -58,7 +58,10 @@ class Answer:
         if self.rank is not None:
             facts["rank"] = self.rank
         if self.later is not None:
-            facts["later_switches"] = facts_of_later(self.later)
+            facts["later_switches"] = {
+                "bytes": {**moved_bytes(self.later.bytes), **_ranges(kept=self.later.kept)},
+                "incremental_mb": self.later.incremental_mb,
+            }
         facts["remarks"] = [*self.remarks]
         return facts
 
@@ -85,12 +88,6 @@ def moved_bytes(summary: ByteSummary) -> Ranges:
 def bytes_across_hosts(plan: JobPlan) -> Ranges:
     """Return the bytes that each host receives from others, and their lower bound."""
     return _ranges(received=plan.received_by_host, least=plan.bytes.network_lower_bound)
-
-
-def facts_of_later(later: LaterSwitches) -> dict[str, Any]:
-    """Return the bytes by rank, and the value of incremental_mb that they need."""
-    nbytes = {**moved_bytes(later.bytes), **_ranges(kept=later.kept)}
-    return {"bytes": nbytes, "incremental_mb": later.incremental_mb}
 
 
 def device_memory(plan: JobPlan) -> Ranges:

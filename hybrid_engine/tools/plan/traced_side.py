@@ -19,7 +19,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import SideLayout, placed_holdings
-from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Shapes
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TracedSides:
         for buffer_id, buffer in whole.buffers.items():
             ranks = alike[buffer_id.rank]
             elements[0, ranks] += buffer.numel
-            if _is_of_expert(buffer_id):
+            if _OF_EXPERT.search(buffer_id.name):
                 elements[1, ranks] += buffer.numel
         return SideLayout(
             placed.holdings, placed.placed, elements[0], elements[1], is_offered_all=True
@@ -121,7 +121,3 @@ class TracedSides:
             planned_position(position, settings, table.shapes, table.dtypes)
             for position in positions
         ]
-
-
-def _is_of_expert(buffer: BufferId) -> bool:
-    return _OF_EXPERT.search(buffer.name) is not None

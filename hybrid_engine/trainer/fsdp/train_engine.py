@@ -21,7 +21,6 @@ from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.compute_check.probes import attributes_set
-from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
@@ -125,7 +124,7 @@ class FsdpTrainEngine:
             (value / len(parts)).backward()
             reports.append({name: scalar.float() for name, scalar in report.items()})
         loss.finish(self._device)
-        self._conclude("training step", loss.fault or self.model.fault_of(KINDS))
+        self._conclude("training step", loss.fault or self.model.training_fault())
         grad_norm = self._clip_gradients()
         successful = not is_true_anywhere(~grad_norm.isfinite())
         if successful:

@@ -20,7 +20,6 @@ from hybrid_engine.backends.megatron.forward_probe import (
 )
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.errors import RemoteError
-from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.groups import broadcast_bytes
@@ -156,7 +155,7 @@ class Pipeline:
                 # this is the last pipeline stage
                 loss.finish(self.data_parallel.device, self.data_parallel.group)
             # no rank takes a step if another one has a fault
-            self._conclude("training step", loss.fault or self._model.fault_of(KINDS))
+            self._conclude("training step", loss.fault or self._model.training_fault())
             version = self._model.version
             successful, grad_norm = False, None
             # of all gradients, also of those that Megatron's own norm leaves to other ranks
