@@ -111,15 +111,12 @@ class Gap:
         return self.size <= self.tolerance and max(self.misrouted, default=0.0) <= MOST_MISROUTED
 
     @property
-    def is_zero(self) -> bool:
-        """True if all log-probabilities are equal; False for NaN."""
-        return bool((self._differences == 0).all())
-
-    @property
     def inequality(self) -> str:
-        """Number of unequal log-probabilities, and the largest difference."""
+        """Number of unequal log-probabilities, and the largest difference; "" if all are equal."""
         differences = self._differences
-        num_unequal = int((differences != 0).sum())
+        num_unequal = int((differences != 0).sum())  # NaN is unequal
+        if not num_unequal:
+            return ""
         return (
             f"log-probabilities of {num_unequal} of {differences.numel()} tokens differ, "
             f"by at most {differences.max().item():.3g} nats"

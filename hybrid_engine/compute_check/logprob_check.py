@@ -327,9 +327,9 @@ class TrainerCheck:
         `settings`: settings of the other side.
         """
         name = gap.name
-        if self._when == "exact" and not gap.is_zero:
+        if self._when == "exact" and (inequality := gap.inequality):
             raise ComputationError(
-                f"{name} does not compute what the trainer computes bit by bit: {gap.inequality}. "
+                f"{name} does not compute what the trainer computes bit by bit: {inequality}. "
                 f"{exactness(self._job.device)}",
                 code="log-probabilities-unequal",
             )

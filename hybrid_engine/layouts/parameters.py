@@ -51,11 +51,6 @@ class Parameter:
         """True if it belongs to a routed expert."""
         return "expert" in self.indices
 
-    @property
-    def is_of_mlp(self) -> bool:
-        """True if it belongs to a layer's MLP or experts, False for its attention."""
-        return "mlp" in self.name.removeprefix(self.location)
-
 
 def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterator[Parameter]:
     """Yield all parameters.

@@ -91,7 +91,8 @@ class _TrainingSide:
     def _chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
         """Yield the chunks that have a parameter."""
         if parameter.location is Location.DECODER:
-            by_layer = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
+            is_of_mlp = "mlp" in parameter.name.removeprefix(parameter.location)  # or of experts
+            by_layer = self._chunk_with_mlp if is_of_mlp else self._chunk_with_attention
             yield by_layer[parameter.indices["layer"]]
             return
         is_tied = self._table.dims.tied_embeddings

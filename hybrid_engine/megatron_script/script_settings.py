@@ -109,7 +109,13 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     """
     options = script.options
     args = script.args
-    violations = list(_argument_violations(args))
+    violations = []
+    # Arguments of Megatron's training loop that do not go with a switch.
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            remedy = "Leave it out, or leave out --enable-resharding"
+            key = _flag(name)
+            violations.append(Violation(key, reason, remedy, code="refused-megatron-setting"))
     content = collect(violations, _read_yaml, options.config)
     # Without the file, the settings that do not depend on it are checked all the same.
     known_content = content or {}
@@ -158,14 +164,6 @@ def actor_values(args: Namespace) -> dict[str, Any]:
         values["virtual_pipeline_model_parallel_size"] = None
     values["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
     return values
-
-
-def _argument_violations(args: Namespace) -> Violations:
-    """Report arguments of Megatron's training loop that do not go with a switch."""
-    for name, reason in _REFUSED.items():
-        if getattr(args, name, None):
-            remedy = "Leave it out, or leave out --enable-resharding"
-            yield Violation(_flag(name), reason, remedy, code="refused-megatron-setting")
 
 
 def _core_violations(args: Namespace, transformer_config: Any) -> list[Violation]:

@@ -94,7 +94,10 @@ def _table(
     mtp_layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
     copies: dict[str, str] = {}
     for layer in mtp_layers:
-        copies.update(_mtp_copies(layer, dims))
+        # A checkpoint repeats the embedding and the head in an MTP layer.
+        prefix = LAYER.format(layer=layer)
+        copies[prefix + "embed_tokens.weight"] = EMBEDDING
+        copies[prefix + "shared_head.head.weight"] = EMBEDDING if dims.tied_embeddings else HEAD
     extras = Extras()
     if config.num_groups > 1:
         routing = {
@@ -185,15 +188,6 @@ def _mtp_rules() -> Rules:
         ),
         Rule((MTP_LAYER + "eh_proj.weight",), Split(LAYER + "eh_proj.weight", dim=0)),
     )
-
-
-def _mtp_copies(layer: int, dims: ModelDims) -> dict[str, str]:
-    """Return the embedding and the head that a checkpoint repeats in an MTP layer."""
-    prefix = LAYER.format(layer=layer)
-    return {
-        prefix + "embed_tokens.weight": EMBEDDING,
-        prefix + "shared_head.head.weight": EMBEDDING if dims.tied_embeddings else HEAD,
-    }
 
 
 def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:

@@ -209,7 +209,10 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
     text_config = config.get_text_config()
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    dims = _dims(text_config, shapes, tied_embeddings=_is_tied(model))
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and embedding is not None and head.weight is embedding.weight
+    dims = _dims(text_config, shapes, tied_embeddings=is_tied)
     return ModelTable(
         dims,
         rules=conventional_rules(shapes, dims),
@@ -227,12 +230,6 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
         architecture=architecture,
         placeholders=placeholder_tokens(config.to_dict()),
     )
-
-
-def _is_tied(model: Any) -> bool:
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    return head is not None and embedding is not None and head.weight is embedding.weight
 
 
 def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:

@@ -285,21 +285,16 @@ class PlaceIndex:
         shift = [low - base for low, base in zip(part.offsets, owners.offsets, strict=True)]
         places = []
         for placed in self._side.placed[tensor]:
-            index = self._indexed(placed.boxes)
+            index = self._by_box.get(id(placed.boxes))
+            if index is None:
+                index = self._by_box[id(placed.boxes)] = {}
+                for box in placed.boxes:
+                    index.setdefault((box.owners.offsets, box.owners.lengths), []).append(box)
             for box in index.get((owners.offsets, owners.lengths), ()):
                 if contains(box.owners.ranks, rank):
                     buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
                     places.append(Place(buffer_id, box.start, box.strides).at(shift))
         return sorted(places, key=lambda place: (place.buffer, place.offset))
-
-    def _indexed(self, boxes: tuple[PlacedBox, ...]) -> dict[Box, list[PlacedBox]]:
-        index = self._by_box.get(id(boxes))
-        if index is None:
-            index = {}
-            self._by_box[id(boxes)] = index
-            for box in boxes:
-                index.setdefault((box.owners.offsets, box.owners.lengths), []).append(box)
-        return index
 
 
 def placed_holdings(

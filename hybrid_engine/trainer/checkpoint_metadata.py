@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -161,7 +160,8 @@ def _require_covered(key: str, entry: TensorStorageMetadata) -> None:
     boxes = []
     num_elements = 0
     for chunk in entry.chunks:
-        if not _has_dims(chunk, num_dims):
+        shapes = (chunk.offsets, chunk.sizes)
+        if any(type(shape) is not torch.Size or len(shape) != num_dims for shape in shapes):
             raise ValueError(f"a part of {key} has other dims")
         box = []
         for start, length, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True):
@@ -174,13 +174,6 @@ def _require_covered(key: str, entry: TensorStorageMetadata) -> None:
     # parts inside the tensor that do not overlap and have as many elements cover it
     if num_elements != math.prod(entry.size) or _overlap(boxes):
         raise ValueError(f"the parts of {key} do not cover it exactly once")
-
-
-def _has_dims(chunk: ChunkStorageMetadata, num_dims: int) -> bool:
-    return all(
-        type(shape) is torch.Size and len(shape) == num_dims
-        for shape in (chunk.offsets, chunk.sizes)
-    )
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

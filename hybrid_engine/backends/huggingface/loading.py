@@ -443,10 +443,10 @@ def _differing_counts(
         offsets = (start, *(0 for _ in shape[1:]))
         first = reader.read(name, copy, offsets, lengths)
         second = reader.read(original, stored[original], offsets, lengths)
-        coarser = min(first.dtype, second.dtype, key=_precision)
+        # float16 and bfloat16 have the same size; bfloat16 is the coarser one.
+        coarser = min(
+            first.dtype,
+            second.dtype,
+            key=lambda dtype: (dtype.itemsize, -torch.finfo(dtype).eps),
+        )
         yield int((first.to(coarser) != second.to(coarser)).sum())
-
-
-def _precision(dtype: torch.dtype) -> tuple[int, float]:
-    # float16 and bfloat16 have the same size; bfloat16 is the coarser one.
-    return dtype.itemsize, -torch.finfo(dtype).eps

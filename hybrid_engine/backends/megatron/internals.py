@@ -232,19 +232,6 @@ def mark_of_expert(weight: Any, like: Any, *, counted: bool) -> None:
     weight.shared = not counted
 
 
-def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
-    """Make a router use `choose` in place of its own selection of experts."""
-    _chooser_of(router).choose = choose
-
-
-def replayed_choices(router: TopKRouter) -> PassInput:
-    """Return the experts that a router takes in place of its own selection, [tokens, k] int64.
-
-    A token with a negative number is left to the router.
-    """
-    return _chooser_of(router).replayed
-
-
 def padding_mask_of(router: TopKRouter) -> PassInput:
     """Return the masks [tokens] that a router gets from now on, True for padding."""
     masks = PassInput()
@@ -298,12 +285,13 @@ def given(tensors: Mapping[PassInput, torch.Tensor]) -> Iterator[None]:
             place.current = None
 
 
-class _ExpertChooser:
+class ExpertChooser:
     """Selection of experts, in the place of Megatron's `RouterReplay`, which it wraps if there.
 
     Attributes:
         choose: selects experts; None: the router itself.
-        replayed: choices that are taken instead.
+        replayed: choices [tokens, k] int64 that are taken instead. A token with a negative number
+            is left to the router.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -336,8 +324,8 @@ class _ExpertChooser:
         return chosen
 
 
-def _chooser_of(router: TopKRouter) -> _ExpertChooser:
+def chooser_of(router: TopKRouter) -> ExpertChooser:
     """Return the router's selection of experts, which is put in place of its own if needed."""
-    if not isinstance(router.router_replay, _ExpertChooser):
-        router.router_replay = _ExpertChooser(router.router_replay)
+    if not isinstance(router.router_replay, ExpertChooser):
+        router.router_replay = ExpertChooser(router.router_replay)
     return router.router_replay

@@ -16,8 +16,9 @@ with Transformer Engine itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,16 +213,15 @@ def backward_items(named: Iterable[NamedTensor]) -> Iterator[OffloadItem]:
         if kind == _MICROSCALED:
             yield OffloadItem(owner, "param", elements)
         else:
-            yield OffloadItem(owner, "param", elements, "rebuild", _forget(tensor, attribute))
+            yield OffloadItem(
+                owner, "param", elements, "rebuild", partial(_forget, tensor, attribute)
+            )
 
 
-def _forget(tensor: Any, attribute: str) -> Callable[[], None]:
-    def forget() -> None:
-        setattr(tensor, attribute, None)
-        if attribute == "_transpose":
-            tensor._transpose_invalid = True
-
-    return forget
+def _forget(tensor: Any, attribute: str) -> None:
+    setattr(tensor, attribute, None)
+    if attribute == "_transpose":
+        tensor._transpose_invalid = True
 
 
 def dequantised_weights(weights: Iterable[torch.Tensor]) -> ComputedSources[torch.Tensor]:

@@ -181,12 +181,12 @@ def image_faults(prompts: TokenIds, placeholders: Collection[int], refusal: str)
             yield Violation(key, problem, remedy, code="tokens-without-images")
 
 
-def require_text(prompts: TokenIds, engine: str) -> None:
-    """Raise ArgumentError naming every prompt with images, which `engine` does not take."""
+def require_text(prompts: TokenIds) -> None:
+    """Raise ArgumentError naming every prompt with images, which servers do not take."""
     violations = [
         Violation(
             f"prompts[{index}]",
-            f"has images, and {engine} takes text alone",
+            "has images, and a server takes text alone",
             "Use vLLM in the training processes, without an environment",
             code="images-unsupported",
         )

@@ -600,7 +600,8 @@ def missing_names(
         is_of_lora = record.reason == _OF_LORAS or record.target.startswith("vllm.lora.")
         if device_type == "cpu" and is_of_sleep:
             continue
-        if device_type != "cpu" and record.is_for_cpu:
+        # Importing a module for CPUs only disables parts of `torch.cuda`.
+        if device_type != "cpu" and ".cpu_" in record.target.partition(":")[0]:
             continue
         if not with_lora and is_of_lora:
             continue

@@ -35,11 +35,6 @@ class Internal(PrivateName):
                 raise
             return Internal(self.otherwise, self.reason).load()
 
-    @property
-    def is_for_cpu(self) -> bool:
-        """True if its module is for CPUs only; importing it disables parts of `torch.cuda`."""
-        return ".cpu_" in self.target.partition(":")[0]
-
     def is_type_of(self, instance: object) -> bool:
         """Return whether this is the exact class of an object, no base class; imports nothing."""
         kind = type(instance)

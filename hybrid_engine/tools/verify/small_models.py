@@ -131,7 +131,8 @@ def reduced_config(
     """
     if not takes_images(config):
         small = _reduced_text(config, num_layers, divisors)
-        padded = _padded_vocabulary(divisors)
+        unit = math.lcm(64, *divisors.tensor)
+        padded = -(-_PADDED_VOCABULARY // unit) * unit
         small["vocab_size"] = min(small["vocab_size"], padded - _PADDED_VOCABULARY + VOCABULARY)
         for key in _TOKEN_KEYS:
             if key in small:
@@ -191,11 +192,6 @@ def _reduced_tower(config: HfConfig, text_width: int) -> dict[str, Any]:
     return small
 
 
-def _padded_vocabulary(divisors: Divisors) -> int:
-    unit = math.lcm(64, *divisors.tensor)
-    return -(-_PADDED_VOCABULARY // unit) * unit
-
-
 def _reduced(size: int, least: int, multiple: int, divisors: Sequence[int]) -> int:
     """Return the smallest value from `least` on, at most `size`, that keeps `size`'s divisors."""
     kept = [divisor for divisor in divisors if size % divisor == 0]
@@ -237,13 +233,13 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
         small["query_pre_attn_scalar"] = HEAD_DIM
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(small.get(key), Mapping) and "mrope_section" in small[key]:
-            small[key] = _with_sections_of(small[key], num_rotated=HEAD_DIM)
+            small[key] = _with_sections_of(small[key])
 
 
-def _with_sections_of(rotary: Mapping[str, Any], num_rotated: int) -> dict[str, Any]:
+def _with_sections_of(rotary: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings whose sections, of time, height and width, fit a head's elements."""
     sections = rotary["mrope_section"]
-    num_pairs = int(num_rotated * rotary.get("partial_rotary_factor", 1.0)) // 2
+    num_pairs = int(HEAD_DIM * rotary.get("partial_rotary_factor", 1.0)) // 2
     scaled = [section * num_pairs // sum(sections) for section in sections]
     scaled[0] += num_pairs - sum(scaled)
     return {**rotary, "mrope_section": scaled}

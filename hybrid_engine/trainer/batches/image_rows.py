@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.errors import Violation, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 
@@ -92,10 +92,3 @@ def image_violations(batch: Mapping[str, Any], refusal: str) -> list[Violation]:
         remedy = "Pass the tensors of one processor"
         return [Violation(IMAGES, problem, remedy, code="different-images")]
     return []
-
-
-def require_no_images(batch: Mapping[str, Any], name: str) -> None:
-    """Raise BatchError if a batch has images, which function `name` does not take."""
-    violations = image_violations(batch, f"{name} takes rows of text alone")
-    if violations:
-        raise BatchError(violations)

@@ -42,7 +42,7 @@ from hybrid_engine.trainer.batches.batch_building import (
     samples_of,
 )
 from hybrid_engine.trainer.batches.batch_checks import shape_violations
-from hybrid_engine.trainer.batches.image_rows import require_no_images, with_images
+from hybrid_engine.trainer.batches.image_rows import image_violations, with_images
 
 _MEANS_OVER_ROWS = ("weights", "token_weights")
 """Keys of weights whose weighted sums are averaged over rows (`mean_weights`)."""
@@ -176,7 +176,8 @@ def pack_rows(
     `worker.update` requires, and tensors of another shape.
     """
     _require_count(multiple_of)
-    require_no_images(batch, "pack_rows")
+    if refusals := image_violations(batch, "pack_rows takes rows of text alone"):
+        raise BatchError(refusals)
     keys = {name: tensor for name, tensor in batch.items() if name in ("tokens", *KEYS)}
     faults = [*shape_violations(keys, ["tokens"])] or [*sequence_faults(keys)]
     if faults:

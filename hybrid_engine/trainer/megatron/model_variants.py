@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from hybrid_engine.backends.megatron.internals import TopK, choose_experts, mark_sequence_parallel
+from hybrid_engine.backends.megatron.internals import TopK, chooser_of, mark_sequence_parallel
 from hybrid_engine.backends.megatron.megatron_config import scaled_frequencies
 from hybrid_engine.models.table import Extras
 
@@ -322,7 +322,7 @@ def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
         return
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            choose_experts(module, partial(best_of_groups, extras.experts_per_group_score))
+            chooser_of(module).choose = partial(best_of_groups, extras.experts_per_group_score)
 
 
 def best_of_groups(

@@ -28,9 +28,9 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import (
     PassInput,
+    chooser_of,
     given,
     padding_mask_of,
-    replayed_choices,
 )
 from hybrid_engine.backends.megatron.model_tensors import GlobalNames, ModelTensors
 from hybrid_engine.trainer.batches.arrangement import Rows
@@ -73,7 +73,7 @@ class RouterInputs:
                 for number, layer in zip(numbers, chunk.decoder.layers, strict=True):
                     router = getattr(getattr(layer, "mlp", None), "router", None)
                     if isinstance(router, TopKRouter):
-                        choices[replayed_choices(router)] = number
+                        choices[chooser_of(router).replayed] = number
 
     def given(
         self, chunk: torch.nn.Module, rows: Rows, inputs: ModelInputs

@@ -150,7 +150,7 @@ class ServedInference:
         with self.job.agreement.phase("checking prompts"):
             check_data(data)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
-            require_text(token_ids, "a server")
+            require_text(token_ids)
             requested = asked_for(sampling, len(token_ids), _over_http)
             self.check_prompts(token_ids, requested.max_tokens)
         seeds = stream_seeds(requested.seeds, token_ids, data, self.job)
