@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -353,7 +354,7 @@ def elastic_parts(shapes: Sequence[torch.Tensor], device: torch.device) -> list[
     for dtype in dict.fromkeys(tensor.dtype for tensor in shapes):
         indices = [index for index, tensor in enumerate(shapes) if tensor.dtype is dtype]
         step = _ALIGNMENT // dtype.itemsize
-        sizes = [-(-shapes[index].numel() // step) * step for index in indices]  # rounded up
+        sizes = [round_up(shapes[index].numel(), step) for index in indices]
         *starts, end = accumulate(sizes, initial=0)
         flat = allocate_elastic(end, dtype, device, "param")
         for index, start in zip(indices, starts, strict=True):

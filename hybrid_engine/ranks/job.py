@@ -265,7 +265,12 @@ class Job:
 
         It consists of all ranks or, with `parts` that partition them, of those in this rank's part.
         """
-        return self._connect(owner, self._own_part(parts))
+        ranks = self._own_part(parts)
+        with self.agreement.phase("connecting ranks"):
+            name = f"{self.world.next_number()}/{ranks[0]}"
+            group = RankGroup(self.world, name, ranks, self.timeout_seconds)
+            owner.callback(group.close)
+        return group
 
     def new_nccl_group(
         self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
@@ -327,15 +332,7 @@ class Job:
 
     def new_host_group(self, owner: ExitStack) -> RankGroup:
         """Return a new group of this host's ranks, as `new_group`. Collective over all hosts."""
-        parts = ranks_by_host(self.hosts)
-        return self._connect(owner, self._own_part(parts))
-
-    def _connect(self, owner: ExitStack, ranks: Sequence[int]) -> RankGroup:
-        with self.agreement.phase("connecting ranks"):
-            name = f"{self.world.next_number()}/{ranks[0]}"
-            group = RankGroup(self.world, name, ranks, self.timeout_seconds)
-            owner.callback(group.close)
-        return group
+        return self.new_group(owner, ranks_by_host(self.hosts))
 
     @property
     def is_inherited(self) -> bool:

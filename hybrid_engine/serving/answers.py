@@ -180,18 +180,13 @@ def _other_weights(choice: Choice, wanted: DrawnWith) -> Iterator[str]:
     place = f"choice {choice.index}"
     if drawn is None:
         yield f"{place} does not report its weights, but the request asked for {wanted}"
-    elif wanted.version is None:
-        yield from _unknown_versions(choice, drawn, wanted)
-    elif (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
-        versions = first_of(drawn.versions, 3)
-        source = f"version {versions} of job {drawn.job}"
-        yield f"{place} was generated with {source}, not with {wanted}"
-
-
-def _unknown_versions(choice: Choice, drawn: Weights, wanted: DrawnWith) -> Iterator[str]:
-    """Yield a problem unless the choice reports a version of the requested job for each token."""
-    place = f"choice {choice.index}"
-    if drawn.job != wanted.job:
+    elif wanted.version is not None:
+        if (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
+            versions = first_of(drawn.versions, 3)
+            source = f"version {versions} of job {drawn.job}"
+            yield f"{place} was generated with {source}, not with {wanted}"
+    # Any version of the requested job will do, but each token must have one.
+    elif drawn.job != wanted.job:
         yield f"{place} was generated with weights of job {drawn.job}, not with {wanted}"
     elif drawn.spans is None:
         yield f"{place} does not report the version of each token, as vLLM 0.32 and later do"

@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
 from hybrid_engine.backends.fsdp.names import Tensors, computing_modules
+from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.errors import DependencyError, ModelError, clipped
 from hybrid_engine.models.derived import meta_copy_of
@@ -52,7 +53,18 @@ def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         require_sharded(model)
-        _require_all_ranks(model, num_ranks)
+        # Ranks outside of the model's mesh would have other weights.
+        used: set[int] = set()
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                used.update(parameter.device_mesh.mesh.flatten().tolist())
+        if len(used) < num_ranks:
+            listed = ", ".join(map(str, sorted(used)))
+            raise ModelError(
+                f"the model is sharded over ranks {listed} of {num_ranks}: use a mesh of all "
+                "ranks; for replicas, one with the two dims (replicas, shards)",
+                code="not-on-all-ranks",
+            )
         return
     _refuse("the model cannot be sharded", _problems_of_whole(model))
 
@@ -71,8 +83,7 @@ def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:
     names_by_dtype: dict[str, list[str]] = {}
     for name, tensor in weights.items():
         if isinstance(tensor, torch.nn.Parameter):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            names_by_dtype.setdefault(dtype, []).append(name)
+            names_by_dtype.setdefault(dtype_name(tensor), []).append(name)
     if len(names_by_dtype) == 1:
         return next(iter(names_by_dtype))
     # Weights that are sent in bfloat16 lose nothing if some are stored in it.
@@ -91,7 +102,7 @@ def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:
 
 def require_sharded(model: torch.nn.Module) -> None:
     """Raise ModelError listing every reason why a sharded model cannot be read."""
-    problems = [*_wrapper_problems(model), *_dtype_problems(model)]
+    problems = list(_common_problems(model))
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         for name, parameter in model.named_parameters():
             if (problem := _sharding_problem(parameter)) is not None:
@@ -109,24 +120,6 @@ def require_whole(model: torch.nn.Module) -> None:
     _refuse("the model cannot be read", _problems_of_whole(model))
 
 
-def _require_all_ranks(model: torch.nn.Module, num_ranks: int) -> None:
-    """Raise ModelError for a model that is sharded over a part of the job's ranks.
-
-    Ranks outside of its mesh would have other weights.
-    """
-    used: set[int] = set()
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            used.update(parameter.device_mesh.mesh.flatten().tolist())
-    if used and len(used) < num_ranks:
-        listed = ", ".join(map(str, sorted(used)))
-        raise ModelError(
-            f"the model is sharded over ranks {listed} of {num_ranks}: use a mesh of all ranks; "
-            "for replicas, one with the two dims (replicas, shards)",
-            code="not-on-all-ranks",
-        )
-
-
 def _refuse(heading: str, problems: list[str]) -> None:
     """Raise ModelError with one problem per line, if there are any; a single one needs no line."""
     if problems:
@@ -134,7 +127,7 @@ def _refuse(heading: str, problems: list[str]) -> None:
         raise ModelError(separator.join([f"{heading}:", *problems]), code="unusable-model")
 
 
-def _wrapper_problems(model: torch.nn.Module) -> Iterator[str]:
+def _common_problems(model: torch.nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, _OTHER_WRAPPERS):
             wrapper = type(module).__name__
@@ -142,18 +135,15 @@ def _wrapper_problems(model: torch.nn.Module) -> Iterator[str]:
                 f"{name or 'the model'} is wrapped by {wrapper}; pass the model itself, and use "
                 "fully_shard"
             )
-
-
-def _dtype_problems(model: torch.nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         # Quantized weights are stored as integers, or as floats of 8 bits.
         if not parameter.is_floating_point() or parameter.element_size() < 2:
-            dtype = str(parameter.dtype).removeprefix("torch.")
+            dtype = dtype_name(parameter)
             yield f"{name}: stored as {dtype}; load the model without quantization"
 
 
 def _problems_of_whole(model: torch.nn.Module) -> list[str]:
-    problems = [*_wrapper_problems(model), *_dtype_problems(model)]
+    problems = list(_common_problems(model))
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         problems.append(

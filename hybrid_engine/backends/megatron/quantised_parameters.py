@@ -26,7 +26,7 @@ import torch
 from hybrid_engine.backends.block_arithmetic import factors_of
 from hybrid_engine.backends.computed_sources import ComputedSources, StoredScales
 from hybrid_engine.backends.megatron.adapted_weights import WRAPPED
-from hybrid_engine.backends.training_side import NamedTensor
+from hybrid_engine.backends.training_side import NamedTensor, dtype_name
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import Violation
 from hybrid_engine.memory.offload_items import OffloadItem
@@ -184,8 +184,7 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
     Raises ValueError with the reason if the parameter's elements or scales have another format.
     """
     stored = stored_blocks(weight)
-    dtype = str(stored.scales.dtype).removeprefix("torch.")
-    if (form.element.dtype, form.scale) != ("float8_e4m3fn", dtype):
+    if (form.element.dtype, form.scale) != ("float8_e4m3fn", dtype_name(stored.scales)):
         raise ValueError(f"{form.method}, but training has a {_kind(weight)}")
     _, num_columns = stored.elements.shape
     row, column = divmod(shard.place.offset - start, num_columns)

@@ -40,7 +40,6 @@ import numpy as np
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.layouts.parallelism import (
     MAX_LOGIT_NBYTES,
-    VOCAB_MULTIPLE,
     InferenceParallelism,
     ShardedParallelism,
     TrainParallelism,
@@ -278,6 +277,6 @@ def vllm_step_nbytes(
         # Without EP, vLLM splits every expert over the tensor parallel ranks.
         width = settings["moe_ffn_hidden_size"] / (infer.tensor if infer.expert == 1 else 1)
         widths.append(settings["moe_router_topk"] * (dims.hidden_size + 3 * width))
-    vocabulary = -(-dims.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    vocabulary = infer.padded_vocabulary(dims.vocab_size)
     logits = min(generate.max_num_seqs, tokens) * vocabulary * (itemsize + 8)
     return int(tokens * itemsize * (3 * dims.hidden_size + max(widths)) + logits)

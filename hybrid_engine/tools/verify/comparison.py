@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -210,7 +211,7 @@ class Comparison:
     def _train(self, version: int) -> None:
         """Take one optimizer step; with float16, steps until the loss scale does not overflow."""
         unit = self.worker.actor.engine.limits.dp_size * self._stages
-        num_sequences = _next_multiple(NUM_SEQUENCES, unit)
+        num_sequences = round_up(NUM_SEQUENCES, unit)
         batch = self._batch(version, num_sequences)
         while self.worker.update(batch, cross_entropy)["skipped"]:
             pass
@@ -254,7 +255,7 @@ class Comparison:
         return torch.stack(rows)
 
     def _tokens(self) -> torch.Tensor:
-        num_sequences = _next_multiple(_NUM_COMPARED, self._stages)
+        num_sequences = round_up(_NUM_COMPARED, self._stages)
         return self._batch(99, num_sequences)["tokens"]
 
     def _batch(self, seed: int, num_sequences: int) -> NewBatch:
@@ -337,10 +338,6 @@ def difference_of(logits: torch.Tensor, log_probs: torch.Tensor, statistic: str)
     """
     by_position = (logits.float().log_softmax(-1) - log_probs).abs().amax(-1)
     return float(by_position.median() if statistic == "median" else by_position.max())
-
-
-def _next_multiple(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

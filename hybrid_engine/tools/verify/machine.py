@@ -202,6 +202,7 @@ def facts_of(machine: Machine) -> dict[str, str]:
 
     A failed query is shown with its error.
     """
+    num_numa_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     return {
         "GPUs": _gpus(machine),
         "free on the GPUs": _gpu_memory(machine),
@@ -214,7 +215,7 @@ def facts_of(machine: Machine) -> dict[str, str]:
             f"{'-'.join(platform.libc_ver())}"
         ),
         "processors": (
-            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, NUMA nodes: {_num_numa_nodes()}"
+            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, NUMA nodes: {num_numa_nodes}"
         ),
         "host memory": (
             f"{available_host_nbytes() / GIB:.1f} GiB available, with the container's limit"
@@ -324,10 +325,6 @@ def _torch_libraries(machine: Machine) -> str:
         return "this torch is built without CUDA"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"CUDA {machine.torch_cuda}, NCCL {nccl}"
-
-
-def _num_numa_nodes() -> int:
-    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
 
 
 def _shared_memory() -> str:

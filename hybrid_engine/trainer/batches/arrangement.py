@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from hybrid_engine.errors import BatchError, Violation, Violations
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.image_rows import ImageRows, images_in
 
@@ -411,7 +412,7 @@ def _length(sequence_ids: torch.Tensor, multiple: int) -> int:
     # a row that is all padding counts as one token
     lengths = (width - num_before - num_after).where(is_real.any(1), 1)
     step = math.lcm(multiple, _LENGTH_STEP)
-    return min(width, -(-int(lengths.max()) // step) * step)
+    return min(width, round_up(int(lengths.max()), step))
 
 
 def _labels_of(part: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:

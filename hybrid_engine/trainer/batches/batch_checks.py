@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.errors import BatchError, Violation, Violations, shortened
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ports import Batch, Data
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.digests import box_digest, text_digest
@@ -124,7 +126,7 @@ def _violations(
         yield Violation("batch", problem, remedy, code="not-a-dict")
         return
     required = ("tokens", "labels") if needs_labels else ("tokens",)
-    tensors = {name: tensor for name, tensor in batch.items() if name != IMAGES}
+    tensors = _tensors(batch)
     violations = list(shape_violations(tensors, required))
     if not violations:
         violations = image_violations(batch, limits.no_images)
@@ -202,7 +204,7 @@ def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Vi
             )
             yield Violation(key, problem, remedy, code="wrong-number-of-rows")
         if key != "mask" and is_read and (value.is_floating_point() or value.is_complex()):
-            problem = f"has type {_dtype_name(value)}"
+            problem = f"has type {dtype_name(value)}"
             yield Violation(key, problem, "Pass integers", code="not-integers")
 
 
@@ -215,10 +217,6 @@ def _shift_hint(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
     return f": if tokens are shifted, {key}{columns}"
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Violations:
     num_rows, length = shape
     rows_per_step = num_parts * limits.rows_of_rank
@@ -228,8 +226,7 @@ def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> 
             f"{num_parts}, x micro_batch_size, {limits.micro_batch_size}, x micro batches that "
             f"virtual stages take together, {limits.micro_batch_multiple}"
         )
-        # rounded up
-        num_padded_rows = -(-num_rows // rows_per_step) * rows_per_step
+        num_padded_rows = round_up(num_rows, rows_per_step)
         remedy = f"Add rows to which your loss gives no weight, up to {num_padded_rows}"
         yield Violation("tokens", problem, remedy, code="not-divisible")
     if limits.seq_length is not None and length > limits.seq_length:
@@ -242,8 +239,7 @@ def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> 
             f"rows of {length} tokens cannot be divided over {limits.row_multiple} tensor "
             "parallel ranks"
         )
-        # rounded up
-        padded_length = -(-length // limits.row_multiple) * limits.row_multiple
+        padded_length = round_up(length, limits.row_multiple)
         remedy = f"Pad them to {padded_length}, for actor_config.sequence_parallel"
         yield Violation("tokens", problem, remedy, code="not-divisible")
 
@@ -301,7 +297,7 @@ def _routing_violations(batch: Batch, limits: BatchLimits) -> Violations:
         return
     shape = (*batch["tokens"].shape, routing.num_layers, routing.top_k)
     if experts.shape != shape or experts.is_floating_point():
-        problem = f"has shape {list(experts.shape)} and type {_dtype_name(experts)}"
+        problem = f"has shape {list(experts.shape)} and type {dtype_name(experts)}"
         remedy = (
             f"Pass integers {list(shape)}: the experts of each token in every layer, or -1 where "
             "the trainer selects them"
@@ -411,7 +407,7 @@ def _tensors(batch: Batch) -> Batch:
 def _contents(tensors: Batch) -> Contents:
     contents = {}
     for name, tensor in sorted(tensors.items()):
-        description = f"shape {list(tensor.shape)} and type {_dtype_name(tensor)}"
+        description = f"shape {list(tensor.shape)} and type {dtype_name(tensor)}"
         contents[name] = (description, box_digest(tensor))
     return contents
 

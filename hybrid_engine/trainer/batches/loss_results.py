@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.errors import LossError, shortened
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
@@ -192,8 +193,7 @@ def _missing_key_hint(error: Exception, micro_batch: Batch) -> str:
 
 def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"a tensor of shape {list(value.shape)} and type {dtype}"
+        return f"a tensor of shape {list(value.shape)} and type {dtype_name(value)}"
     if isinstance(value, tuple):
         types = ", ".join(type(element).__name__ for element in value)
         return f"a tuple of {types or 'nothing'}"

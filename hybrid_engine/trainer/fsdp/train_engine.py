@@ -222,9 +222,7 @@ class FsdpTrainEngine:
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale the gradients down if their norm is too large; return the norm before that."""
-        parameters = [
-            parameter for parameter in self.model.model.parameters() if parameter.grad is not None
-        ]
+        parameters = list(self.model.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = get_total_norm(gradients)
         if isinstance(norm, DTensor):

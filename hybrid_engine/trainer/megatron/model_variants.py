@@ -287,30 +287,24 @@ def finish_model(model: LanguageModule, extras: Extras) -> LanguageModule:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = scaled_frequencies(rotary.inv_freq, extras.rotary_scaling)
     if extras.embedding_scale is not None and model.pre_process:
-        model.embedding.register_forward_hook(_scale_output(extras.embedding_scale))
+        model.embedding.register_forward_hook(partial(_scale_output, extras.embedding_scale))
     if extras.logit_softcap is not None and model.post_process:
-        model.output_layer.register_forward_hook(_cap_logits(extras.logit_softcap))
+        model.output_layer.register_forward_hook(partial(_cap_logits, extras.logit_softcap))
     return model
 
 
-def _scale_output(scale: float) -> Callable[..., torch.Tensor]:
-    """Return a forward hook that scales the output of a module."""
-
-    def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        # rounded to the output's dtype first, as transformers does
-        return output * torch.tensor(scale, dtype=output.dtype).item()
-
-    return hook
+def _scale_output(
+    scale: float, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """Scale the output of a module: a forward hook."""
+    # rounded to the output's dtype first, as transformers does
+    return output * torch.tensor(scale, dtype=output.dtype).item()
 
 
-def _cap_logits(cap: float) -> Callable[..., WithBias]:
-    """Return a forward hook of Megatron's output layer that caps the logits."""
-
-    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
-        logits, bias = outputs
-        return _capped(logits, cap), bias
-
-    return hook
+def _cap_logits(cap: float, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
+    """Cap the logits: a forward hook of Megatron's output layer."""
+    logits, bias = outputs
+    return _capped(logits, cap), bias
 
 
 def rank_groups(model: torch.nn.Module, extras: Extras) -> None:

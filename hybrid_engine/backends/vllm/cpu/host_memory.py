@@ -24,7 +24,7 @@ import torch
 
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.backends.vllm.weights.weight_memory import Live, WeightMemory
-from hybrid_engine.memory.host_pages import libc, raise_errno
+from hybrid_engine.memory.host_pages import libc, raise_errno, round_up
 
 _HUGE_PAGE = 2 * 1024**2
 _ALIGNMENT = 64  # bytes, of every tensor
@@ -104,7 +104,7 @@ class StagingPool:
         end = 0  # bytes
         for numel, dtype in sizes:
             starts.append(end)
-            end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += round_up(numel * dtype.itemsize, _ALIGNMENT)
         if not end:
             return [torch.empty(numel, dtype=dtype) for numel, dtype in sizes]
         pages = self._free
@@ -141,7 +141,7 @@ class _Pages:
     """An anonymous mapping, in huge pages if it is large enough; unmapped when it is collected."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory.madvise(mmap.MADV_HUGEPAGE)
 
@@ -170,6 +170,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 def _advise(storage: torch.UntypedStorage, advice: int, page: int) -> bool:
     """Call madvise for the pages of `page` bytes inside a storage; return whether it succeeded."""
-    start = -(-storage.data_ptr() // page) * page
+    start = round_up(storage.data_ptr(), page)
     stop = (storage.data_ptr() + storage.nbytes()) // page * page
     return start >= stop or libc().madvise(start, stop - start, advice) == 0
