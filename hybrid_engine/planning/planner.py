@@ -82,22 +82,23 @@ def plan(
     Buckets alternate between pipeline stages (planning/buckets.py).
     """
     placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
-    numbered = Hosts(hosts, relaying_hosts, devices)
-    result = _plan_sides(
+    result = plan_sides(
         placed_source,
         placed_destination,
-        numbered,
+        hosts,
         bucket_nbytes,
         may_stay_unread,
         rank,
+        relaying_hosts,
         frozen,
+        devices,
     )
     fingerprint = fingerprint_of(
         source.fingerprint,
         destination.fingerprint,
         hosts,
         relaying_hosts,
-        sharing=numbered.devices.tolist(),
+        sharing=Hosts(hosts, relaying_hosts, devices).devices.tolist(),
     )
     return replace(result, fingerprint=fingerprint)
 
@@ -111,6 +112,7 @@ def plan_sides(
     rank: int | None,
     relaying_hosts: Collection[object] = (),
     frozen: Collection[str] = (),
+    devices: Sequence[str] = (),
 ) -> ReshardPlan:
     """Plan a reshard between two sides in compact form, such as sides computed from sizes.
 
@@ -119,35 +121,16 @@ def plan_sides(
     Raises:
         PlanError: as `plan`, except that buffers are not checked.
     """
-    return _plan_sides(
-        source,
-        destination,
-        Hosts(hosts, relaying_hosts),
-        bucket_nbytes,
-        may_stay_unread,
-        rank,
-        frozen,
-    )
-
-
-def _plan_sides(
-    source: PlacedHoldings,
-    destination: PlacedHoldings,
-    hosts: Hosts,
-    bucket_nbytes: int,
-    may_stay_unread: Collection[str],
-    rank: int | None,
-    frozen: Collection[str],
-) -> ReshardPlan:
     unread = _unread(source.holdings.owners, destination.holdings.owners)
     unread_faults = _unread_faults(unread, may_stay_unread)
     if unread_faults:
         raise PlanError([*holding_faults(source.holdings, destination.holdings), *unread_faults])
-    planner = _Planner(source, destination, hosts, rank)
+    numbered = Hosts(hosts, relaying_hosts, devices)
+    planner = _Planner(source, destination, numbered, rank)
     for tensors in tensor_classes(source.holdings, destination.holdings):
         planner.add(tensors)
     needs = _needs(source, destination)
-    outlines = outline_buckets(needs, hosts.num_ranks, bucket_nbytes, frozen)
+    outlines = outline_buckets(needs, numbered.num_ranks, bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
     buckets = tuple(
         planner.bucket(index, outline, relays) for index, outline in enumerate(outlines)

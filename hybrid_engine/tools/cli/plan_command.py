@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.errors import ConfigError, Violation, Violations, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.quantization_configs import block_config, format_in
@@ -101,7 +101,13 @@ def plan(
     Needs no device, no weights. The verdict comes first, then the numbers. Exits with 3 if the job
     does not fit.
     """
-    violations = list(_option_violations(hosts_of, device_gib, host_gib))
+    violations = []
+    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
+    for key, value in numbers.items():
+        if value is not None and not 0 < value <= LARGEST_SIZE:
+            problem = f"{value:g} is not a valid size"
+            remedy = f"Use a number above 0, at most {LARGEST_SIZE}"
+            violations.append(Violation(key, problem, remedy, code="out-of-range"))
     size = collect(violations, _size_of_device, device, device_gib)
     rates = collect(violations, _parse_rates, link_gbps)
     verl_job = None
@@ -212,17 +218,6 @@ def _has_elastic_buffers() -> bool:
     if not any(_DEVICES.glob("nvidia[0-9]*")):
         return True
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-
-
-def _option_violations(
-    hosts_of: int | None, device_gib: float | None, host_gib: float | None
-) -> Violations:
-    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
-    for key, value in numbers.items():
-        if value is not None and not 0 < value <= LARGEST_SIZE:
-            problem = f"{value:g} is not a valid size"
-            remedy = f"Use a number above 0, at most {LARGEST_SIZE}"
-            yield Violation(key, problem, remedy, code="out-of-range")
 
 
 def _parse_rates(text: str) -> dict[Link, float]:

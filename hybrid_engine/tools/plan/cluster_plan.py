@@ -265,13 +265,6 @@ def job_phases(
     return phases
 
 
-def stays_beside(phases: Mapping[str, Phase]) -> int:
-    """Return the most bytes of training state that a rank keeps while vLLM generates."""
-    by_model = phases["generate"].by_model
-    training = [nbytes for model, nbytes in by_model.items() if model != "vLLM"]
-    return int(np.max(sum(training), initial=0))
-
-
 @dataclass(frozen=True, eq=False)
 class JobPlan:
     """Layouts, traffic and memory of a job; arrays are by rank.
@@ -411,6 +404,8 @@ class JobPlan:
                 replace(layer, per_token=layer.per_token // itemsize) for layer in layers
             )
         cache_mb = generate.kv_cache_mb
+        in_phase = self.phases["generate"].by_model
+        training = [nbytes for model, nbytes in in_phase.items() if model != "vLLM"]
         return CacheRoom(
             device=device,
             utilization=generate.gpu_memory_utilization,
@@ -421,7 +416,7 @@ class JobPlan:
             in_flight=(self.infer.pipeline + 1) * step_tokens(generate, device),
             longest=self.max_model_len,
             given=None if cache_mb is None else cache_mb * MIB,
-            beside=stays_beside(self.phases),
+            beside=int(np.max(sum(training), initial=0)),
         )
 
     @cached_property

@@ -141,13 +141,18 @@ def case_of(
         ConfigError: if the model takes images and has no processor.
     """
     section = ActorConfig.model_validate(actor)
+    inference = GenerateConfig.model_validate(generate).sizes(world_size)
     training: TrainParallelism | ShardedParallelism
     if section.fsdp is None:
         training = section.sizes(world_size)
+        divisors = Divisors(
+            tensor=(training.tensor, inference.tensor),
+            expert=(training.expert, inference.expert),
+            expert_tensor=(training.expert_cut,),
+        )
     else:
         training = section.fsdp.sizes(world_size)
-    inference = GenerateConfig.model_validate(generate).sizes(world_size)
-    divisors = _divisors(training, inference)
+        divisors = Divisors((inference.tensor,), (inference.expert,))
     if num_layers is None:
         num_layers = _fewest_layers(config_of(model), training, inference, divisors)
     small = prepare_model(model, directory, num_layers, divisors)
@@ -159,18 +164,6 @@ def case_of(
     is_latent = table.transformer.get("multi_latent_attention")
     head_size = None if is_latent else table.dims.head_dim
     return Case(name, str(small), actor, generate, head_size)
-
-
-def _divisors(
-    training: TrainParallelism | ShardedParallelism, inference: InferenceParallelism
-) -> Divisors:
-    if isinstance(training, ShardedParallelism):
-        return Divisors((inference.tensor,), (inference.expert,))
-    return Divisors(
-        tensor=(training.tensor, inference.tensor),
-        expert=(training.expert, inference.expert),
-        expert_tensor=(training.expert_cut,),
-    )
 
 
 def _fewest_layers(
