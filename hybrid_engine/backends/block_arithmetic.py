@@ -7,7 +7,6 @@ tensor may be quantised in parts.
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -102,25 +101,18 @@ def elements(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """
     if form.element.per_byte == 1:
         return quotients.to(getattr(torch, form.element.dtype))
-    bounds = torch.tensor(_bounds(), device=quotients.device)
+    bounds = _bounds().to(quotients.device)
     codes = torch.bucketize(quotients.abs().contiguous(), bounds, out_int32=True).to(torch.uint8)
     codes |= (quotients < 0).to(torch.uint8) << 3
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _bounds() -> list[float]:
+def _bounds() -> torch.Tensor:
     """Return the largest magnitudes that round to the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4.
 
     Between two values, the middle belongs to the one whose last bit is zero.
     """
     values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    middles = [(low + high) / 2 for low, high in pairwise(values)]
-    return [
-        middle if number % 2 == 0 else _below_in_float32(middle)
-        for number, middle in enumerate(middles)
-    ]
-
-
-def _below_in_float32(value: float) -> float:
-    _, exponent = math.frexp(value)
-    return value - math.ldexp(1.0, exponent - 24)
+    bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(values)])
+    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
+    return bounds

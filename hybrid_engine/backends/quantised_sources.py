@@ -115,7 +115,13 @@ class QuantisedSources:
         held = {name: [shard.region for shard in shards] for name, shards in self._shards.items()}
         self.cut = frozenset(name for name, parts in held.items() if self._is_cut(name, parts))
         if self._format.tensor_scale is not None:
-            self.cut |= {name + GROUP for name in self._partial_groups()}
+            # Also groups of which this rank has some elements and not all.
+            own = {self._groups[name] for name in self._shards}
+            self.cut |= {
+                group + GROUP
+                for name, group in self._groups.items()
+                if group in own and not self._is_whole(name)
+            }
         self.sources = ComputedSources("quantised weights", shapes, device, self._compute)
 
     def share(self, cut: Collection[str], shapes: Shapes, agreement: Agreement) -> None:
@@ -207,15 +213,6 @@ class QuantisedSources:
         blocks = self._format.blocks
         needed = [blocks.weights_of(blocks.touched(part), self._shapes[name]) for part in held]
         return bool(subtract_all(list(dict.fromkeys(needed)), list(held)))
-
-    def _partial_groups(self) -> set[str]:
-        """Return the groups of which this rank has some elements and not all."""
-        own = {self._groups[name] for name in self._shards}
-        return {
-            group
-            for name, group in self._groups.items()
-            if group in own and not self._is_whole(name)
-        }
 
     def _is_whole(self, name: str) -> bool:
         if name not in self._shards:

@@ -421,7 +421,17 @@ def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Viol
         head_size = config.model_config.get_head_size()
         latent = config.model_config.use_mla
         yield from heads_without_kernel(head_size, latent=latent, drafts=drafts)
-    yield from _windows_of_some_layers(config.model_config.hf_text_config)
+    # vLLM's Qwen2 and Qwen3 need windows of all layers or of none.
+    text_config = config.model_config.hf_text_config
+    num_layers = text_config.num_hidden_layers
+    first = getattr(text_config, "max_window_layers", None)
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    if text_config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
+        problem = (
+            f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the "
+            "others do not; vLLM computes one for all layers or for none"
+        )
+        yield Violation("model", problem, "Use such a model", code="mixed-sliding-windows")
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
@@ -445,19 +455,6 @@ def heads_without_kernel(size: int, *, latent: bool = False, drafts: bool = Fals
         )
         remedy = "Use a model with such heads, or a GPU"
         yield Violation("model", problem, remedy, code="no-kernel")
-
-
-def _windows_of_some_layers(config: Any) -> Violations:
-    """Yield a violation for windows of some layers: vLLM's Qwen2 and Qwen3 need all or none."""
-    num_layers = config.num_hidden_layers
-    first = getattr(config, "max_window_layers", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
-        problem = (
-            f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the "
-            "others do not; vLLM computes one for all layers or for none"
-        )
-        yield Violation("model", problem, "Use such a model", code="mixed-sliding-windows")
 
 
 def _cache_too_small(config: VllmConfig, available: int) -> Violations:

@@ -173,7 +173,12 @@ class DeliveredLoras:
         rank = settings.ranks.get(path, settings.rank)
         if module not in settings.target_modules:
             return f"{module} is not in target_modules {', '.join(settings.target_modules)}"
-        supported = self._supported()
+        # PEFT's names of the projections that support LoRA: the parts of fused ones.
+        adapters = self._manager._adapter_manager
+        supported: set[str] = set()
+        for name_in_vllm in adapters.supported_lora_modules:
+            supported.update(adapters.packed_modules_mapping.get(name_in_vllm, [name_in_vllm]))
+        supported &= set(self._manager.lora_config.target_modules)
         if module not in supported:
             return (
                 f"vLLM was built for LoRA on {', '.join(sorted(supported))} (lora_target_modules)"
@@ -183,17 +188,6 @@ class DeliveredLoras:
             return f"shape {tuple(tensor.shape)} is not of rank {rank}"
         other = name.replace(f".{kind}.", ".lora_B." if kind == "lora_A" else ".lora_A.")
         return "" if other in tensors else f"{other} is missing"
-
-    def _supported(self) -> set[str]:
-        """Return PEFT's names of the projections that support LoRA: the parts of fused ones."""
-        manager = self._manager._adapter_manager
-        packed = manager.packed_modules_mapping
-        parts = {
-            part
-            for module in manager.supported_lora_modules
-            for part in packed.get(module, [module])
-        }
-        return parts & set(self._manager.lora_config.target_modules)
 
 
 def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,12 +126,10 @@ class Drawing:
             for thread in self._threads:
                 thread.result()
             completed = [row for _, rows in sorted(self._completed.items()) for row in rows]
-        self._answers = completed if self._is_local else self._exchanged(completed)
-        return self._answers
-
-    def _exchanged(self, completed: Completions) -> Completions:
-        """Return the completions of all ranks, in the order of the prompts."""
-        agreement = self._job.agreement
-        sent = sendable(completed)
-        by_rank = agreement.gather(sent, Completions, "exchange of completions", sys.maxsize)
-        return interleaved(by_rank, self._prompts, self._tokenizer)
+        if not self._is_local:
+            agreement = self._job.agreement
+            sent = sendable(completed)
+            by_rank = agreement.gather(sent, Completions, "exchange of completions", sys.maxsize)
+            completed = interleaved(by_rank, self._prompts, self._tokenizer)
+        self._answers = completed
+        return completed
