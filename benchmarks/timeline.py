@@ -15,7 +15,6 @@ precedes.
 
 from __future__ import annotations
 
-import ctypes
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -48,8 +47,10 @@ SECONDS = 900
 NUM_ROUNDS = 3
 COPIED_NBYTES = 24.1e9
 """What a switch of 1.7 billion parameters with Adam copies to the host, and back."""
+KV_CACHE_MB = 256
+"""More than the gradients leave, less than all training state."""
 STEP_SECONDS = 0.5
-"""Forward and backward passes, before the optimizer's step."""
+"""Forward and backward passes, before the optimizer's step; and of completions."""
 LAYOUTS = {1: ("tp=1", "tp=1"), 2: ("tp=2", "tp=1,dp=2")}
 SAMPLING = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
 COUNTED = {
@@ -63,8 +64,8 @@ COUNTED = {
 
 def run_rank(job: dict[str, Any]) -> None:
     """Build both engines, switch, and write the figures of all ranks to `job["out"]`."""
-    case = Case("small", job["ranks"], *LAYOUTS[job["ranks"]], trains=True, bucket_mb=2)
-    generate = {"check_compute": "off", **job["generate"]}
+    case = Case("small", job["ranks"], *LAYOUTS[job["ranks"]], trains=True, bucket_mb=16)
+    generate = {"check_compute": "off", "kv_cache_mb": KV_CACHE_MB, **job["generate"]}
     with (
         tempfile.TemporaryDirectory(prefix="timeline-") as directory,
         ActorHybridWorker(case.config(Path(directory), SOFTWARE_GPU.vllm, **generate)) as worker,
@@ -80,18 +81,18 @@ def _round(worker: ActorHybridWorker, number: int) -> dict[str, Any]:
     """Switch to vLLM and back; return the counts and the timeline's seconds of both."""
 
     def loss(logits: torch.Tensor, *others: Any, **named: Any) -> Any:
-        library().software_gpu_timeline_compute(ctypes.c_double(STEP_SECONDS))
+        library().software_gpu_timeline_compute(STEP_SECONDS)
         return cross_entropy(logits, *others, **named)
 
     batch = tokens_and_labels(number, worker.table.dims.vocab_size, 4)
-    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    prompts = [[1, 2, 3]] * 2
     after: Mapping[State, Callable[[], object]] = {
         State.INFER: partial(worker.generate_sequences, prompts, SAMPLING),
         State.TRAIN: partial(worker.update, batch, loss),
     }
     worker.update(batch, loss)  # makes the optimizer's state
     scale = COPIED_NBYTES / copied_nbytes(worker.train.offload_items())
-    library().software_gpu_timeline_scale(ctypes.c_double(scale))
+    library().software_gpu_timeline_scale(scale)
     torch.cuda.synchronize()
     figures = {}
     for state, action in after.items():
@@ -110,6 +111,7 @@ def _round(worker: ActorHybridWorker, number: int) -> dict[str, Any]:
 def _seconds_of(action: Callable[[], object]) -> float:
     with timed() as timeline:
         action()
+        library().software_gpu_timeline_compute(STEP_SECONDS)
         torch.cuda.synchronize()
     return timeline.seconds
 
@@ -127,7 +129,7 @@ def main() -> None:
     lanes = {
         f"{rank}: to {way}": lane for rank, row in enumerate(figures) for way, lane in row.items()
     }
-    table = Table("after the second switch", *lanes, title="by rank", title_justify="left")
+    table = Table("after the second switch", *lanes, title="by rank")
     for kind in COUNTED:
         table.add_row(kind, *(str(lane["counts"][kind]) for lane in lanes.values()))
     for name in ("seconds", "exposed"):

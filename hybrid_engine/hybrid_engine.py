@@ -18,8 +18,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import ColocatedModel, Data, Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
-from hybrid_engine.switch.sharding_manager import SwitchContexts
-from hybrid_engine.switch.states import State
+from hybrid_engine.switch.states import State, SwitchContexts
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel

@@ -44,8 +44,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
+from hybrid_engine.memory.pool import Memories
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
@@ -243,14 +243,15 @@ class InferenceWeights(WeightAdaptor, Protocol):
             unproven: called with a description of every mismatch.
         """
 
-    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+    def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
         """Take memory from training's from now on, while training leaves it; see memory/pool.py.
 
         Called before a fill, while all weights are released, until it returns True.
 
         Args:
-            rooms: memories without contents.
-            lenders: memories that keep their contents until all weights are filled.
+            memories: of the kinds that leave. Parameters are there, and keep their contents until
+                all weights are filled; the others have left.
+            leave: makes the contents leave that are still there when generation needs the memory.
         """
 
     def give_back(self) -> None:

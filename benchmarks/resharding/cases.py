@@ -79,16 +79,16 @@ QWEN3_1_7B: dict[str, Any] = {
 }
 SMALL: dict[str, Any] = {
     **QWEN3_1_7B,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
     "vocab_size": 4096,
-    "max_position_embeddings": 2048,
 }
-"""Model for switches over the GPU in software: 4.2 million parameters."""
+"""Model for switches over the GPU in software: 29.4 million parameters, in tensors that are large
+enough for memory of their own in vLLM."""
 QWEN3_4B: dict[str, Any] = {
     **QWEN3_8B,
     "hidden_size": 2560,

@@ -252,15 +252,19 @@ class PoolPiece:
     """Physical memory of a pool (pool.py), with contents of one side at a time.
 
     It counts the parts of that side's address range that have contents in it.
+
+    Attributes:
+        is_late: inference has contents in it only after its weights are filled, or never.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_late: bool) -> None:
+        self.is_late = is_late
         self._side = ""
         self._parts: set[object] = set()
 
     def take(self, side: str, part: object) -> None:
         """Note that a part of `side` has contents here. Raises StateError if another side has."""
-        if self._parts and self._side != side:
+        if self._parts and not self.has_contents_of(side):
             raise StateError(
                 f"memory of {side} still has contents of {self._side} ({len(self._parts)} parts): "
                 "they must leave first",
@@ -268,6 +272,9 @@ class PoolPiece:
             )
         self._side = side
         self._parts.add(part)
+
+    def has_contents_of(self, side: str) -> bool:
+        return bool(self._parts) and self._side == side
 
     def leave(self, part: object) -> None:
         """Note that a part has no contents here any more."""
@@ -333,6 +340,18 @@ class Chunks(_ChunkedRange):
             for index, handle in enumerate(self._handles)
             if self.is_resident(index)
         ]
+
+    @property
+    def is_late(self) -> bool:
+        """True if inference uses none of this memory before its weights are filled."""
+        return sum(stop - start for start, stop in self.late_ranges()) == self.reserved_nbytes
+
+    def late_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the byte ranges that inference uses only after its weights are filled, or never."""
+        for index, pieces in self._pieces.items():
+            if all(piece.is_late for piece in pieces):
+                address, nbytes = self._place(index)
+                yield address - self.address, address - self.address + nbytes
 
     def settle(self, pieces: Sequence[tuple[int, PoolPiece]]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.

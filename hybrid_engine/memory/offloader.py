@@ -12,6 +12,7 @@
                                    digests and copies only changed storages
     onload(..., late={kind})       the kind's copies go on behind other work; whatever the owner
                                    guards waits for them before it uses the kind
+    offload(..., late={kind})      the kind's copies begin, and its memory goes with a later offload
 
 A storage in an elastic buffer releases its pages and keeps its address. Any other is resized to 0
 bytes and back: every view stays valid but may be at a new address.
@@ -83,6 +84,7 @@ class Offloader:
         self._hidden_seconds = 0.0
         self._exposed_seconds = 0.0
         self._keeps_inventory = False
+        self._is_quiet = False  # the device was waited for, and the owner rests since
         # Valid within a block of `owner_rests`.
         self._inventory: Survey | None = None
         self._refused = {kind: RefusedTensors(owner.guard, kind) for kind in KINDS}
@@ -108,6 +110,7 @@ class Offloader:
             yield
         finally:
             self._keeps_inventory = False
+            self._is_quiet = False
             self._inventory = None
             self._refuse()
 
@@ -143,8 +146,16 @@ class Offloader:
         """
         return self._offloaded.get(checked(kind))
 
-    def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
+    def offload(
+        self, kinds: Iterable[Kind] = KINDS, *, late: Collection[Kind] = ()
+    ) -> OffloadReport:
         """Move all state of these kinds off the device; kinds that are off already stay so.
+
+        Args:
+            kinds: kinds to move.
+            late: kinds of which what inference takes late (pool.py) is only copied, behind other
+                work, and keeps its memory until an offload that does not name them here. It must
+                not be used, and an onload before then leaves it where it is.
 
         Raises:
             OffloadError: a storage cannot be freed, before anything was moved; or moving failed,
@@ -154,26 +165,42 @@ class Offloader:
         to_move = self._on_device(requested)
         moved = OffloadReport(to_move)
         self._call_off(to_move, moved)
+        if late and not self._is_quiet:
+            # It waits for all work of the device, and later it would wait for the copies.
+            self._empty_cache()
         self._synchronize()
         inventory = self._survey()
         self._begin(to_move, inventory.storages)
         try:
             self._reserve_arenas(to_move)
             leaving = self._storages(to_move)
+            staying = {
+                storage: storage.late_ranges() if storage.kind in late else Spans()
+                for storage in leaving
+            }
             if self._saves_ahead:
                 # Queue all copies first: they go on while memory is released.
-                for storage in leaving:
-                    moved.copied_nbytes[storage.kind] += self._save(storage, 0, storage.nbytes)
+                for storage, ranges in staying.items():
+                    for start, stop in ranges.missing(0, storage.nbytes):
+                        moved.copied_nbytes[storage.kind] += self._save(storage, start, stop)
+                for storage, ranges in staying.items():
+                    copied = self._save(storage, 0, storage.nbytes)
+                    moved.copied_nbytes[storage.kind] += copied
+                    if ranges.nbytes:
+                        moved.nbytes[storage.kind] += copied
             # Dropped storages last: their contents are lost, so nothing that can fail may follow.
             for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
-                self._take_off(storage, moved)
+                if not staying[storage].nbytes:
+                    self._take_off(storage, moved)
+                    continue
+                for start, stop in staying[storage].missing(0, storage.nbytes):
+                    moved.nbytes[storage.kind] += self._release_saved(storage, start, stop)
         except Exception as error:
             self._undo(to_move, error)
-        self._offloaded.update({kind: object() for kind in to_move})
+        self._offloaded.update({kind: object() for kind in to_move.difference(late)})
         inventory.forget_caches(requested, moved)
-        if self._device_type == "cuda":
-            # Return cached memory to the device, for the inference engine's own allocator.
-            torch.cuda.empty_cache()
+        if not late:
+            self._empty_cache()
         return moved.ended()
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
@@ -327,8 +354,15 @@ class Offloader:
 
     def _synchronize(self) -> None:
         # Training may have used other streams; later releases wait only for the current stream.
-        if self._device_type == "cuda":
+        if self._device_type == "cuda" and not self._is_quiet:
             torch.cuda.synchronize()
+            # Again, it would wait for copies that may be late.
+            self._is_quiet = self._keeps_inventory
+
+    def _empty_cache(self) -> None:
+        # Return cached memory to the device, for the inference engine's own allocator.
+        if self._device_type == "cuda":
+            torch.cuda.empty_cache()
 
     def _storages(self, kinds: Collection[Kind]) -> list[Storage]:
         """Return the storages of these kinds that have begun to leave, in order of kind."""

@@ -9,11 +9,13 @@ In between, a release or a wake-up only notes whose contents the memory has: not
 allocated, and peers keep their mappings. A `PoolPiece` refuses the second side while the first has
 contents there. Touching a training buffer without contents is an illegal access, as elsewhere.
 
-    room      a training buffer that is off the device before inference gets contents (gradients,
-              optimizer state): it is cut to the sizes of inference's segments
+    room      a training buffer that may be cut to any sizes (gradients, optimizer state)
     chunk     of a training buffer that is read while weights are filled (parameters): memory for
               segments that wait until then (the KV cache)
     segment   of inference's memory; what finds no room is mapped and unmapped as before
+
+A segment that gets contents late wakes up without the pieces that training still has. They are
+`pending` until `take_rest`, so training's contents may leave behind other work.
 
 CUDA defines the contents of memory with two addresses at the boundaries of operations only: what
 reads by one address must begin after what wrote by the other, by a stream or an event.
@@ -21,68 +23,99 @@ reads by one address must begin after what wrote by the other, by a stream or an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import Chunks, PoolPiece
+from hybrid_engine.memory.host_pages import tensor_over
+from hybrid_engine.memory.offload_items import Kind, Spans
+
+Memories = Mapping[Kind, Sequence[Chunks]]
+"""Memories of training on one device, by kind of state."""
 
 
 class AddressRange(NamedTuple):
-    """A range of inference's addresses.
+    """A range of inference's addresses: a segment, or a part of one.
 
     Attributes:
         address, nbytes: multiples of the driver's granularity.
+        segment: address of the segment.
         is_late: it gets contents only when all weights are filled.
+        is_last: late, and what training saves had better lie here than in other late ranges.
     """
 
     address: int
     nbytes: int
-    is_late: bool
+    segment: int
+    is_late: bool = False
+    is_last: bool = False
 
 
 class Cut(NamedTuple):
-    """A part of a room, a chunk, a segment, or of two of them that share it, by their numbers."""
+    """A part of a room, a chunk, a range, or of two of them that share it, by their numbers."""
 
     nbytes: int
     room: int | None = None
     chunk: int | None = None
-    segment: int | None = None
+    range: int | None = None
 
 
 def share_out(
-    rooms: Sequence[int], chunks: Sequence[int], segments: Sequence[AddressRange]
+    rooms: Sequence[int], chunks: Sequence[int], ranges: Sequence[AddressRange]
 ) -> list[Cut]:
-    """Return the cuts of rooms, segments and chunks that share memory, in order of addresses.
+    """Return the cuts of rooms, ranges and chunks that share memory, in order of addresses.
 
     They cover each room, and each segment that shares any memory; what it does not share comes
-    last. Rooms are cut; chunks, which have contents, are taken whole. Segments that need memory
-    early choose first, because only rooms suit them.
+    last. Rooms are cut; chunks, which have contents, are taken whole. The last ranges choose first,
+    from chunks and then from the last room on, so that what is saved may leave late. Those that
+    need memory early, for which only rooms are suitable, come before the others.
 
     Args:
-        rooms, chunks: sizes in bytes.
-        segments: of one rank's inference memory.
+        rooms, chunks: sizes in bytes; training saves the contents of chunks and of the last rooms.
+        ranges: of one rank's inference memory.
     """
     left = list(rooms)
     unused = dict(enumerate(chunks))
     cuts: list[Cut] = []
-    for number in sorted(range(len(segments)), key=lambda number: segments[number].is_late):
-        segment = segments[number]
-        need = segment.nbytes
-        for chunk, nbytes in list(unused.items()) if segment.is_late else ():
-            if nbytes <= need:
-                cuts.append(Cut(nbytes, chunk=chunk, segment=number))
-                need -= unused.pop(chunk)
-        for room, nbytes in enumerate(left):
-            part = min(nbytes, need)
+    needs: dict[int, int] = {}
+
+    def take_rooms(number: int, order: Iterable[int]) -> None:
+        for room in order:
+            part = min(left[room], needs[number])
             if part:
-                cuts.append(Cut(part, room=room, segment=number))
+                cuts.append(Cut(part, room=room, range=number))
                 left[room] -= part
-                need -= part
-        if 0 < need < segment.nbytes:
-            cuts.append(Cut(need, segment=number))
+                needs[number] -= part
+
+    def take_chunks(number: int) -> None:
+        for chunk, nbytes in list(unused.items()):
+            if nbytes <= needs[number]:
+                cuts.append(Cut(nbytes, chunk=chunk, range=number))
+                needs[number] -= unused.pop(chunk)
+
+    order = sorted(enumerate(ranges), key=lambda item: (not item[1].is_last, item[1].is_late))
+    for number, of in order:
+        needs[number] = of.nbytes
+        if of.is_last:
+            take_chunks(number)
+            take_rooms(number, reversed(range(len(rooms))))
+        else:
+            take_rooms(number, range(len(rooms)))
+            if of.is_late:
+                take_chunks(number)
+    sharing = {ranges[cut.range].segment for cut in cuts if cut.range is not None}
+    cuts += [
+        Cut(need, range=number)
+        for number, need in needs.items()
+        if need and ranges[number].segment in sharing
+    ]
+    if not any(needs.values()):
+        # Nobody else needs their memory, so it stays as well.
+        cuts += [Cut(nbytes, chunk=chunk) for chunk, nbytes in unused.items()]
     return cuts + [Cut(nbytes, room=room) for room, nbytes in enumerate(left) if nbytes]
 
 
@@ -92,7 +125,8 @@ class SharedSegment:
     What is the segment's own is allocated when it wakes up and freed when it sleeps.
 
     Attributes:
-        handle: a handle of the memory at its address, for whoever frees the address.
+        handle: a handle of some of its memory, for whoever frees the address.
+        pending: addresses that it lacks although it is awake: training has contents there.
     """
 
     def __init__(
@@ -107,7 +141,8 @@ class SharedSegment:
         self._driver = driver
         self._address = address
         self._parts = parts
-        self.handle = driver.retain(address)
+        self.handle = driver.retain(next(start for start, _, piece in parts if piece is not None))
+        self.pending = Spans()
         self._own: dict[int, int] = {}  # address -> bytes of mapped memory of its own
 
     def wake(self) -> None:
@@ -117,7 +152,9 @@ class SharedSegment:
         """
         try:
             for start, nbytes, piece in self._parts:
-                if piece is not None:
+                if piece is not None and piece.is_late and piece.has_contents_of("training"):
+                    self.pending.add(start, start + nbytes)
+                elif piece is not None:
                     piece.take("inference", self._address)
                 elif start not in self._own:
                     handle = self._driver.create(nbytes)
@@ -131,8 +168,22 @@ class SharedSegment:
             self.sleep()
             raise
 
+    def take_rest(self) -> None:
+        """Take the memory that is pending, and zero it.
+
+        Raises StateError if training still has contents there.
+        """
+        for _, _, piece in self._parts:
+            if piece is not None:
+                piece.take("inference", self._address)
+        # An interrupt leaves it pending, for the next attempt.
+        for start, stop in self.pending:
+            tensor_over(start, stop - start, self._driver.device, None).zero_()
+        self.pending.clear()
+
     def sleep(self) -> None:
         """Give the memory up; the device must not use it any more. Idempotent."""
+        self.pending.clear()
         for _, _, piece in self._parts:
             if piece is not None:
                 piece.leave(self._address)
@@ -166,7 +217,7 @@ class Pool:
         driver: CudaDriver,
         rooms: Sequence[Chunks],
         lenders: Sequence[Chunks],
-        segments: Sequence[AddressRange],
+        ranges: Sequence[AddressRange],
     ) -> None:
         """Map memory of training at addresses of inference as well, until `give_back`.
 
@@ -174,7 +225,7 @@ class Pool:
             driver: of the device.
             rooms: memories without resident chunks.
             lenders: memories with resident chunks, which keep their contents.
-            segments: without memory, of the same device.
+            ranges: of segments without memory, of the same device.
 
         Raises DeviceMemoryError if there is too little memory for the rooms; then nothing has
         changed.
@@ -187,21 +238,24 @@ class Pool:
             memory.leave_pool()
         chunks = [(memory, *chunk) for memory in lenders for chunk in memory.resident()]
         cuts = share_out(
-            [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], segments
+            [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], ranges
         )
         in_rooms: list[list[tuple[int, PoolPiece]]] = [[] for _ in rooms]
-        in_segments: list[list[tuple[int, int, PoolPiece | None]]] = [[] for _ in segments]
+        in_segments: defaultdict[int, list[tuple[int, int, PoolPiece | None]]] = defaultdict(list)
         lent: list[tuple[Chunks, int, PoolPiece]] = []
         ends = [room.address for room in rooms]
+        ends_of_ranges = [of.address for of in ranges]
         with ExitStack() as handles, ExitStack() as undo:
 
             def map_at(address: int, nbytes: int, handle: Any) -> None:
                 driver.map(address, nbytes, handle)
                 undo.callback(driver.unmap, address, nbytes)
 
-            for nbytes, room, chunk, segment in cuts:
-                piece = None if room is None and chunk is None else PoolPiece()
+            for nbytes, room, chunk, number in cuts:
+                piece = None
                 handle = None
+                if room is not None or chunk is not None:
+                    piece = PoolPiece(number is None or ranges[number].is_late)
                 if room is not None and piece is not None:
                     handle = driver.create(nbytes)
                     # The mappings alone keep the memory.
@@ -212,20 +266,33 @@ class Pool:
                 if chunk is not None and piece is not None:
                     memory, index, _, handle = chunks[chunk]
                     lent.append((memory, index, piece))
-                if segment is not None:
-                    parts = in_segments[segment]
-                    start = segments[segment].address + sum(before for _, before, _ in parts)
+                if number is not None:
+                    start = ends_of_ranges[number]
+                    ends_of_ranges[number] += nbytes
                     if piece is not None:
                         map_at(start, nbytes, handle)
-                    parts.append((start, nbytes, piece))
+                    in_segments[ranges[number].segment].append((start, nbytes, piece))
             undo.pop_all()
         for settled, pieces in zip(rooms, in_rooms, strict=True):
             settled.settle(pieces)
         for memory, index, piece in lent:
             memory.lend(index, piece)
-        for of, parts in zip(segments, in_segments, strict=True):
-            if parts:
-                self.segments[of.address] = SharedSegment(driver, of.address, parts)
+        for address, parts in in_segments.items():
+            self.segments[address] = SharedSegment(driver, address, parts)
+
+    def pending(self) -> Spans:
+        """Return the addresses of segments that are awake without them."""
+        pending = Spans()
+        for segment in self.segments.values():
+            for start, stop in segment.pending:
+                pending.add(start, stop)
+        return pending
+
+    def take_rest(self) -> None:
+        """Take what is pending, and zero it; see `SharedSegment.take_rest`."""
+        for segment in self.segments.values():
+            if segment.pending.nbytes:
+                segment.take_rest()
 
     def give_back(self) -> None:
         """Free all shared memory; neither side has contents. Peers unmap theirs by `trim`."""

@@ -22,7 +22,6 @@ Related to a plan:
 
     summary.py     lower bounds and the bytes of all ranks, counted without creating transfers
     buckets.py     training memory that can be released after each bucket; buckets that stay
-    costs.py       speeds of known devices, and the least seconds of the links
     rank_order.py  assignment of inference shards to ranks, so that most bytes are already in place
 
 Where to change what: the sending rank in routes.py; size and order of buckets in buckets.py; the

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.records.regions import Shape
@@ -31,6 +32,20 @@ class Link(StrEnum):
     DEVICE = "device"
     HOST = "host"
     NETWORK = "network"
+
+
+DEVICE_GBPS: Mapping[str, Mapping[Link, float]] = {
+    "NVIDIA H100 80GB HBM3": {Link.SELF: 1495, Link.DEVICE: 1495, Link.HOST: 450},
+    "NVIDIA H200": {Link.SELF: 2145, Link.DEVICE: 2145, Link.HOST: 450},
+}
+"""Name of a device in torch -> 10^9 bytes per second in each direction, each byte counted once.
+
+Measured, but for NVLink's nominal rate. A device does not tell the speed of its host's network."""
+
+
+def link_seconds(nbytes: Mapping[Link, Any], gbps: Mapping[Link, float]) -> Any:
+    """Return the seconds of bytes by link, one link after another; numbers or arrays."""
+    return sum(moved / gbps[link] for link, moved in nbytes.items()) / 1e9
 
 
 def wire_dtype(source: str, destination: str) -> str:
@@ -159,38 +174,12 @@ class Bucket:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ByteCount:
-    """Bytes that one rank reads in a reshard, by link, with a lower bound.
-
-    Bytes that arrive at a host in a relay buffer count as network on the rank that holds the
-    buffer and as host on the other ranks that read it.
-
-    Attributes:
-        own: bytes from its device's memory, its own or another rank's.
-        host: bytes from other devices of its host.
-        network: bytes from other hosts.
-        lower_bound: bytes that it needs and that its device does not hold.
-    """
-
-    own: int
-    host: int
-    network: int
-    lower_bound: int
-
-    @property
-    def received(self) -> int:
-        """Bytes from other devices."""
-        return self.host + self.network
-
-
 @dataclass(frozen=True)
 class ReshardPlan:
     """A complete reshard.
 
     Attributes:
         buckets: executed in order by every rank.
-        bytes_by_rank: bytes that each destination rank reads; in a plan of one rank, its own.
         unread: names of canonical tensors that training holds and inference was offered but
             never reads, such as a head that is tied to the embedding.
         fingerprint: digest of the two layouts and the hosts. A plan is valid only for layouts
@@ -199,7 +188,6 @@ class ReshardPlan:
     """
 
     buckets: tuple[Bucket, ...]
-    bytes_by_rank: Mapping[int, ByteCount]
     unread: tuple[str, ...]
     fingerprint: str = ""
     relays: Mapping[BufferId, Buffer] = field(default_factory=dict)

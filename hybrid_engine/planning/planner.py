@@ -18,7 +18,6 @@ from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_b
 from hybrid_engine.planning.coalescing import by_place, coalesce
 from hybrid_engine.planning.plan import (
     Bucket,
-    ByteCount,
     Link,
     ReshardPlan,
     Transfer,
@@ -135,7 +134,7 @@ def plan_sides(
     buckets = tuple(
         planner.bucket(index, outline, relays) for index, outline in enumerate(outlines)
     )
-    return ReshardPlan(buckets, _bytes_read(buckets), unread, relays=relays.buffers)
+    return ReshardPlan(buckets, unread, relays=relays.buffers)
 
 
 def frozen_tensors(
@@ -253,26 +252,6 @@ def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Nee
             frees=bytes_of(source.holdings, tensor),
         )
     return needs
-
-
-def _bytes_read(buckets: Sequence[Bucket]) -> dict[int, ByteCount]:
-    """Count the bytes that each destination rank of the buckets reads."""
-    lower_bound: Counter[int] = Counter()
-    moved: Counter[tuple[int, Link]] = Counter()
-    for bucket in buckets:
-        # `Counter.update` adds.
-        lower_bound.update(bucket.least)
-        for transfer in bucket.counted():
-            moved[transfer.dst_rank, transfer.link] += transfer.nbytes
-    return {
-        rank: ByteCount(
-            own=moved[rank, Link.SELF] + moved[rank, Link.DEVICE],
-            host=moved[rank, Link.HOST],
-            network=moved[rank, Link.NETWORK],
-            lower_bound=least,
-        )
-        for rank, least in sorted(lower_bound.items())
-    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

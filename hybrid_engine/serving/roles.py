@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
+from hybrid_engine.memory.pool import Memories
 from hybrid_engine.records.layout import Extent, Layout
 
 
@@ -97,7 +97,7 @@ class NoInference:
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
         yield
 
-    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+    def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
         return False
 
     def give_back(self) -> None:

@@ -1,8 +1,8 @@
 """The switch between training and inference on one set of devices.
 
-    sharding_manager.py   ShardingManager: order of a switch, recovery from failures; the base class
-                          of HybridEngine and ActorHybridWorker, with `rollout_context` etc.
-      states.py             states, the training state that each needs, contexts, and user hooks
+    sharding_manager.py   ShardingManager: order of a switch, recovery from failures
+      states.py             states, the training state that each needs, user hooks; the base class
+                            of HybridEngine and ActorHybridWorker, with `rollout_context` etc.
       report.py             ReshardReport, and the tally from which it is built
     setup.py              set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   inference weights: empty -> filled bucket by bucket -> released
@@ -40,6 +40,10 @@ afterwards.
     4  offload                 the rest of the parameters                      inference weights
     5  wake_kv_cache, reset_caches
        LogprobCheck.compare    vLLM's log-probabilities of the same tokens, after 0
+
+Once both sides share memory (memory/pool.py), no weight gets memory of parameters: there is no
+fence, and in 1 and 4 what the KV cache needs last is only copied, behind generation. It leaves
+before a request gets this memory; until then the way back leaves it where it is.
 
 The switch back: WeightContainer.release, Offloader.onload. It ends before the copies of optimizer
 state do, and the trainer's guard waits for them before the first step.

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hybrid_engine.planning.costs import link_seconds
-from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.plan import Link, link_seconds
 from hybrid_engine.switch.weight_container import FillReport
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.pull import LocalTransport
@@ -39,8 +38,9 @@ class ReshardReport:
             rank.
         bytes_by_transport: transport -> bytes from other ranks.
         pairs_by_transport: transport -> number of ranks that sent them.
-        bytes_offloaded, bytes_onloaded: device memory released and taken again. Gradients count,
-            although they are dropped; everything else is copied to the host and back.
+        bytes_offloaded, bytes_onloaded: device memory released, or copied to be released behind
+            generation, and memory taken again. Gradients count, although they are dropped. What was
+            not released need not be taken again.
         seconds_hidden, seconds_exposed: of the copies of optimizer state that the last switch left
             to go on behind training: time in which training went on, and time that it waited.
         peak_bytes: maximum of training and inference state on the device during the switch.
@@ -56,7 +56,7 @@ class ReshardReport:
         gb_per_second: 10^9 bytes per second of the fill, received and own.
         percent_of_bound: least seconds of the fill's bytes on their links, in percent of its
             seconds. None without a fill, for separate processes, and if the speed of a link is not
-            known (`planning.costs.DEVICE_GBPS`): that of the network, a CPU, another device.
+            known (`planning.plan.DEVICE_GBPS`): that of the network, a CPU, another device.
         slowest_rank, slowest_seconds: rank whose own work in the fill took longest, and its
             seconds, with its waits for messages but not for the end of a phase. None without a
             fill.
@@ -177,7 +177,7 @@ class SwitchTally:
 
         Args:
             fill: the fill, after its phase.
-            gbps: known speeds of links (`planning.costs.DEVICE_GBPS`).
+            gbps: known speeds of links (`planning.plan.DEVICE_GBPS`).
             slowest: see `SLOWEST_RADIX`.
         """
         self.fill = fill

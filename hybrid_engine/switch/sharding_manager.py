@@ -18,12 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import compress
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -33,8 +30,7 @@ from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError,
 from hybrid_engine.layouts.memory import fitting_kinds, gib
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.planning.costs import DEVICE_GBPS
-from hybrid_engine.planning.plan import Link, ReshardPlan
+from hybrid_engine.planning.plan import DEVICE_GBPS, Link, ReshardPlan
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Ballot
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
@@ -48,7 +44,6 @@ from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, SwitchTall
 from hybrid_engine.switch.setup import Connection, connect
 from hybrid_engine.switch.states import (
     NEEDED_KINDS,
-    Hook,
     State,
     Switch,
     call_hooks,
@@ -122,6 +117,8 @@ class ShardingManager(Switch):
         self._is_started = False
         self._is_within = within is not None
         self._shares_memory = False
+        # Kinds that leave behind generation, as far as weights do not need their memory.
+        self._late_kinds: frozenset[Kind] = frozenset()
         # Kinds set to `auto` that have room beside inference; not known before the first step.
         self._fitting: frozenset[Kind] | None = None
         self.has_written = False
@@ -201,11 +198,12 @@ class ShardingManager(Switch):
             self.job.meet()
         self.start()
         position = list(State).index(self.state)
-        has_settled = self._fitting is not None
-        if not self.job.agreement.is_same([position, has_settled], f"entering {target.context}"):
+        settled = [position, self._fitting is not None, bool(self._late_kinds)]
+        if not self.job.agreement.is_same(settled, f"entering {target.context}"):
             # Ctrl-C reached some ranks before the end of a switch, and others after it.
             self.state = State.INTERRUPTED
             self._fitting = None
+            self._late_kinds = frozenset()
         if target is self.state:
             return None
         direction = f"{self.state}->{target}"
@@ -270,6 +268,8 @@ class ShardingManager(Switch):
             # from here on.
             self._prepare(self.training.finish_pending)
         wanted = self._resident(target)
+        if target is State.IDLE:
+            self._late_kinds = frozenset()
         self._offload(_ALL_KINDS - wanted)
         incremental = self._require_open().incremental
         if selection is not None and incremental is not None:
@@ -283,6 +283,7 @@ class ShardingManager(Switch):
             with self._phase("give back"):
                 self.router.trim()
         if selection is not None:
+            self._settle_late_kinds()
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
@@ -298,7 +299,7 @@ class ShardingManager(Switch):
             with self._tally.timed("compute"):
                 self._logprob_check.probe_trainer()
         self._fit_beside_inference()
-        self._offload(_ALL_KINDS - self._resident(State.INFER) - {"param"})
+        self._offload(self._leaving - {"param"})
         selection = self._next_selection()
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
@@ -358,6 +359,10 @@ class ShardingManager(Switch):
     def _resident(self, state: State) -> set[Kind]:
         return resident_kinds(state, self.config, self._fitting or ())
 
+    @property
+    def _leaving(self) -> frozenset[Kind]:
+        return _ALL_KINDS - self._resident(State.INFER)
+
     def _undecided(self) -> list[Kind]:
         """Return the kinds set to `auto`, until `_fit_beside_inference` has decided."""
         if self._fitting is not None:
@@ -395,23 +400,44 @@ class ShardingManager(Switch):
             sizes or "no training state",
         )
 
-    def _share_memory(self) -> None:
-        """Let inference use the memory that training leaves, once all of training's state exists.
+    @property
+    def _may_share_memory(self) -> bool:
+        """True if inference may use the memory that training leaves.
 
         Not with weights that stay (`incremental`), nor if the sides are separate processes.
         """
         connection = self._require_open()
         is_alone = connection.is_apart or connection.incremental is not None
-        is_alone |= self.job.device.type != "cuda"
         # A kind that stays must keep its memory.
-        if self._shares_memory or is_alone or self._undecided():
+        return self.job.device.type == "cuda" and not is_alone and not self._undecided()
+
+    def _share_memory(self) -> None:
+        """Let inference use the memory that training leaves, once all of its state exists."""
+        if self._shares_memory or not self._may_share_memory:
             return
-        leaving = _ALL_KINDS - self._resident(State.INFER)
-        chunks = self.offloader.chunks(leaving)
-        if chunks.keys() == leaving:
-            lenders = chunks.pop("param", [])
-            rooms = [room for kind in KINDS for room in chunks.get(kind, ())]
-            self._shares_memory = self.inference.share_memory(rooms, lenders)
+        chunks = self.offloader.chunks(self._leaving)
+        if chunks.keys() == self._leaving:
+            self._shares_memory = self.inference.share_memory(chunks, self._leave)
+
+    def _settle_late_kinds(self) -> None:
+        """Let what is saved leave behind generation from now on, if all ranks share memory.
+
+        Parameters only if all of theirs is shared: else they leave bucket by bucket.
+        """
+        if not self._may_share_memory or self._late_kinds:
+            return
+        params = self.offloader.chunks({"param"}).get("param", ())
+        is_whole = self._shares_memory and all(memory.is_late for memory in params)
+        waits, in_buckets = self.job.agreement.any_of(
+            [not self._shares_memory, not is_whole], "late kinds"
+        )
+        if not waits:
+            self._late_kinds = self._leaving - ({"grad", "param"} if in_buckets else {"grad"})
+
+    def _leave(self) -> None:
+        # Refused from here on, also after a failure and another attempt.
+        with self.offloader.owner_rests():
+            self.offloader.offload(self._late_kinds)
 
     def _resume_communicators(self) -> None:
         # On all ranks, including those that have suspended none: the phases are collective.
@@ -467,8 +493,11 @@ class ShardingManager(Switch):
                 torch.cuda.current_stream(self.job.device).synchronize()
 
     def _fence(self, buffers: FlatBuffers, selection: Selection) -> ReleaseFence | None:
-        """Return a fence that offloads parameters by bucket; None if they stay on the device."""
-        if "param" in self._resident(State.INFER):
+        """Return a fence that offloads parameters by bucket; None if they stay on the device.
+
+        They also stay, for now, in memory that they share: no weight gets it.
+        """
+        if "param" in self._resident(State.INFER) | self._late_kinds:
             return None
         training = self._training_nbytes()
         sent = [
@@ -507,7 +536,8 @@ class ShardingManager(Switch):
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
-            self._tally.offloaded += self.offloader.offload(kinds).total_nbytes
+            offloaded = self.offloader.offload(kinds, late=self._late_kinds)
+            self._tally.offloaded += offloaded.total_nbytes
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
@@ -602,75 +632,3 @@ class ShardingManager(Switch):
             logger.warning("the communicators of training stay suspended: %s", error)
             return
         self._communicators.resume()
-
-
-class SwitchContexts(ABC):
-    """Base class of owners of a switch, `_sharding`; a context manager that starts and shuts down.
-
-    All methods but those for hooks are collective.
-    """
-
-    job: Job
-    _sharding: Switch | None = None
-
-    @property
-    def sharding(self) -> Switch:
-        """The switch. Raises StateError after `shutdown`."""
-        if self._sharding is None:
-            raise StateError(
-                f"this {type(self).__name__} was shut down: build a new one", code="was-shut-down"
-            )
-        return self._sharding
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Close everything that this object created. Idempotent."""
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException as error:
-            # Python does not call __exit__ if __enter__ raises.
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None or self.job.is_inherited:
-            self.shutdown()
-            return
-        self.job.agreement.leave(error)
-        try:
-            self.shutdown()
-        except Exception as failure:
-            # The error that ended the block is raised; this one is only noted.
-            error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")
-
-    def rollout_context(self) -> AbstractContextManager[None]:
-        """Context for generation: vLLM has the weights, configured training state is offloaded."""
-        return self.sharding.entered(State.INFER)
-
-    def train_context(self) -> AbstractContextManager[None]:
-        """Context for training: training state is on the device, vLLM's weights are released."""
-        return self.sharding.entered(State.TRAIN)
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Context for scoring: only parameters need to be on the device."""
-        return self.sharding.entered(State.FORWARD)
-
-    def start(self) -> None:
-        """Enter state TRAIN. Idempotent; the `with` statement and the first context call it."""
-        self.sharding.start()
-
-    def on_reshard_start(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
-        return self.sharding.on_reshard_start(hook)
-
-    def on_reshard_end(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
-        return self.sharding.on_reshard_end(hook)

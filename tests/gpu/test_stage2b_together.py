@@ -360,7 +360,8 @@ def judge_seconds(engines: Engines, reports: list[ReshardReport], note: Note, **
     seconds = statistics.median(report.seconds - more for report, more in zip(reports, verified, strict=True))
     direction = "offload" if reports[-1].bytes_offloaded else "onload"
     moved = min(report.bytes_offloaded + report.bytes_onloaded for report in reports)
-    assert moved >= engines.copied_nbytes, "a switch did not move all training state"
+    # What no request needed the memory of does not come back: it is still there.
+    assert direction == "onload" or moved >= engines.copied_nbytes, "a switch did not move all training state"
     floor = seconds_of_plain_copy(engines.device, direction, engines.copied_nbytes)
     is_judged = engines.job.sizes.are_times_judged
     limit = f"at least {MIN_SHARE:.0%}" if is_judged else "not judged"

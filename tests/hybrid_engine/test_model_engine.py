@@ -327,7 +327,7 @@ REFUSED: Mapping[str, tuple[Values, str]] = {
     "no such files": ({"rollout_config": {"model": "/nowhere"}}, r"rollout_config\.model: /nowhere is not a directory"),
     "nothing narrower": (
         {"compress_reshard": True, "compression_dtype": torch.float32},
-        "float32 is not narrower than the training dtype float32",
+        "compression_dtype is narrower than params_dtype",
     ),
     "sharded or not": (
         {"train_config": SEED_TRAIN, "shard": False},

@@ -35,6 +35,8 @@ def library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     assert hasattr(library, "software_gpu_counts"), "this process had loaded the driver of a GPU before"
     library.software_gpu_counts.restype = library.software_gpu_mapped.restype = ctypes.c_size_t
+    for function in (library.software_gpu_timeline_compute, library.software_gpu_timeline_scale):
+        function.argtypes = [ctypes.c_double]
     return library
 
 

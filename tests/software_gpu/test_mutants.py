@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import Chunks, DeviceMemory, DevicePeer
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
 from hybrid_engine.memory.host_pages import tensor_over
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Storage
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Storage
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.memory.pool import AddressRange, Pool
 from tests.software_gpu import mutants_on_ranks as on_ranks
@@ -201,7 +201,7 @@ def read_until_a_failure() -> None:
         raise ZeroDivisionError
 
 
-def shared() -> None:
+def shared(late: Sequence[Kind] = ()) -> None:
     """Leave memory to a KV cache, and take it back while a step of vLLM still reads that."""
     state = trained()
     state.offloader.offload(["grad", "optimizer"])
@@ -209,10 +209,13 @@ def shared() -> None:
     driver = driver_of(0)
     nbytes = 4 * CHUNK_NBYTES
     address = driver.reserve(nbytes)
-    pool = Pool(driver, chunks["grad"], chunks["param"], [AddressRange(address, nbytes, is_late=True)])
+    ranges = [AddressRange(address, nbytes, address, is_late=True, is_last=True)]
+    pool = Pool(driver, chunks["grad"], chunks["param"], ranges)
     cache = tensor_over(address, nbytes, DEVICE, None)
     data = SimpleNamespace(handle=(0, nbytes, address, 0), tag="kv_cache", is_asleep=False)
     sleep_mode = SleepMode(lambda: None)
+    sleep_mode._pool = pool
+    sleep_mode._leave = state.offloader.offload
     stream = torch.cuda.Stream()
     drawn = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     with (
@@ -221,8 +224,9 @@ def shared() -> None:
         loading("UNMAP_AND_RELEASE", lambda handle: pool.segments[handle[2]].sleep()),
     ):
         sleep_mode.free_kv_cache()
-        state.offloader.offload()
+        state.offloader.offload(late=late)
         sleep_mode.wake_kv_cache()
+        assert not sleep_mode.pending().nbytes
         cache.fill_(3)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -310,6 +314,7 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
     "read": read,
     "read until a failure": read_until_a_failure,
     "shares its memory": shared,
+    "shares it late": partial(shared, ["param"]),
     "a failed step": written_after_a_failed_step,
     "a stream of vLLM": computed_on_a_stream_of_vllm,
 }

@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.memory.device_pages import CHUNK_NBYTES
+from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import Kind
+from megatron_patches import optimizers
+from megatron_patches.optimizers import OptimizerTensor
 from tests.harness.errors import has_code
 from tests.software_gpu.device import NOT_SUPPORTED, failing
 from tests.software_gpu.training_state import WAYS_TO_COME, WAYS_TO_LEAVE, TrainingState, leave_and_come_back
 
 MIB = 2**20
+DEVICE = torch.device("cuda", 0)
+NUM_TENSORS = 32
+NUMEL = 3 * 2**20
+MOST_KEPT_NBYTES = 48 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +85,26 @@ def test_an_onload_collects_garbage_if_memory_is_short(state: TrainingState) -> 
     finally:
         gc.enable()
     state.require_intact()
+
+
+def test_old_memory_is_released_while_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer state moves to elastic memory; the driver's count includes memory that torch keeps of moved tensors."""
+    monkeypatch.setattr(optimizers, "_MOST_CACHED_NBYTES", MOST_KEPT_NBYTES)
+    torch.cuda.empty_cache()
+    tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]
+    before = taken_nbytes(DEVICE)
+    taken: list[int] = []
+
+    def give_memory(flat: torch.Tensor, stop: int) -> None:
+        restore_elastic(flat, stop)
+        taken.append(taken_nbytes(DEVICE))
+
+    home = optimizers._BufferPlace()
+    moved = [OptimizerTensor(str(number), "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
+    home.adopt(moved, "", reserve_elastic, give_memory)
+    assert home.without(moved) == []
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    state_nbytes = 4 * NUM_TENSORS * NUMEL
+    slack = CHUNK_NBYTES + 4 * NUMEL
+    assert state_nbytes > 4 * (MOST_KEPT_NBYTES + slack), "a second copy would not be detected"
+    assert max(taken) - before <= MOST_KEPT_NBYTES + slack

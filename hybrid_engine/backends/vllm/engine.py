@@ -192,6 +192,7 @@ class InferenceEngine:
                     lambda: internals.worker_of(self.llm),
                     lambda: self.llm.sleep(level=0),
                     lambda: self.llm.wake_up(tags=["scheduling"]),
+                    lambda: internals.core_of(self.llm).scheduler.kv_cache_manager.block_pool,
                 )
             memory = self._sleep_mode or memory
             # Weights are processed with the settings of their first processing, except that the
@@ -436,9 +437,12 @@ class InferenceEngine:
         Raises StateError while requests are unfinished.
         """
         requests.reset_prefix_cache(self.llm)
+        runner = internals.model_runner_of(self.llm)
+        if self._sleep_mode is None:
+            requests.zero_caches(runner)
         # A sleeping cache has no memory.
-        if self._sleep_mode is None or not self._sleep_mode.is_kv_cache_asleep:
-            requests.zero_caches(internals.model_runner_of(self.llm))
+        elif not self._sleep_mode.is_kv_cache_asleep:
+            requests.zero_caches(runner, self._sleep_mode.pending())
 
     def release(self) -> None:
         """Free the weights and, on GPU with sleep mode, the KV cache. Raises as `reset_caches`."""
@@ -448,10 +452,12 @@ class InferenceEngine:
         self.adaptor.release()
 
     def wake_kv_cache(self) -> None:
-        """Allocate the KV cache again (GPU, after a release); call after the weights' commit."""
-        if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
+        """Allocate the KV cache again (GPU, after a release); call after the weights' commit.
+
+        It is uninitialised until `reset_caches`.
+        """
+        if self._sleep_mode is not None:
             self._sleep_mode.wake_kv_cache()
-            requests.zero_caches(internals.model_runner_of(self.llm))  # the memory is uninitialised
         if self._loras is not None:
             self._loras.reset_device()
 

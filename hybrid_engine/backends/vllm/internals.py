@@ -304,15 +304,11 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     "hold the requests of a call that failed half-way, if vLLM's own abort raises": {
         f"{_V1}.engine.llm_engine:LLMEngine": ("output_processor", "should_execute_dummy_batch"),
         f"{_V1}.engine.output_processor:OutputProcessor": (
-            "request_states",
-            "parent_requests",
-            "external_req_ids",
+            *("request_states", "parent_requests", "external_req_ids"),
         ),
         f"{_V1}.engine.core:EngineCore": ("batch_queue", "abort_requests"),
         f"{_V1}.core.sched.scheduler:Scheduler": (
-            "requests",
-            "finished_req_ids",
-            "kv_cache_manager",
+            *("requests", "finished_req_ids", "kv_cache_manager"),
         ),
         f"{_V1}.core.kv_cache_manager:KVCacheManager": ("block_pool",),
         f"{_V1}.core.block_pool:BlockPool": ("num_gpu_blocks", "get_num_free_blocks"),
@@ -335,15 +331,18 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     _IN_SLEEP: {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": (
-            *(
-                "get_instance",
-                "python_free_callback",
-                "pointer_to_data",
-                "allocator_and_pools",
-                "get_current_usage",
-            ),
+            *("get_instance", "python_free_callback", "pointer_to_data"),
+            *("allocator_and_pools", "get_current_usage"),
         ),
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
+    },
+    "tell where blocks of the KV cache lie, and in which order requests get them": {
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "kv_cache_config"),
+        f"{_V1}.kv_cache_interface:KVCacheConfig": ("num_blocks", "kv_cache_tensors"),
+        f"{_V1}.core.block_pool:BlockPool": ("get_new_blocks", "free_block_queue", "blocks"),
+        f"{_V1}.core.kv_cache_utils:FreeKVCacheBlockQueue": (
+            *("fake_free_list_head", "get_all_free_blocks"),
+        ),
     },
     _OF_SERVERS: {
         TRANSFER_ENGINE.target: ("init_transfer_engine", "receive_weights"),
@@ -455,6 +454,9 @@ ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "makes transformers' decoder class compile itself": {
         "vllm.model_executor.models.transformers:TransformersForCausalLM": (DECORATE_DECODER,),
+    },
+    "places all layers of the KV cache; without it, training state leaves before generation": {
+        f"{_V1}.kv_cache_interface:KVCacheTensor": ("layers", "layer_stride", "block_stride"),
     },
     "has the KV cache of layers whose class has one, or describes it for plans": {
         f"{_LAYERS}.attention_layer_base:AttentionLayerBase": ("kv_cache", "get_kv_cache_spec"),

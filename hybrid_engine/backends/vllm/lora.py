@@ -27,7 +27,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
-from hybrid_engine.memory.device_pages import Chunks
+from hybrid_engine.memory.pool import Memories
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
@@ -275,8 +275,8 @@ class WeightsWithLora:
         """See the port; covers the weights, but not vLLM's form of a LoRA."""
         return self._weights.proving(tensors, unproven)
 
-    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
-        return self._weights.share_memory(rooms, lenders)
+    def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
+        return self._weights.share_memory(memories, leave)
 
     def give_back(self) -> None:
         self._weights.give_back()

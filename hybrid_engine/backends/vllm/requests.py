@@ -40,6 +40,7 @@ from hybrid_engine.errors import (
     first_of,
     shortened,
 )
+from hybrid_engine.memory.offload_items import Spans
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data
 
@@ -418,16 +419,21 @@ def reset_prefix_cache(llm: Any) -> None:
         )
 
 
-def zero_caches(runner: Any) -> None:
+def zero_caches(runner: Any, pending: Spans | None = None) -> None:
     """Zero the memory of every cache: keys and values, latent vectors, states of linear attention.
+
+    `pending`: addresses that stay as they are.
 
     A block that a request leaves keeps its contents, and kernels read more of a block than its
     valid part. A masked score is zero, but zero times NaN is NaN: the contents left by a diverged
     policy would corrupt later requests.
     """
     storages = {storage.data_ptr(): storage for storage in cache_storages(runner)}
-    for storage in storages.values():
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    pending = pending or Spans()
+    for address, storage in storages.items():
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for start, stop in pending.missing(address, address + storage.nbytes()):
+            flat[start - address : stop - address].zero_()
 
 
 def cache_storages(runner: Any) -> list[torch.UntypedStorage]:

@@ -37,8 +37,7 @@ from hybrid_engine.layouts.parallelism import (
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.costs import link_seconds
-from hybrid_engine.planning.plan import Link, ReshardPlan
+from hybrid_engine.planning.plan import Link, ReshardPlan, link_seconds
 from hybrid_engine.planning.planner import largest_bucket, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
@@ -335,18 +334,28 @@ class JobPlan:
         """Estimated seconds of each rank's switches, and those of links and PCIe in them.
 
         On the way to vLLM optimizer state leaves first, then parameters while they are read, but
-        for those that leave whole at the end; on the way back optimizer state arrives behind the
-        next training step. Gradients are gone by then.
+        for those that leave whole at the end. If both sides share memory (memory/pool.py), only
+        what neither gradients nor the KV cache have room for leaves first, and the rest behind
+        generation. On the way back parameters come first, the rest behind the next training step.
         """
         state = self.memory.state
-        kinds = copied_kinds(state, self.stays.kinds | self.stays.fitting)
+        kept = self.stays.kinds | self.stays.fitting
+        kinds = copied_kinds(state, kept)
         none = np.zeros(self.world_size)
         params = kinds.get("param", none) / PCIE_GBPS / 1e9
         optimizer = kinds.get("optimizer", none) / PCIE_GBPS / 1e9
         late = none
         if state.inelastic is not None:
             late = np.minimum(params, state.inelastic / PCIE_GBPS / 1e9)
-        copies = optimizer + np.maximum(self.seconds, params - late) + late
+        first = optimizer
+        meanwhile = params - late
+        if self.cluster.has_elastic_buffers and self.config.generate_config.incremental == "off":
+            dropped = none if "grad" in kept else state.grads
+            beyond_gradients = np.maximum(self.memory.inference - dropped, 0) / PCIE_GBPS / 1e9
+            cached = max(self.cache.room, 0) / PCIE_GBPS / 1e9
+            first = np.clip(params + optimizer - cached, 0, beyond_gradients)
+            meanwhile = none
+        copies = first + np.maximum(self.seconds, meanwhile) + late
         num_buckets = -(-self.memory.inference // self.bucket_nbytes)
         return {
             "to_vllm": (copies + num_buckets * BUCKET_SECONDS, copies),

@@ -47,6 +47,7 @@ from tests.hybrid_engine.end_to_end.own_layers import (
     with_norms_over_heads,
 )
 from tests.hybrid_engine.models.small_configs import small_config
+from tests.hybrid_engine.planning.cases import bytes_read
 
 PROMPTS = [[3, 5, 7, 9], [11, 13]]
 NUM_TOKENS = 6
@@ -295,7 +296,7 @@ def _computed(model: Model, job: Job) -> float:
 
 def _facts(plan: ReshardPlan, rank: int) -> Values:
     """Return the bytes that a rank receives, and its pieces with their sender and receiver."""
-    count = plan.bytes_by_rank.get(rank)
+    count = bytes_read(plan).get(rank)
     pieces = Counter(
         (transfer.tensor, transfer.src_rank, transfer.dst_rank, transfer.numel) for transfer in plan.transfers()
     )

@@ -13,7 +13,7 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.backends.vllm import InferenceEngine
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.switch.sharding_manager import SwitchContexts
+from hybrid_engine.switch.states import SwitchContexts
 from tests.zoo import sharded_models, workers
 from tests.zoo.tiny_models import label_log_probs, token_batch
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.switch.sharding_manager import SwitchContexts
+from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models, workers
 

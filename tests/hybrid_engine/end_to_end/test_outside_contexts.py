@@ -18,7 +18,7 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.switch.sharding_manager import SwitchContexts
+from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import on_engines
 from tests.zoo import sharded_models, workers
 

@@ -20,37 +20,51 @@ from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 from tests.software_gpu.device import GRANULE, failing, mapped, virtual_memory
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
+USES = {"weights": (False, False), "first blocks": (True, False), "last blocks": (True, True)}
+RANGES = st.lists(st.tuples(st.integers(1, 20), st.sampled_from([*USES]), st.integers(0, 2)), max_size=6)
 
 
-@given(SIZES, SIZES, st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=6))
-def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], sizes: list[tuple[int, bool]]):
-    segments = [AddressRange(0, nbytes, is_late) for nbytes, is_late in sizes]
-    cuts = share_out(rooms, chunks, segments)
+@given(SIZES, SIZES, RANGES)
+def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], sizes: list[tuple[int, str, int]]):
+    ranges = [AddressRange(0, nbytes, segment, *USES[use]) for nbytes, use, segment in sizes]
+    cuts = share_out(rooms, chunks, ranges)
     of_rooms: Counter[int | None] = Counter()
-    of_segments: Counter[int | None] = Counter()
+    of_ranges: Counter[int | None] = Counter()
     shared: Counter[int | None] = Counter()
-    for nbytes, room, chunk, segment in cuts:
+    sharing = {ranges[cut.range].segment for cut in cuts if cut.range is not None}
+    for nbytes, room, chunk, number in cuts:
         of_rooms[room] += nbytes
-        of_segments[segment] += nbytes
+        of_ranges[number] += nbytes
         if chunk is not None:
             assert chunks[chunk] == nbytes
-            assert segments[segment].is_late, "this memory has contents while weights are filled"
+            assert number is None or ranges[number].is_late, "it has contents while weights are filled"
         if room is None and chunk is None:
-            assert shared[segment], "a segment that shares nothing is left alone"
-            assert not any(cut.segment is None for cut in cuts), "there was room"
-        elif segment is not None:
-            assert of_segments[segment] - shared[segment] == nbytes, "its own memory comes last"
-            shared[segment] += nbytes
+            assert not any(cut.range is None for cut in cuts), "there was room"
+        elif number is not None:
+            assert of_ranges[number] - shared[number] == nbytes, "its own memory comes last"
+            shared[number] += nbytes
     assert [of_rooms[number] for number in range(len(rooms))] == rooms
     taken = [cut.chunk for cut in cuts if cut.chunk is not None]
     assert len(taken) == len(set(taken))
-    for number, segment in enumerate(segments):
-        assert of_segments[number] in (0, segment.nbytes)
-        if not of_segments[number]:
-            assert not any(cut.segment is None for cut in cuts), "there was room"
+    for number, of in enumerate(ranges):
+        assert of_ranges[number] == (of.nbytes if of.segment in sharing else 0)
+        if not of_ranges[number]:
+            assert not any(cut.range is None for cut in cuts), "there was room"
         suitable = [nbytes for index, nbytes in enumerate(chunks) if index not in taken]
-        unshared = segment.nbytes - shared[number]
-        assert not segment.is_late or not any(nbytes <= unshared for nbytes in suitable)
+        unshared = of.nbytes - shared[number]
+        assert not of.is_late or not any(nbytes <= unshared for nbytes in suitable)
+
+
+def test_what_is_saved_lies_in_the_last_ranges():
+    first, last = (AddressRange(0, 6, 0, *USES[use]) for use in ("first blocks", "last blocks"))
+    weights = AddressRange(0, 2, 1)
+    cuts = share_out([5, 4], [3, 4], [first, weights, last])
+    assert {(cut.room, cut.chunk): cut.nbytes for cut in cuts if cut.range == 2} == {(None, 0): 3, (1, None): 3}
+    assert {(cut.room, cut.chunk): cut.nbytes for cut in cuts if cut.range == 0} == {
+        (0, None): 3,
+        (1, None): 1,
+        (None, None): 2,
+    }
 
 
 class Sides:
@@ -62,7 +76,10 @@ class Sides:
         self.grads.release()
         self.params = rig.buffer(2 * CHUNK)
         self.params.tensor.fill_(1)
-        self.segments = [AddressRange(rig.driver.reserve(size * GRANULE), size * GRANULE, size > 2) for size in (2, 7)]
+        self.segments = []
+        for size in (2, 7):
+            address = rig.driver.reserve(size * GRANULE)
+            self.segments.append(AddressRange(address, size * GRANULE, address, size > 2))
         self.weights, self.cache = (
             tensor_over(segment.address, segment.nbytes, torch.device("cpu"), None) for segment in self.segments
         )
@@ -108,8 +125,12 @@ def test_both_sides_use_the_memory_in_turn(sides: Sides):
         assert bool((sides.params.tensor == value - 1).all()), "parameters stay until they are read"
         with pytest.raises(StateError, check=has_code("memory-in-use", "inference")):
             sides.grads.restore()
+        cache.wake()
+        assert sorted(cache.pending)[0][0] == sides.segments[1].address + GRANULE
+        assert cache.pending.nbytes == 4 * GRANULE
         with pytest.raises(StateError, check=has_code("memory-in-use", "training")):
-            cache.wake()
+            pool.take_rest()
+        cache.sleep()
         assert touchable(sides) == [False, True]
         with no_calls(sides, "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease"):
             sides.params.release(0, CHUNK)
@@ -117,6 +138,8 @@ def test_both_sides_use_the_memory_in_turn(sides: Sides):
             sides.params.release()
             cache.wake()
             cache.wake()
+            pool.take_rest()
+        assert not pool.pending().nbytes
         assert virtual_memory().nbytes == (3 + 4 + 2) * GRANULE
         sides.cache.fill_(7)
         assert bool((sides.weights == value).all())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hybrid_engine.planning import planner
-from hybrid_engine.planning.plan import ReshardPlan, Transfer
+from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
 from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import placed_holdings
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -250,3 +251,48 @@ def plan(source: Layout, destination: Layout, hosts: Sequence[str], *settings: A
 def box_transfers(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any) -> list[Transfer]:
     sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
     return planner.box_transfers(*sides, hosts, *settings)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCount:
+    """Bytes that one rank reads in a reshard, by link, with a lower bound.
+
+    Bytes that arrive at a host in a relay buffer count as network on the rank that holds the
+    buffer and as host on the other ranks that read it.
+
+    Attributes:
+        device: bytes from its device's memory, its own or another rank's.
+        host: bytes from other devices of its host.
+        network: bytes from other hosts.
+        lower_bound: bytes that it needs and that its device does not hold.
+    """
+
+    device: int
+    host: int
+    network: int
+    lower_bound: int
+
+    @property
+    def received(self) -> int:
+        """Bytes from other devices."""
+        return self.host + self.network
+
+
+def bytes_read(plan: ReshardPlan) -> dict[int, ByteCount]:
+    """Count the bytes that each destination rank reads; in a plan of one rank, its own."""
+    lower_bound: Counter[int] = Counter()
+    moved: Counter[tuple[int, Link]] = Counter()
+    for bucket in plan.buckets:
+        # `Counter.update` adds.
+        lower_bound.update(bucket.least)
+        for transfer in bucket.counted():
+            moved[transfer.dst_rank, transfer.link] += transfer.nbytes
+    return {
+        rank: ByteCount(
+            device=moved[rank, Link.SELF] + moved[rank, Link.DEVICE],
+            host=moved[rank, Link.HOST],
+            network=moved[rank, Link.NETWORK],
+            lower_bound=least,
+        )
+        for rank, least in sorted(lower_bound.items())
+    }

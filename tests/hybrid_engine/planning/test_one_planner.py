@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
+from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import JOBS, LayoutCase, layout_cases, sharded_cases
-from tests.hybrid_engine.planning.cases import Case, cases, filled_buffers, plan, run_plan, whole
+from tests.hybrid_engine.planning.cases import ByteCount, Case, bytes_read, cases, filled_buffers, plan, run_plan, whole
 
 
 def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
@@ -65,8 +65,8 @@ def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
     for transfer in expected.transfers():
         sent[transfer.src_rank, transfer.link] += transfer.nbytes
     for rank in range(len(summary.own)):
-        count = expected.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
-        assert summary.own[rank] == count.own
+        count = bytes_read(expected).get(rank, ByteCount(0, 0, 0, 0))
+        assert summary.own[rank] == count.device
         assert summary.host[rank] == count.host
         assert summary.network[rank] == count.network
         assert summary.lower_bound[rank] == count.lower_bound

@@ -26,6 +26,7 @@ from tests.hybrid_engine.planning.cases import (
     NOT_WRITTEN,
     Case,
     box_transfers,
+    bytes_read,
     cases,
     elements_of,
     filled_buffers,
@@ -194,14 +195,14 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
     for shard in case.destination.shards:
         elements = ((shard.region.tensor, index) for index, _ in elements_of(shard))
         wanted.setdefault(shard.place.buffer.rank, Counter()).update(elements)
-    assert result.bytes_by_rank.keys() == wanted.keys()
+    assert bytes_read(result).keys() == wanted.keys()
     for rank, elements in wanted.items():
-        count = result.bytes_by_rank[rank]
+        count = bytes_read(result)[rank]
         by_link = Counter()
         for transfer in itertools.chain.from_iterable(bucket.counted() for bucket in result.buckets):
             if transfer.dst_rank == rank:
                 by_link[transfer.link] += transfer.nbytes
-        assert count.own == by_link[Link.SELF] + by_link[Link.DEVICE]
+        assert count.device == by_link[Link.SELF] + by_link[Link.DEVICE]
         assert (count.host, count.network) == (by_link[Link.HOST], by_link[Link.NETWORK])
         on_device = {other for other in range(len(case.hosts)) if case.share_a_device(other, rank)}
         least = sum(itemsize[element[0]] for element in elements if not on_device & {*holders[element]})
@@ -209,10 +210,10 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
         assert count.lower_bound == least
         if max(elements.values()) == 1:
             assert count.received == least
-            assert count.own + count.received == total
+            assert count.device + count.received == total
         else:
             assert count.received >= least
-            assert count.own + count.received <= total
+            assert count.device + count.received <= total
 
 
 def test_staging_holds_the_messages_of_two_buckets() -> None:
@@ -247,7 +248,7 @@ def test_a_ranks_plan_is_its_part_of_the_full_plan(case: Case, data: st.DataObje
     full = plan_of(case)
     part = plan_of(case, rank)
     assert (part.fingerprint, part.unread) == (full.fingerprint, full.unread)
-    assert part.bytes_by_rank == {key: count for key, count in full.bytes_by_rank.items() if key == rank}
+    assert bytes_read(part) == {key: count for key, count in bytes_read(full).items() if key == rank}
     assert part.buckets == tuple(bucket.of_rank(rank) for bucket in full.buckets)
     used: set[BufferId] = set()
     for bucket in part.buckets:
@@ -461,7 +462,7 @@ def test_overlapping_windows_are_relayed() -> None:
         ((12,), False),
     ]
     assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((6,), 12, 1), ((6,), 0, 2)]
-    assert [result.bytes_by_rank[rank].received for rank in (1, 2)] == [36, 36]
+    assert [bytes_read(result)[rank].received for rank in (1, 2)] == [36, 36]
     assert network_lower_bound(source, destination, ["a", "b", "b"]) == {"a": 0, "b": 60}
 
 

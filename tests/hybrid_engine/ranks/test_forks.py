@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.sharding_manager import SwitchContexts
+from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import REPO_ROOT, Ranks
 
 SECONDS_TO_EXIT = 120  # for interpreters on a busy machine

@@ -231,7 +231,7 @@ class FakeInference:
         self.live = {name: flat for name, flat in self.live.items() if name in keep}
         self.in_force.intersection_update(keep)
 
-    def share_memory(self, rooms: object, lenders: object) -> bool:
+    def share_memory(self, memories: object, leave: object) -> bool:
         return False
 
     def give_back(self) -> None: ...
@@ -262,11 +262,11 @@ class ScriptedOffloader(MegatronOffloader):
         self.script = script
         self.copied_nbytes = 0  # to the host, by offload
 
-    def offload(self, kinds: Iterable[str] = KINDS) -> OffloadReport:
+    def offload(self, kinds: Iterable[str] = KINDS, *, late: Collection[str] = ()) -> OffloadReport:
         """Reach every kind's call first: like the real offloader, move all or none."""
         for kind in self._select(kinds, away=False):
             self.script.reach(f"offload {kind}")
-        report = super().offload(kinds)
+        report = super().offload(kinds, late=late)
         self.copied_nbytes += sum(report.copied_nbytes.values())
         return report
 

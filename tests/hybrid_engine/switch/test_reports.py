@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_engine.memory.offload_items import KINDS
-from hybrid_engine.planning.costs import DEVICE_GBPS
-from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.plan import DEVICE_GBPS, Link
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import SLOWEST_RADIX, SwitchTally
 from hybrid_engine.switch.weight_container import FillReport

@@ -16,8 +16,7 @@ from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightE
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.sharding_manager import SwitchContexts
-from hybrid_engine.switch.states import State, call_hook
+from hybrid_engine.switch.states import State, SwitchContexts, call_hook
 from tests.harness.errors import has_code
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig

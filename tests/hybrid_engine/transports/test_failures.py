@@ -233,7 +233,7 @@ def test_the_configuration_offers_every_registered_transport():
 
 def test_every_transfer_without_a_transport_is_reported():
     transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
-    plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), {}, (), "")
+    plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), (), "")
     key = "generate_config.transport"
     with pytest.raises(ConfigError, check=has_violations(*[(key, "cannot-read")] * 2)) as failure:
         TransportSet.connect(TransportContext(0, SOURCE_BUFFERS, {}), "shared_memory").check(plan, set())

@@ -26,7 +26,7 @@ from hybrid_engine.transports.delta_transport import DeltaTransport
 from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, export_handles
 from tests.harness.launch import Ranks
 from tests.harness.rank_threads import RankThreads
-from tests.hybrid_engine.planning.cases import network_lower_bound
+from tests.hybrid_engine.planning.cases import bytes_read, network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
@@ -52,8 +52,8 @@ def run_reshard(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
         wrong += rank.wrong()
     rank.meet()
     rank.router.close()
-    count = rank.plan.bytes_by_rank[rank.rank]
-    by_link = {Link.SELF: count.own, Link.HOST: count.host, Link.NETWORK: count.network}
+    count = bytes_read(rank.plan)[rank.rank]
+    by_link = {Link.SELF: count.device, Link.HOST: count.host, Link.NETWORK: count.network}
     assert received == dict.fromkeys(Link, 0) | by_link
     return {
         "wrong": wrong,
@@ -87,7 +87,7 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
         counts.append(asdict(rank.router.deltas_sent()))
     rank.router.close()
     assert rank.router.deltas_sent().copies_nbytes == 0
-    return {"network": rank.plan.bytes_by_rank[rank.rank].network, "across": bytes_across, "counts": counts}
+    return {"network": bytes_read(rank.plan)[rank.rank].network, "across": bytes_across, "counts": counts}
 
 
 def switch_with_manager() -> dict[str, object]:

@@ -2,7 +2,8 @@
 //
 //   host       each call of the driver takes its time; a wait lasts until the awaited work is over
 //   stream     an operation starts after it is queued and after earlier and awaited operations are over
-//   engine     copies from the host, to the host and between devices are sequential, and so are kernels
+//   engine     copies from the host, to the host and between devices are sequential, and so are kernels;
+//              a short copy waits for one turn of another stream's copies, not for all of them
 //
 // An operation takes the time of its slowest engine for its declared bytes. Time of programs outside of the driver
 // and of other processes is not included: the result is a lower bound for this order of calls.
@@ -22,6 +23,7 @@ static constexpr std::array<double, kNumEngines> kRates = {3350e9, 55e9, 55e9, 4
 static constexpr double kLaunch = 5e-6;   // of the host, per queued operation
 static constexpr double kCall = 1e-6;     // of the host, per other call
 static constexpr double kShortest = 3e-6;  // of the device
+static constexpr double kTurn = 64.0 * (1 << 20);  // bytes of a copy, as the product queues them
 
 // Of the host, as measured on an H100 for chunks of 32 MiB.
 struct Cost {
@@ -92,8 +94,13 @@ void timeline_use(Stream& stream, uint64_t address, size_t nbytes, bool writes) 
     }
     engines_free_at = operation.engines_free_at;
     seconds_busy = operation.seconds_busy;
-    double end = std::max(operation.begin, engines_free_at[engine]) + seconds;
-    engines_free_at[engine] = end;
+    double begin = std::max(operation.begin, engines_free_at[engine]);
+    double turn = kTurn / kRates[engine];
+    if ((engine == to_host || engine == from_host) && seconds <= turn) {
+        begin = std::min(begin, operation.begin + turn);
+    }
+    double end = begin + seconds;
+    engines_free_at[engine] = std::max(engines_free_at[engine], end);
     seconds_busy[engine] += seconds;
     set_end(stream, end);
 }

@@ -3,6 +3,7 @@
     adaptor.py          VllmAdaptor: allocates, commits and releases group by group during a switch
     groups.py           the modules that are committed together, and the state of each such group
     weight_memory.py    where memory comes from, and vLLM's sleep mode
+    cache_blocks.py     blocks of the KV cache: their addresses, and those that requests get last
     loader.py           the load format through which vLLM hands over its model at construction
     tracing.py          runs the model's loader once on meta tensors and records every copy
     traced_model.py     TracedModel: the model before vLLM processes its weights; trace -> Layout

@@ -29,7 +29,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 from hybrid_engine.errors import ModelError, StateError, first_of
-from hybrid_engine.memory.device_pages import Chunks
+from hybrid_engine.memory.pool import Memories
 from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Layout
@@ -191,8 +191,8 @@ class VllmAdaptor:
         self._memory.free({name: live[name] for name in storages if name in live})
         self._memory.trim()
 
-    def share_memory(self, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
-        return self._memory.share(self._processed.live, rooms, lenders)
+    def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
+        return self._memory.share(self._processed.live, memories, leave)
 
     def give_back(self) -> None:
         self._memory.give_back()

@@ -27,12 +27,14 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.cache_blocks import CacheBlocks
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import driver_of
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.host_pages import libc
-from hybrid_engine.memory.pool import AddressRange, Pool, SharedSegment
+from hybrid_engine.memory.offload_items import Spans
+from hybrid_engine.memory.pool import AddressRange, Memories, Pool, SharedSegment
 from hybrid_engine.ranks.torch_internals import make_workspaces
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ class WeightMemory:
         `others`: names of further tensors in `live` that get memory as well.
         """
 
-    def share(self, live: Live, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+    def share(self, live: Live, memories: Memories, leave: Callable[[], object]) -> bool:
         """See `ports.InferenceWeights.share_memory`."""
         return False
 
@@ -129,11 +131,13 @@ class SleepMode(WeightMemory):
     their memory sleeps too if `sleep_mode_offload_cudagraph` asks for that.
 
     Once memory is shared with training (memory/pool.py), sleeping and waking up only note whose
-    contents it has.
+    contents it has. What training saves lies over the KV cache's last blocks, and leaves before a
+    request gets one of them.
 
     Args:
         worker: returns vLLM's worker; this object keeps no reference to it.
         pause, resume: make vLLM pause before its memory goes, and resume.
+        block_pool: returns the pool of the KV cache's blocks, if its scheduler is in this process.
     """
 
     frees_all_at_once = True
@@ -143,10 +147,14 @@ class SleepMode(WeightMemory):
         worker: Callable[[], Any],
         pause: Callable[[], object] = _do_nothing,
         resume: Callable[[], object] = _do_nothing,
+        block_pool: Callable[[], Any] | None = None,
     ) -> None:
         self._worker = worker
         self._pause = pause
         self._resume = resume
+        self._block_pool = block_pool
+        self._blocks: CacheBlocks | None = None
+        self._leave: Callable[[], object] = _do_nothing
         self._weights = SleepingSegments(())
         self._caches = SleepingSegments(())
         self._pool: Pool | None = None
@@ -213,25 +221,54 @@ class SleepMode(WeightMemory):
             allocator.wake_up([])
         self._resume()
         self.is_kv_cache_asleep = False
+        pending = self.pending()
+        if self._blocks is not None:
+            self._blocks.hold(pending, self._take_rest)
+        elif pending.nbytes:
+            self._take_rest()
 
-    def share(self, live: Live, rooms: Sequence[Chunks], lenders: Sequence[Chunks]) -> bool:
+    def pending(self) -> Spans:
+        """Return the addresses of the KV cache, awake, that have contents of training."""
+        return Spans() if self._pool is None else self._pool.pending()
+
+    def _take_rest(self) -> None:
+        """Take what training still has of the KV cache's memory."""
+        assert self._pool is not None
+        self._leave()
+        self._pool.take_rest()
+
+    def share(self, live: Live, memories: Memories, leave: Callable[[], object]) -> bool:
         driver = driver_of(torch.cuda.current_device())
         if driver is None:
             return False
-        ranges = {
-            _start(data): (data.handle, of is self._caches)
-            for of in (self._weights, self._caches)
-            for data in of.segments
-        }
-        segments = [
-            AddressRange(start, handle[1], is_late) for start, (handle, is_late) in ranges.items()
-        ]
-        self._pool = Pool(driver, rooms, lenders, segments)
+        caches = {_start(data): data.handle[1] for data in self._caches.segments}
+        weights = {_start(data): data.handle[1] for data in self._weights.segments}
+        dropped = memories.get("grad", ())
+        saved = memories.get("optimizer", ())
+        lenders = memories.get("param", ())
+        if self._block_pool is not None and self._blocks is None and caches:
+            blocks = CacheBlocks(self._worker().model_runner, self._block_pool())
+            self._blocks = blocks if blocks.address in caches and blocks.are_whole else None
+        ranges = [AddressRange(start, nbytes, start) for start, nbytes in weights.items()]
+        if self._blocks is not None:
+            # What is dropped is for weights first, and then for the first blocks.
+            left = max(_reserved(dropped) - sum(weights.values()), 0)
+            # Chunks are taken whole, so a part of each layer's memory may be of no use for them.
+            largest = max((nbytes for of in lenders for _, nbytes, _ in of.resident()), default=0)
+            last = _reserved(saved) + _reserved(lenders) + self._blocks.num_layers * largest
+            last = min(last, sum(caches.values()) - left)
+            ranges += self._blocks.ranges(max(last, 0), driver.granularity())
+            del caches[self._blocks.address]
+        ranges += [AddressRange(start, nbytes, start, True) for start, nbytes in caches.items()]
+        self._pool = Pool(driver, [*dropped, *saved], lenders, ranges)
+        self._leave = leave
         _shared.update(self._pool.segments)
-        for start, segment in self._pool.segments.items():
-            # vLLM's extension releases this handle when it frees the segment.
-            number = ctypes.c_uint64.from_address(ranges[start][0][3])
-            number.value = int(segment.handle)
+        for data in (*self._weights.segments, *self._caches.segments):
+            segment = self._pool.segments.get(_start(data))
+            if segment is not None:
+                # vLLM's extension releases this handle when it frees the segment.
+                number = ctypes.c_uint64.from_address(data.handle[3])
+                number.value = int(segment.handle)
         return True
 
     def give_back(self) -> None:
@@ -253,6 +290,10 @@ class SleepMode(WeightMemory):
     def _suspends_communicators(self) -> bool:
         config = self._worker().vllm_config.model_config
         return bool(getattr(config, "enable_nccl_comm_suspend", False))
+
+
+def _reserved(memories: Iterable[Chunks]) -> int:
+    return sum(memory.reserved_nbytes for memory in memories)
 
 
 def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:

@@ -174,8 +174,8 @@ def test_frozen_parameters_stay(paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
-        ({"frozen_parameters": ["decoder.layer.*"]}, r"no parameter matches decoder\.layer\.\*"),
-        ({"lora": {"target_modules": ["input_layernorm"]}}, "target_modules.*input_layernorm"),
+        ({"frozen_parameters": ["decoder.layer.*"]}, r"frozen_parameters: decoder\.layer\.\*"),
+        ({"lora": {"target_modules": ["input_layernorm"]}}, "input_layernorm, but the model has.*target_modules"),
     ],
     ids=["frozen", "adapted"],
 )

@@ -1,4 +1,7 @@
-"""GPU memory of weights with and without vLLM's sleep mode; test_adaptor.py covers CPUs."""
+"""GPU memory of weights with and without vLLM's sleep mode, and blocks of the KV cache.
+
+test_adaptor.py covers CPUs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hybrid_engine.backends.vllm.weights.cache_blocks import CacheBlocks
 from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
     WeightMemory,
@@ -18,6 +24,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     without_what_stays,
 )
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import Spans
 from tests.harness.errors import has_code
 from tests.hybrid_engine.backends.vllm import sleeping
 from tests.hybrid_engine.backends.vllm.sleeping import SleepingVllm
@@ -200,3 +207,93 @@ def test_without_sleep_mode_weights_stay_with_a_warning(caplog: pytest.LogCaptur
         memory.free(live)
     assert "its 16 bytes of weights stay on the device" in caplog.text
     assert memory.nbytes(live) == 16
+
+
+# -- blocks of the KV cache
+# -----------------------------------------------------------------------------------------------
+
+NUM_BLOCKS = 12
+PAGE = 3
+CACHE_GRANULE = 4
+
+
+class Cache:
+    """A cache of three layers, of which each block has a page, as vLLM lays it out: by layers or by blocks."""
+
+    def __init__(self, by_blocks: bool) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.kv_cache_interface import KVCacheTensor
+
+        strides = (PAGE, 3 * PAGE) if by_blocks else (NUM_BLOCKS * PAGE, PAGE)
+        self.nbytes = 3 * PAGE * NUM_BLOCKS
+        tensor = KVCacheTensor(self.nbytes, ["a", "b", "c"], *strides)
+        runner = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=[tensor]),
+            kv_caches=[torch.zeros(self.nbytes, dtype=torch.int8)],
+        )
+        self.pool: Any = BlockPool(NUM_BLOCKS, enable_caching=False, hash_block_size=16)
+        self.blocks = CacheBlocks(runner, self.pool)
+        self.block_of = [0] * self.nbytes
+        for layer in range(3):
+            for block in range(NUM_BLOCKS):
+                first = layer * strides[0] + block * strides[1]
+                self.block_of[first : first + PAGE] = [block] * PAGE
+
+    def granules(self, first: int) -> set[int]:
+        """Return the bytes of the granules that have no block before `first`."""
+        starts = range(0, self.nbytes, CACHE_GRANULE)
+        granules = [range(start, start + CACHE_GRANULE) for start in starts]
+        return {
+            byte
+            for granule in granules
+            if min(self.block_of[granule.start : granule.stop]) >= first
+            for byte in granule
+        }
+
+    def addresses(self, *offsets: tuple[int, int]) -> Spans:
+        spans = Spans()
+        for start, stop in offsets:
+            spans.add(self.blocks.address + start, self.blocks.address + stop)
+        return spans
+
+
+@given(st.booleans(), st.integers(0, 120))
+def test_the_last_blocks_have_as_many_bytes(by_blocks: bool, nbytes: int):
+    cache = Cache(by_blocks)
+    covered: dict[bool, list[int]] = {True: [], False: []}
+    for of in cache.blocks.ranges(nbytes, CACHE_GRANULE):
+        assert of.is_late
+        assert of.segment == cache.blocks.address
+        start = of.address - of.segment
+        covered[of.is_last] += range(start, start + of.nbytes)
+    enough = [first for first in range(NUM_BLOCKS) if len(cache.granules(first)) >= nbytes]
+    assert set(covered[True]) == cache.granules(max(enough, default=0))
+    assert sorted(covered[True] + covered[False]) == list(range(cache.nbytes))
+
+
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 107), st.integers(1, 20)), min_size=1, max_size=3))
+def test_requests_wait_before_they_get_a_held_block(by_blocks: bool, ranges: list[tuple[int, int]]):
+    cache = Cache(by_blocks)
+    offsets = [(start, min(start + nbytes, cache.nbytes)) for start, nbytes in ranges]
+    held = {cache.block_of[byte] for start, stop in offsets for byte in range(start, stop)}
+    taken = [block.block_id for block in cache.pool.get_new_blocks(NUM_BLOCKS - 1)]
+    got: list[int] = []
+    released_at: list[int] = []
+    cache.pool.free_blocks(cache.pool.blocks[number] for number in taken)
+    cache.blocks.hold(cache.addresses(*offsets), lambda: released_at.append(len(got)))
+    cached = cache.pool.get_new_blocks(1)
+    cached[0].ref_cnt = 0
+    cache.pool.free_block_queue.append_n(cached)  # As one with a cached prefix.
+    for _ in range(NUM_BLOCKS - 1):
+        got += [block.block_id for block in cache.pool.get_new_blocks(1)]
+    assert sorted(got) == list(range(1, NUM_BLOCKS)), "block 0 is nobody's"
+    assert len(released_at) == 1
+    assert not held.intersection(got[: released_at[0]])
+    assert 0 in held or min(held) == released_at[0] + 1 or by_blocks, "they wait no earlier than they must"
+
+
+def test_memory_of_others_holds_all_blocks():
+    cache = Cache(by_blocks=True)
+    released: list[bool] = []
+    cache.blocks.hold(cache.addresses((-CACHE_GRANULE, 0)), lambda: released.append(True))
+    assert released

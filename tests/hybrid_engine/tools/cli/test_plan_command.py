@@ -262,7 +262,7 @@ def test_resident_state_counts_on_the_device(tmp_path: Path) -> None:
 def test_refusals_of_the_job_are_remarks_of_the_plan(tmp_path: Path) -> None:
     facts = plan_as_json(*job(write_config(tmp_path, EXPERTS), 6, tp=2, ep=3, etp=1, infer_tp=3, infer_ep=6))
     (remark,) = facts["remarks"]
-    assert "refused: actor_config.sequence_parallel: false with TP 2" in remark
+    assert "refused: actor_config.sequence_parallel: tensor_model_parallel_size 2" in remark
     lora = plan_as_json(*job(write_config(tmp_path, LLAMA_3_8B), 1), "actor_config.lora={}")
     assert "as if every weight was trained" in lora["remarks"][0]
 

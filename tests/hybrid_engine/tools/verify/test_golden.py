@@ -24,7 +24,7 @@ def digest_of(*buckets: Bucket, dtype: str = "bfloat16", hosts: str = "hhh") -> 
     """Return the digest of rank 1, with a weight of `dtype`."""
     sources = {BufferId(1, "flat"): Buffer(16, "bfloat16")}
     destinations = {DST: Buffer(8, dtype)}
-    digest: str = golden.part_of(ReshardPlan(buckets, {}, ()), 1, sources, destinations, hosts)["plan"]
+    digest: str = golden.part_of(ReshardPlan(buckets, ()), 1, sources, destinations, hosts)["plan"]
     return digest
 
 

@@ -35,12 +35,16 @@ TP2 = {"tensor_model_parallel_size": 2}
 # about half of them, a context parallel rank all.
 REFUSED: dict[str, tuple[Values, str, tuple[float, ...]]] = {
     "experts without sequence parallel": ({**TP2, "sequence_parallel": False}, "sequence_parallel", (0.4, 1.0)),
-    "context": ({"context_parallel_size": 2}, "context_parallel_size: 2", (0.99, 1.02)),
+    "context": ({"context_parallel_size": 2}, "context_parallel_size 2", (0.99, 1.02)),
     "positions": ({"noop_layers": (1, 1)}, r"noop_layers: \[1, 1\] names a position twice", ()),
 }
 if Version("0.19.0") > INSTALLED:
     CUT_OTHERWISE = {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
-    REFUSED["experts cut otherwise"] = CUT_OTHERWISE, "expert_tensor_parallel_size: 1 with TP 2", (0.1, 1.0)
+    REFUSED["experts cut otherwise"] = (
+        CUT_OTHERWISE,
+        "expert_tensor_parallel_size 1, tensor_model_parallel_size 2",
+        (0.1, 1.0),
+    )
 
 
 @pytest.fixture(scope="module")
