@@ -1,7 +1,7 @@
 """Physical memory that training and inference use in turn, each at addresses of its own.
 
-    share_out(rooms, chunks, segments)         who shares what; numbers only
-    pool = Pool(driver, rooms, lenders, segments)
+    share_out(rooms, chunks, ranges)           who shares what; numbers only
+    pool = Pool(driver, rooms, lenders, ranges)
                                                memory is created, and mapped at both addresses
     pool.give_back()                           as before: neither side has memory
 

@@ -56,7 +56,7 @@ class CacheBlocks:
         pool.get_new_blocks = get_others_first
 
     @property
-    def are_whole(self) -> bool:
+    def cover_all(self) -> bool:
         """True if every byte of the cache is known to be a block's."""
         return not self._addresses_from(0).missing(self.address, self._end)
 

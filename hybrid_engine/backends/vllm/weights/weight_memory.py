@@ -248,7 +248,7 @@ class SleepMode(WeightMemory):
         lenders = memories.get("param", ())
         if self._block_pool is not None and self._blocks is None and caches:
             blocks = CacheBlocks(self._worker().model_runner, self._block_pool())
-            self._blocks = blocks if blocks.address in caches and blocks.are_whole else None
+            self._blocks = blocks if blocks.address in caches and blocks.cover_all else None
         ranges = [AddressRange(start, nbytes, start) for start, nbytes in weights.items()]
         if self._blocks is not None:
             # What is dropped is for weights first, and then for the first blocks.
