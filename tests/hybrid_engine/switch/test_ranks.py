@@ -336,7 +336,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),
     "interrupted_on_rank_0": (
         (DifferentCallsError, DifferentCallsError),
-        ["entering rollout_context (2 numbers) on rank 1"],
+        ["entering rollout_context (3 numbers) on rank 1"],
         {},
     ),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
@@ -373,7 +373,7 @@ def test_each_transport_reads_only_the_other_half(two_processes: ByRank):
         assert results["transports"] == {
             case: {
                 **{"received": half, "least": half, "own": half, "carried": {name: half}},
-                "groups": int(name == "collective"),  # a communicator keeps memory of a GPU
+                "groups": 1 + (name == "collective"),  # A communicator keeps memory of a GPU.
             }
             for case, name in by_name.items()
         }

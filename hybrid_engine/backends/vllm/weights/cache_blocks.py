@@ -93,10 +93,10 @@ class CacheBlocks:
             self._put_first(self._pool.blocks[1:])
 
     def _prepare(self, num_blocks: int) -> None:
-        """Put free blocks first that are not held, or let go if there are too few of them."""
+        """Put free blocks first that are not held, or let go if there are few of them."""
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head
-        for _ in range(min(num_blocks, self._pool.get_num_free_blocks())):
+        for _ in range(num_blocks):
             block = block.next_free_block
             if block.block_id >= self._first_held:
                 break
@@ -104,10 +104,12 @@ class CacheBlocks:
             return
         # Cached blocks that requests have left stand behind the held ones.
         free = queue.get_all_free_blocks()
-        if sum(block.block_id < self._first_held for block in free) < num_blocks:
-            self._let_go()
+        free.sort(key=lambda block: block.block_id >= self._first_held)
+        # It takes milliseconds, so not for a few.
+        if free[: max(num_blocks, self._first_held // 8)][-1].block_id < self._first_held:
+            self._put_first(free)
         else:
-            self._put_first(sorted(free, key=lambda block: block.block_id >= self._first_held))
+            self._let_go()
 
     def _put_first(self, blocks: list[Any]) -> None:
         self._pool.free_block_queue = type(self._pool.free_block_queue)(blocks)

@@ -257,7 +257,7 @@ class SleepMode(WeightMemory):
             largest = max((nbytes for of in lenders for _, nbytes, _ in of.resident()), default=0)
             last = _reserved(saved) + _reserved(lenders) + self._blocks.num_layers * largest
             last = min(last, sum(caches.values()) - left)
-            ranges += self._blocks.ranges(max(last, 0), driver.granularity())
+            ranges += self._blocks.ranges(last, driver.granularity())
             del caches[self._blocks.address]
         ranges += [AddressRange(start, nbytes, start, True) for start, nbytes in caches.items()]
         self._pool = Pool(driver, [*dropped, *saved], lenders, ranges)
