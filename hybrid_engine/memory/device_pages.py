@@ -344,14 +344,14 @@ class Chunks(_ChunkedRange):
     @property
     def is_late(self) -> bool:
         """True if inference uses none of this memory before its weights are filled."""
-        return sum(stop - start for start, stop in self.late_ranges()) == self.reserved_nbytes
+        return len([*self.late_ranges()]) == len(self._handles)
 
     def late_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the byte ranges that inference uses only after its weights are filled, or never."""
         for index, pieces in self._pieces.items():
             if all(piece.is_late for piece in pieces):
-                address, nbytes = self._place(index)
-                yield address - self.address, address - self.address + nbytes
+                start = index * self._chunk_nbytes
+                yield start, start + self._place(index)[1]
 
     def settle(self, pieces: Sequence[tuple[int, PoolPiece]]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.

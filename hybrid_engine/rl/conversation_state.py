@@ -107,7 +107,7 @@ class Conversation:
         known = [turn.routed_experts for turn in self.turns if turn.routed_experts is not None]
         if len(known) < len(self.turns):
             return None
-        return reduce(RoutedExperts.followed_by, known)
+        return reduce(type(known[0]).followed_by, known)
 
     @property
     def versions(self) -> tuple[int, ...]:

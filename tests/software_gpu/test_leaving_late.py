@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 
 from benchmarks.resharding.cases import Case
-from benchmarks.timeline import KV_CACHE_MB
+from benchmarks.timeline import KV_CACHE_MB, SAMPLING
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import OffloadError, StateError
 from hybrid_engine.memory.arena import QueuedCopy
 from hybrid_engine.ranks.digests import box_digest
@@ -22,8 +21,6 @@ from tests.harness.errors import has_code
 from tests.harness.launch import Ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.ranks, pytest.mark.slow]
-
-GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 class Engines:
@@ -55,7 +52,7 @@ class Engines:
         return report.bytes_onloaded
 
     def draw(self) -> list[int]:
-        return list(self.worker.generate_sequences([[1, 2, 3]], GREEDY)[0][0].token_ids)
+        return list(self.worker.generate_sequences([[1, 2, 3]], SAMPLING)[0][0].token_ids)
 
     def require_refused(self) -> None:
         for tensor in self.worker.train.guard.tensors():

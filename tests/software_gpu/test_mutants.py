@@ -215,7 +215,7 @@ def shared(late: Sequence[Kind] = ()) -> None:
     data = SimpleNamespace(handle=(0, nbytes, address, 0), tag="kv_cache", is_asleep=False)
     sleep_mode = SleepMode(lambda: None)
     sleep_mode._pool = pool
-    sleep_mode._leave = state.offloader.offload
+    sleep_mode._leave = lambda: state.offloader.offload
     stream = torch.cuda.Stream()
     drawn = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     with (

@@ -32,10 +32,10 @@ from tests.hybrid_engine.switch.fakes import INFER, Rig
 
 
 def refusal_of(rig: Rig) -> str:
-    """Build a job that is refused before a group exists or anything moves; returns the message."""
+    """Build a job that is refused before more than the host's group exists; returns the message."""
     with mock.patch.object(Job, "new_group") as new_group, pytest.raises(ConfigError) as caught:
         rig.build()
-    assert not new_group.called
+    assert new_group.call_count <= 1
     assert not rig.offloader.is_offloaded("param")
     return str(caught.value)
 

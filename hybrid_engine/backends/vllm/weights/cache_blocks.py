@@ -28,7 +28,7 @@ class CacheBlocks:
 
     Attributes:
         address: of the cache.
-        num_layers: layers that have memory in every block.
+        layers: address of the first block of each layer, and bytes from one block to the next.
     """
 
     def __init__(self, runner: Any, pool: Any) -> None:
@@ -38,13 +38,11 @@ class CacheBlocks:
         storage = runner.kv_caches[0].untyped_storage()
         self.address = storage.data_ptr()
         self._end = self.address + storage.nbytes()
-        # Address of the first block of each layer, and bytes from one block to the next.
-        self._layers = [
+        self.layers = [
             (self.address + tensor.offset + number * tensor.layer_stride, tensor.block_stride)
             for tensor in config.kv_cache_tensors
             for number in range(len(getattr(tensor, "layers", ())))
         ]
-        self.num_layers = len(self._layers)
         self._first_held = self._num_blocks
         get_new_blocks = pool.get_new_blocks
 
@@ -120,7 +118,7 @@ class CacheBlocks:
 
     def _addresses_from(self, block: int) -> Spans:
         addresses = Spans()
-        for start, stride in self._layers:
+        for start, stride in self.layers:
             addresses.add(start + block * stride, min(start + self._num_blocks * stride, self._end))
         return addresses
 
@@ -141,7 +139,7 @@ class CacheBlocks:
         for start, stop in addresses:
             if not self.address <= start < self._end:
                 return 0
-            for layer, stride in self._layers:
+            for layer, stride in self.layers:
                 if layer < stop and start < layer + self._num_blocks * stride:
                     first = min(first, max(start - layer, 0) // stride)
         return first

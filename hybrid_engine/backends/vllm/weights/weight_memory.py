@@ -19,6 +19,7 @@ import functools
 import gc
 import logging
 import sys
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ class SleepMode(WeightMemory):
         self._resume = resume
         self._block_pool = block_pool
         self._blocks: CacheBlocks | None = None
-        self._leave: Callable[[], object] = _do_nothing
+        self._leave: Callable[[], Any] = _do_nothing
         self._weights = SleepingSegments(())
         self._caches = SleepingSegments(())
         self._pool: Pool | None = None
@@ -234,7 +235,8 @@ class SleepMode(WeightMemory):
     def _take_rest(self) -> None:
         """Take what training still has of the KV cache's memory."""
         assert self._pool is not None
-        self._leave()
+        # If the switch is gone, nothing leaves, and the memory is refused.
+        (self._leave() or _do_nothing)()
         self._pool.take_rest()
 
     def share(self, live: Live, memories: Memories, leave: Callable[[], object]) -> bool:
@@ -255,13 +257,14 @@ class SleepMode(WeightMemory):
             left = max(_reserved(dropped) - sum(weights.values()), 0)
             # Chunks are taken whole, so a part of each layer's memory may be of no use for them.
             largest = max((nbytes for of in lenders for _, nbytes, _ in of.resident()), default=0)
-            last = _reserved(saved) + _reserved(lenders) + self._blocks.num_layers * largest
+            last = _reserved(saved) + _reserved(lenders) + len(self._blocks.layers) * largest
             last = min(last, sum(caches.values()) - left)
             ranges += self._blocks.ranges(last, driver.granularity())
             del caches[self._blocks.address]
         ranges += [AddressRange(start, nbytes, start, True) for start, nbytes in caches.items()]
         self._pool = Pool(driver, [*dropped, *saved], lenders, ranges)
-        self._leave = leave
+        # vLLM's objects may outlive the switch, and with it the trainer.
+        self._leave = weakref.WeakMethod(leave)
         _shared.update(self._pool.segments)
         for data in (*self._weights.segments, *self._caches.segments):
             segment = self._pool.segments.get(_start(data))
