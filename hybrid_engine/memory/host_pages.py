@@ -227,6 +227,7 @@ class HostMemory(_FileMapping):
     """A memory file of this process, for a tensor of `numel` elements."""
 
     granularity = PAGE
+    chunks = None  # only memory of a device has them
 
     def __init__(self, numel: int, dtype: torch.dtype, label: str) -> None:
         """Reserve `numel` elements, none resident yet. `label` is visible in /proc/<pid>/maps.

@@ -19,7 +19,6 @@ import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import QueuedCopy
-from hybrid_engine.memory.device_pages import DeviceMemory
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ranks.digests import box_digest
@@ -337,9 +336,9 @@ class Storage:
     def late_ranges(self) -> Spans:
         """Return the byte ranges that are copied and that inference takes late, or never."""
         ranges = Spans()
-        memory = None if self.buffer is None else self.buffer.memory
-        if self.action == "copy" and isinstance(memory, DeviceMemory):
-            for start, stop in memory.chunks.late_ranges():
+        chunks = self.buffer and self.buffer.memory.chunks
+        if self.action == "copy" and chunks:
+            for start, stop in chunks.late_ranges():
                 ranges.add(start, min(stop, self.nbytes))
         return ranges
 

@@ -32,7 +32,7 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError, StateError
 from hybrid_engine.memory.arena import Arena, Copier
-from hybrid_engine.memory.device_pages import Chunks, DeviceMemory
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -305,7 +305,7 @@ class Offloader:
         for storage in (self._inventory or self._survey()).storages:
             if storage.kind in kinds:
                 of_kind = chunks.setdefault(storage.kind, [])
-                if storage.buffer and isinstance(storage.buffer.memory, DeviceMemory):
+                if storage.buffer and storage.buffer.memory.chunks:
                     of_kind.append(storage.buffer.memory.chunks)
         return chunks
 
