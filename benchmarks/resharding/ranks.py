@@ -140,6 +140,8 @@ def run_case(
     try:
         _fill_with_values(worker)
         _switch_once(worker, figures)
+        # As in a switch: weights may use their memory.
+        worker.sharding.offloader.offload({"grad"})
         results: dict[str, Digests] = {}
         for entry in entries(bridge=request.bridge) if request.runs else ():
             if entry.has_buckets or not only_buckets:

@@ -47,6 +47,7 @@ from hybrid_engine.memory.descriptors import MOST_AT_ONCE, Descriptor, fetch, se
 from hybrid_engine.memory.host_pages import (
     BufferHandle,
     HostMemory,
+    PoolPiece,
     map_pages,
     require_within,
     round_up,
@@ -246,39 +247,6 @@ class DeviceMemory:
     def _raise_if_closed(self) -> None:
         if not self._is_open:
             raise StateError("the elastic buffer is closed", code="buffer-is-closed")
-
-
-class PoolPiece:
-    """Physical memory of a pool (pool.py), with contents of one side at a time.
-
-    It counts the parts of that side's address range that have contents in it.
-
-    Attributes:
-        is_late: inference has contents in it only after its weights are filled, or never.
-    """
-
-    def __init__(self, is_late: bool) -> None:
-        self.is_late = is_late
-        self._side = ""
-        self._parts: set[object] = set()
-
-    def take(self, side: str, part: object) -> None:
-        """Note that a part of `side` has contents here. Raises StateError if another side has."""
-        if self._parts and not self.has_contents_of(side):
-            raise StateError(
-                f"memory of {side} still has contents of {self._side} ({len(self._parts)} parts): "
-                "they must leave first",
-                code="memory-in-use",
-            )
-        self._side = side
-        self._parts.add(part)
-
-    def has_contents_of(self, side: str) -> bool:
-        return bool(self._parts) and self._side == side
-
-    def leave(self, part: object) -> None:
-        """Note that a part has no contents here any more."""
-        self._parts.discard(part)
 
 
 class _ChunkedRange:

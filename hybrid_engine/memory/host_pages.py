@@ -45,6 +45,7 @@ def libc() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.mprotect.argtypes = library.madvise.argtypes
     library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return library
 
@@ -148,10 +149,12 @@ def _remove_deleters() -> None:
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 # <sys/mman.h> on Linux.
+_PROT_NONE = 0
 _PROT_READ = 1
 _PROT_WRITE = 2
 _SHARED = 1
 _PRIVATE = 2
+_FIXED = 0x10
 _ANONYMOUS = 0x20
 # <linux/falloc.h>
 _KEEP_SIZE = 1
@@ -223,11 +226,49 @@ class _FileMapping:
         return host_tensor_over(self.address + offset, nbytes, dtype, numel, self)
 
 
+class PoolPiece:
+    """Physical memory of a pool (pool.py), with contents of one side at a time.
+
+    It counts the parts of that side's address range that have contents in it.
+
+    Attributes:
+        is_late: inference has contents in it only after its weights are filled, or never.
+    """
+
+    def __init__(self, is_late: bool) -> None:
+        self.is_late = is_late
+        self._side = ""
+        self._parts: set[object] = set()
+
+    def take(self, side: str, part: object) -> None:
+        """Note that a part of `side` has contents here. Raises StateError if another side has."""
+        if self._parts and not self.has_contents_of(side):
+            raise StateError(
+                f"memory of {side} still has contents of {self._side} ({len(self._parts)} parts): "
+                "they must leave first",
+                code="memory-in-use",
+            )
+        self._side = side
+        self._parts.add(part)
+
+    def has_contents_of(self, side: str) -> bool:
+        return bool(self._parts) and self._side == side
+
+    def leave(self, part: object) -> None:
+        """Note that a part has no contents here any more."""
+        self._parts.discard(part)
+
+
 class HostMemory(_FileMapping):
-    """A memory file of this process, for a tensor of `numel` elements."""
+    """A memory file of this process, for a tensor of `numel` elements.
+
+    Inference may borrow all of it, once it is released for the first time: pages stay, and release
+    and restore only note whose contents they have.
+    """
 
     granularity = PAGE
     chunks = None  # only memory of a device has them
+    is_late = False
 
     def __init__(self, numel: int, dtype: torch.dtype, label: str) -> None:
         """Reserve `numel` elements, none resident yet. `label` is visible in /proc/<pid>/maps.
@@ -253,6 +294,7 @@ class HostMemory(_FileMapping):
             os.close(fd)
             raise
         self._file: Descriptor | None = Descriptor(fd)
+        self._piece: PoolPiece | None = None
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
@@ -260,6 +302,12 @@ class HostMemory(_FileMapping):
 
     def release(self, first: int, last: int) -> None:
         """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
+        if self._piece is not None:
+            if last - first == self.reserved_nbytes:
+                self._piece.leave(self)
+                # Whoever still touches it must not find the contents of inference.
+                self._permit(_PROT_NONE)
+            return
         # Unlike madvise(MADV_DONTNEED) it frees the file's pages, for all mappings.
         if libc().fallocate(self._open_file().fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
             raise_errno(f"fallocate(PUNCH_HOLE) of {last - first} bytes at {first}")
@@ -267,9 +315,41 @@ class HostMemory(_FileMapping):
     def restore(self, first: int, last: int) -> None:
         """Check that the memory is open; a page is allocated, zero, when it is touched."""
         self._open_file()
+        if self._is_lent:
+            assert self._piece is not None
+            self._piece.take("training", self)
+            self._permit(_PROT_READ | _PROT_WRITE)
+            self.view(0, self.reserved_nbytes, torch.uint8).zero_()
+
+    def lend(self, piece: PoolPiece) -> int:
+        """Let inference have contents in the file, of which nothing is resident.
+
+        Returns the descriptor of the file. `piece` knows which side has contents.
+        """
+        self._piece = piece
+        self._permit(_PROT_NONE)
+        return self._open_file().fd
+
+    def end_loan(self) -> None:
+        """Free all pages, unless training has contents in them; nobody maps them any more."""
+        is_lent = self._is_lent
+        self._piece = None
+        if is_lent:
+            self._permit(_PROT_READ | _PROT_WRITE)
+            self.release(0, self.reserved_nbytes)
+
+    @property
+    def _is_lent(self) -> bool:
+        return self._piece is not None and not self._piece.has_contents_of("training")
+
+    def _permit(self, protection: int) -> None:
+        if libc().mprotect(self.address, self.reserved_nbytes, protection):
+            raise_errno(f"mprotect of {self.reserved_nbytes} bytes")
 
     def resident_nbytes(self) -> int:
         """Return the bytes of physical memory behind the file now, whole pages."""
+        if self._is_lent:
+            return 0
         return os.fstat(self._open_file().fd).st_blocks * _STAT_BLOCK
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> BufferHandle:
@@ -318,12 +398,17 @@ def map_pages(handle: BufferHandle) -> torch.Tensor:
     return mapping.view(handle.offset, handle.numel, getattr(torch, handle.dtype))
 
 
-def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:
-    """Map a file, or new memory if `fd` is -1, and return the address. Raises OSError."""
+def map_memory(
+    nbytes: int, fd: int = -1, *, writable: bool = True, at: int | None = None, offset: int = 0
+) -> int:
+    """Map a file from `offset`, or new memory if `fd` is -1, and return the address.
+
+    `at`: address of whole pages, which are replaced. Raises OSError.
+    """
     protection = _PROT_READ | (_PROT_WRITE if writable else 0)
-    flags = _PRIVATE | _ANONYMOUS if fd < 0 else _SHARED
+    flags = (_PRIVATE | _ANONYMOUS if fd < 0 else _SHARED) | (0 if at is None else _FIXED)
     # Python's mmap would keep a duplicate of the descriptor.
-    address = libc().mmap(None, nbytes, protection, flags, fd, 0)
+    address = libc().mmap(at, nbytes, protection, flags, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         raise_errno(f"mmap of {nbytes} bytes")
     return address

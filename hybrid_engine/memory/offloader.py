@@ -33,6 +33,7 @@ import torch
 from hybrid_engine.errors import HybridEngineError, OffloadError, StateError
 from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.device_pages import Chunks
+from hybrid_engine.memory.host_pages import HostMemory
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -299,14 +300,15 @@ class Offloader:
         self._hidden_seconds = self._exposed_seconds = 0.0
         return seconds
 
-    def chunks(self, kinds: Collection[Kind]) -> dict[Kind, list[Chunks]]:
-        """Return the chunks of elastic storages on a GPU, by kind; only kinds that have state."""
-        chunks: dict[Kind, list[Chunks]] = {}
+    def chunks(self, kinds: Collection[Kind]) -> dict[Kind, list[Chunks | HostMemory]]:
+        """Return the memories of elastic storages, by kind; only kinds that have state."""
+        chunks: dict[Kind, list[Chunks | HostMemory]] = {}
         for storage in (self._inventory or self._survey()).storages:
             if storage.kind in kinds:
                 of_kind = chunks.setdefault(storage.kind, [])
-                if storage.buffer and storage.buffer.memory.chunks:
-                    of_kind.append(storage.buffer.memory.chunks)
+                if storage.buffer:
+                    memory = storage.buffer.memory
+                    of_kind.append(memory if isinstance(memory, HostMemory) else memory.chunks)
         return chunks
 
     def away_nbytes(self) -> dict[Kind, int]:

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from hybrid_engine.memory.cuda_driver import CudaDriver
-from hybrid_engine.memory.device_pages import Chunks, PoolPiece
-from hybrid_engine.memory.host_pages import tensor_over
+from hybrid_engine.memory.device_pages import Chunks
+from hybrid_engine.memory.host_pages import HostMemory, PoolPiece, tensor_over
 from hybrid_engine.memory.offload_items import Kind, Spans
 
-Memories = Mapping[Kind, Sequence[Chunks]]
+Memories = Mapping[Kind, Sequence[Chunks | HostMemory]]
 """Memories of training on one device, by kind of state."""
 
 

@@ -275,7 +275,7 @@ class ShardingManager(Switch):
         if selection is not None and incremental is not None:
             incremental.note_departure(self.offloader.departure("param"), selection)
         self._onload(wanted, read_only=target is not State.TRAIN)
-        if target is State.IDLE and self.job.device.type == "cuda":
+        if target is State.IDLE:
             # Others may use the device: a critic trains.
             with self._phase("give back"):
                 self._shares_memory = False
@@ -409,7 +409,7 @@ class ShardingManager(Switch):
         connection = self._require_open()
         is_alone = connection.is_apart or connection.incremental is not None
         # A kind that stays must keep its memory.
-        return self.job.device.type == "cuda" and not is_alone and not self._undecided()
+        return not is_alone and not self._undecided()
 
     def _share_memory(self) -> None:
         """Let inference use the memory that training leaves, once all of its state exists."""
@@ -424,7 +424,8 @@ class ShardingManager(Switch):
 
         Parameters only if all of theirs is shared: else they leave bucket by bucket.
         """
-        if not self._may_share_memory or self._late_kinds:
+        is_on_gpu = self.job.device.type == "cuda"
+        if not is_on_gpu or not self._may_share_memory or self._late_kinds:
             return
         params = self.offloader.chunks({"param"}).get("param", ())
         is_whole = self._shares_memory and all(memory.is_late for memory in params)

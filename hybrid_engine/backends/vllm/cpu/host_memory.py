@@ -1,8 +1,11 @@
 """Memory of weights on a CPU: pages of vLLM's storages come and go, and loader layout uses a pool.
 
-Live weights keep their storages and their addresses; the system takes their pages back. The
-storages need not be resizable: anything that makes an array of a weight, as vLLM's checksums do,
-makes its storage non-resizable.
+Live weights keep their storages and their addresses. Once gradients exist, weights use the pages of
+their memory files, mapped at the weights' addresses as well. So no switch touches a new page, which
+takes several times as long as a copy. The system takes back the pages of what finds no room there.
+
+The storages need not be resizable: anything that makes an array of a weight, as vLLM's checksums
+do, makes its storage non-resizable.
 
 A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages
 for each would cost several times as much as the copy; here the pages of one bucket are reused for
@@ -18,13 +21,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.backends.vllm.weights.weight_memory import Live, WeightMemory
-from hybrid_engine.memory.host_pages import libc, raise_errno, round_up
+from hybrid_engine.memory.host_pages import (
+    HostMemory,
+    PoolPiece,
+    libc,
+    map_memory,
+    raise_errno,
+    round_up,
+)
+from hybrid_engine.memory.pool import Memories
 
 _HUGE_PAGE = 2 * 1024**2
 _ALIGNMENT = 64  # bytes, of every tensor
@@ -41,6 +53,11 @@ class CpuWeightMemory(WeightMemory):
     def __init__(self) -> None:
         self._pool = StagingPool()
         self._given_back: set[int] = set()  # addresses of storages
+        self._loans: dict[int, _Loan] = {}  # by address of the storage
+        # Weakly: the trainer may end before vLLM.
+        self._lenders: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+        # A storage must not be freed over pages of training, so the loans keep it until then.
+        weakref.finalize(self, _end_loans, self._loans).atexit = False
 
     def new(
         self, storages: Sequence[WeightStorage], stay: Collection[str] = ()
@@ -59,16 +76,51 @@ class CpuWeightMemory(WeightMemory):
 
     def free(self, live: Live) -> None:
         for address, storage in _storages(live.values()).items():
-            if not _advise(storage, mmap.MADV_DONTNEED, mmap.PAGESIZE):
+            if address in self._loans:
+                self._loans[address].piece.leave(address)
+            elif not _advise(storage, mmap.MADV_DONTNEED, mmap.PAGESIZE):
                 raise_errno("the system does not take pages of weights back")
             self._given_back.add(address)
+
+    def share(self, live: Live, memories: Memories, leave: Callable[[], object]) -> bool:
+        self.give_back()
+        waiting = {
+            address: storage
+            for address, storage in _storages(live.values()).items()
+            if address in self._given_back
+        }
+        for memory in memories.get("grad", ()):
+            assert isinstance(memory, HostMemory)
+            # Weights of an earlier engine may have it, which it gave back.
+            memory.end_loan()
+            piece = PoolPiece(is_late=False)
+            taken = 0
+            for address, storage in list(waiting.items()):
+                start, nbytes = _pages(storage, mmap.PAGESIZE)
+                if 0 < nbytes <= memory.reserved_nbytes - taken:
+                    fd = memory.lend(piece)
+                    map_memory(nbytes, fd, at=start, offset=taken)
+                    self._loans[address] = _Loan(storage, piece)
+                    self._lenders.add(memory)
+                    taken += nbytes
+                    del waiting[address]
+        return True
+
+    def give_back(self) -> None:
+        _end_loans(self._loans)
+        for memory in self._lenders:
+            memory.end_loan()
+        self._lenders.clear()
 
     def restore(
         self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
     ) -> None:
-        tensors = [live[storage.name] for storage in storages if storage.name in live]
-        for address, storage in _storages(tensors).items():
-            if address in self._given_back:
+        names = (*(storage.name for storage in storages), *others)
+        for address, storage in _storages(live[name] for name in names if name in live).items():
+            if address in self._loans:
+                self._loans[address].piece.take("inference", address)
+                self._given_back.discard(address)
+            elif address in self._given_back:
                 # With huge pages the first write costs little more than any other; with 4 KiB
                 # pages it takes several times as long.
                 _advise(storage, mmap.MADV_HUGEPAGE, _HUGE_PAGE)
@@ -81,6 +133,27 @@ class CpuWeightMemory(WeightMemory):
             if tensor.untyped_storage().data_ptr() not in self._given_back
         }
         return super().nbytes(taken) + self._pool.free_nbytes
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """A storage with pages of training's, and their piece of what both sides share."""
+
+    storage: torch.UntypedStorage
+    piece: PoolPiece
+
+
+def _end_loans(loans: dict[int, _Loan]) -> None:
+    """Give these storages pages of their own; they keep their contents, if they have any."""
+    for address, loan in loans.items():
+        start, nbytes = _pages(loan.storage, mmap.PAGESIZE)
+        contents = b""
+        if loan.piece.has_contents_of("inference"):
+            contents = ctypes.string_at(start, nbytes)
+        map_memory(nbytes, at=start)
+        ctypes.memmove(start, contents, len(contents))
+        loan.piece.leave(address)
+    loans.clear()
 
 
 class StagingPool:
@@ -170,6 +243,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 def _advise(storage: torch.UntypedStorage, advice: int, page: int) -> bool:
     """Call madvise for the pages of `page` bytes inside a storage; return whether it succeeded."""
+    start, nbytes = _pages(storage, page)
+    return nbytes <= 0 or libc().madvise(start, nbytes, advice) == 0
+
+
+def _pages(storage: torch.UntypedStorage, page: int) -> tuple[int, int]:
+    """Return address and bytes of the pages of `page` bytes inside a storage."""
     start = round_up(storage.data_ptr(), page)
-    stop = (storage.data_ptr() + storage.nbytes()) // page * page
-    return start >= stop or libc().madvise(start, stop - start, advice) == 0
+    return start, (storage.data_ptr() + storage.nbytes()) // page * page - start

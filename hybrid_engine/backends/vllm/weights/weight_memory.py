@@ -34,7 +34,7 @@ from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import driver_of
 from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.host_pages import libc
-from hybrid_engine.memory.offload_items import Spans
+from hybrid_engine.memory.offload_items import Kind, Spans
 from hybrid_engine.memory.pool import AddressRange, Memories, Pool, SharedSegment
 from hybrid_engine.ranks.torch_internals import make_workspaces
 
@@ -245,9 +245,11 @@ class SleepMode(WeightMemory):
             return False
         caches = {_start(data): data.handle[1] for data in self._caches.segments}
         weights = {_start(data): data.handle[1] for data in self._weights.segments}
-        dropped = memories.get("grad", ())
-        saved = memories.get("optimizer", ())
-        lenders = memories.get("param", ())
+        kinds: tuple[Kind, ...] = ("grad", "optimizer", "param")
+        dropped, saved, lenders = (
+            [memory for memory in memories.get(kind, ()) if isinstance(memory, Chunks)]
+            for kind in kinds
+        )
         if self._block_pool is not None and self._blocks is None and caches:
             blocks = CacheBlocks(self._worker().model_runner, self._block_pool())
             self._blocks = blocks if blocks.address in caches and blocks.cover_all else None

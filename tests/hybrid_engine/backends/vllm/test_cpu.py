@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import mmap
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.cpu.host_memory import StagingPool
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory, StagingPool
+from hybrid_engine.errors import StateError
+from hybrid_engine.memory.elastic import ElasticBuffer
+from hybrid_engine.memory.host_pages import HostMemory
 
 F32 = torch.float32
 BF16 = torch.bfloat16
@@ -85,6 +90,103 @@ def test_pages_lent_during_a_trim_are_not_kept():
     assert pool.free_nbytes == 0
     pool.lend([(1000, torch.float32)])
     assert pool.free_nbytes == mmap.PAGESIZE
+
+
+# -- memory shared with gradients ------------------------------------------------------------------
+
+
+class Sides:
+    """Gradients and weights that use their memory, with every byte that either side wrote."""
+
+    def __init__(self, buffers: list[int], weights: list[int]) -> None:
+        self.buffers = [ElasticBuffer(nbytes, torch.uint8, "grad") for nbytes in buffers]
+        self.live = {str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(weights)}
+        self.memory = CpuWeightMemory()
+        self.memory.free(self.live)
+
+    def share(self) -> None:
+        memories = [buffer.memory for buffer in self.buffers if isinstance(buffer.memory, HostMemory)]
+        for buffer in self.buffers:
+            buffer.release()
+        assert self.memory.share(self.live, {"grad": memories}, gc.collect)
+
+    def infer(self, value: int) -> None:
+        for buffer in self.buffers:
+            buffer.release()
+        assert not any(buffer.resident_nbytes() for buffer in self.buffers)
+        self.memory.restore(self.live, (), self.live)
+        assert self.memory.nbytes(self.live) == sum(tensor.nbytes for tensor in self.live.values())
+        for number, tensor in enumerate(self.live.values()):
+            tensor.fill_(value + number)
+        assert all(bool((tensor == value + number).all()) for number, tensor in enumerate(self.live.values()))
+
+    def train(self, value: int) -> None:
+        self.memory.free(self.live)
+        for number, buffer in enumerate(self.buffers):
+            buffer.release()
+            buffer.restore()
+            assert not buffer.tensor.any()
+            buffer.tensor.fill_(value + number)
+        assert all(bool((buffer.tensor == value + number).all()) for number, buffer in enumerate(self.buffers))
+
+
+SIZES = st.lists(st.integers(1, 5 * mmap.PAGESIZE), min_size=1, max_size=4)
+
+
+@given(SIZES, SIZES, st.lists(st.sampled_from(["infer", "train", "share", "give_back"]), max_size=8))
+def test_weights_and_gradients_use_memory_in_turn(buffers: list[int], weights: list[int], steps: list[str]) -> None:
+    sides = Sides(buffers, weights)
+    for step in ("share", *steps, "train", "give_back"):
+        if step in ("infer", "train"):
+            getattr(sides, step)(1 + len(steps))
+            continue
+        # Neither side has contents.
+        sides.memory.free(sides.live)
+        for buffer in sides.buffers:
+            buffer.release()
+        getattr(sides if step == "share" else sides.memory, step)()
+    assert not any(buffer.resident_nbytes() for buffer in sides.buffers)
+    sides.infer(1)
+
+
+def test_a_switch_touches_no_new_page() -> None:
+    size = 64 * mmap.PAGESIZE
+    sides = Sides([2 * size], [size, size // 2])
+    sides.share()
+    (buffer,) = sides.buffers
+    sides.infer(1)
+    sides.train(2)
+    pages = buffer.resident_nbytes()
+    assert pages >= size
+    sides.infer(3)
+    with pytest.raises(StateError, match="inference"):
+        buffer.restore()
+    sides.train(4)
+    assert buffer.resident_nbytes() == pages
+    with pytest.raises(StateError, match="training"):
+        sides.memory.restore(sides.live, (), sides.live)
+
+
+def test_shared_memory_lives_on_when_one_side_ends() -> None:
+    size = 8 * mmap.PAGESIZE
+    sides = Sides([2 * size], [size])
+    sides.share()
+    sides.infer(1)
+    # The engine ends with its weights awake.
+    ended = weakref.ref(sides.memory)
+    weights = sides.live.pop("0")
+    sides.memory = CpuWeightMemory()
+    assert ended() is None
+    sides.train(2)
+    assert bool((weights == 1).all())
+    sides.live["0"] = torch.zeros(size, dtype=torch.uint8)
+    sides.memory.free(sides.live)
+    sides.share()
+    sides.infer(3)
+    # The trainer ends.
+    sides.buffers.clear()
+    gc.collect()
+    assert math.isclose(float(sides.live["0"].float().mean()), 3)
 
 
 # -- rotary embedding ------------------------------------------------------------------------------
