@@ -46,6 +46,7 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.memory.pool import Memories
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
@@ -336,11 +337,8 @@ class Transport(Protocol):
         A transport without messages does nothing, and returns "".
         """
 
-    def take_seconds(self) -> Mapping[str, float]:
-        """Return seconds by phase since the last call.
-
-        Phases are read (locate and pack sources), transfer, write (unpack).
-        """
+    def take_costs(self) -> Costs:
+        """Return seconds by phase, and counts, since the last call."""
 
     def trim(self) -> int:
         """Free staging memory between fills; return its bytes."""

@@ -21,6 +21,7 @@ exactly those transfers of the global plan that involve the rank.
 Related to a plan:
 
     summary.py     lower bounds and the bytes of all ranks, counted without creating transfers
+    costs.py       seconds, counts and bytes that a part of a switch took, which add up
     buckets.py     training memory that can be released after each bucket; buckets that stay
     rank_order.py  assignment of inference shards to ranks, so that most bytes are already in place
 

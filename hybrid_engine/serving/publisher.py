@@ -344,11 +344,13 @@ class WeightPublisher(Switch):
             with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
                 self.trainer.weights.finish_pending()
         with tally.timed("offload"), agreement.phase("offload"):
-            tally.offloaded += self.offloader.offload(frozenset(KINDS) - wanted).total_nbytes
+            offloaded = self.offloader.offload(frozenset(KINDS) - wanted)
+            tally.counts["bytes_offloaded"] += offloaded.total_nbytes
         with tally.timed("onload"), agreement.phase("onload"):
-            tally.onloaded += self.offloader.onload(
+            onloaded = self.offloader.onload(
                 wanted, read_only=target is not State.TRAIN, late=LATE_KINDS
-            ).total_nbytes
+            )
+            tally.counts["bytes_onloaded"] += onloaded.total_nbytes
             tally.seconds_behind = self.offloader.take_seconds_behind()
 
     def _switch(

@@ -1,16 +1,16 @@
-"""`ReshardReport`, the result of one switch, and `SwitchTally`, the sums from which it is built."""
+"""`ReshardReport`, the result of one switch, and `SwitchTally`, the costs of which it is built."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Link, link_seconds
-from hybrid_engine.switch.weight_container import FillReport
-from hybrid_engine.tracing import span
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.pull import LocalTransport
 
 
@@ -73,10 +73,10 @@ class ReshardReport:
     seconds_by_phase: Mapping[str, float]
     bytes_received: int
     bytes_own: int
-    bytes_least: int
-    bytes_offloaded: int
-    bytes_onloaded: int
-    peak_bytes: int
+    bytes_least: int = 0
+    bytes_offloaded: int = 0
+    bytes_onloaded: int = 0
+    peak_bytes: int = 0
     staging_bytes: int = 0
     bytes_across_hosts: int = 0
     seconds_hidden: float = 0.0
@@ -142,64 +142,73 @@ SLOWEST_RADIX = 2**20
 """Microseconds of a rank times this, plus its number, has the slowest rank as its maximum."""
 
 
-@dataclass
-class SwitchTally:
-    """Sums of a running switch on this rank; attributes as in `ReshardReport`.
+_RankCosts = tuple[dict[str, int], dict[Link, int], dict[str, dict[int, int]]]
 
-    `seconds_behind`: hidden and exposed ones. `of_fill`: speed of the fill, by field.
-    `of_verification`: verification of the fill, by field.
+
+def costs_of_all(costs: Costs, agreement: Agreement) -> Costs:
+    """Return the seconds of `costs`, with the bytes and counts of all ranks. Collective.
+
+    In `nbytes_by_peer` the keys number pairs of ranks, so the number of keys is the number of
+    pairs.
+    """
+    counted = (costs.counts, costs.nbytes_by_link, costs.nbytes_by_peer)
+    by_rank = agreement.gather(counted, _RankCosts, "bytes of all ranks")
+    total = Costs(costs.seconds)
+    for rank, (counts, by_link, by_name) in enumerate(by_rank):
+        total.counts.update(counts)
+        total.nbytes_by_link.update(by_link)
+        for name, by_peer in by_name.items():
+            for peer, nbytes in by_peer.items():
+                total.nbytes_by_peer[name][rank * len(by_rank) + peer] = nbytes
+    return total
+
+
+@dataclass(slots=True)
+class SwitchTally(Costs):
+    """Costs of a running switch on this rank.
+
+    Attributes:
+        seconds_behind: hidden and exposed ones, see `ReshardReport`.
+        speed: speed of the fill, by field of `ReshardReport`.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    offloaded: int = 0
-    onloaded: int = 0
     seconds_behind: tuple[float, float] = (0.0, 0.0)
-    peak: int = 0
-    kept: int = 0
-    suspended: int = 0
-    fill: FillReport = field(default_factory=FillReport)
-    of_fill: dict[str, Any] = field(default_factory=dict)
-    of_verification: dict[str, int] = field(default_factory=dict)
+    speed: dict[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's time to the phase, unless the block raises.
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Add the time of the `with` block to a phase, which may occur several times."""
+        return timed_span(self.seconds, phase)
 
-        A phase may occur several times.
-        """
-        started = time.perf_counter()
-        with span(phase):
-            yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def add_fill(self, fill: FillReport, gbps: Mapping[Link, float], slowest: int) -> None:
-        """Set the fill of this switch; there is at most one.
+    def add_fill(self, fill: Costs, gbps: Mapping[Link, float], slowest: int) -> None:
+        """Add the fill of this switch; there is at most one.
 
         Args:
             fill: the fill, after its phase.
             gbps: known speeds of links (`planning.plan.DEVICE_GBPS`).
             slowest: see `SLOWEST_RADIX`.
         """
-        self.fill = fill
+        self.add(fill)
         seconds = self.seconds["fill"]
         microseconds, rank = divmod(slowest, SLOWEST_RADIX)
         used = {link: nbytes for link, nbytes in fill.nbytes_by_link.items() if nbytes}
         is_known = used.keys() <= gbps.keys()
-        self.of_fill = {
+        self.speed = {
             "gb_per_second": sum(used.values()) / seconds / 1e9,
             "percent_of_bound": 100 * link_seconds(used, gbps) / seconds if is_known else None,
             "slowest_rank": rank,
             "slowest_seconds": microseconds / 1e6,
         }
-        self.seconds.update(fill.seconds)
 
     def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
         """Build the report of the switch."""
-        fill = self.fill
+        counts = dict(self.counts)
+        num_compared = counts.pop("words_compared", 0)
+        num_changed = counts.pop("words_changed", 0)
+        by_link = self.nbytes_by_link
         # The local transport copies within a device, which counts as own bytes.
         from_others = {
             name: by_peer
-            for name, by_peer in fill.nbytes_by_peer.items()
+            for name, by_peer in self.nbytes_by_peer.items()
             if by_peer and name != LocalTransport.name
         }
         return ReshardReport(
@@ -207,27 +216,16 @@ class SwitchTally:
             version=version,
             seconds=seconds,
             seconds_by_phase=dict(self.seconds),
-            bytes_received=fill.received_nbytes,
-            bytes_own=fill.nbytes_by_link[Link.SELF] + fill.nbytes_by_link[Link.DEVICE],
-            bytes_least=fill.least_nbytes,
-            bytes_offloaded=self.offloaded,
-            bytes_onloaded=self.onloaded,
-            peak_bytes=self.peak,
-            staging_bytes=fill.staging_nbytes,
+            bytes_received=by_link[Link.HOST] + by_link[Link.NETWORK],
+            bytes_own=by_link[Link.SELF] + by_link[Link.DEVICE],
             seconds_hidden=self.seconds_behind[0],
             seconds_exposed=self.seconds_behind[1],
-            bytes_across_hosts=fill.nbytes_by_link[Link.NETWORK],
+            bytes_across_hosts=by_link[Link.NETWORK],
             bytes_by_transport={
                 name: sum(by_peer.values()) for name, by_peer in from_others.items()
             },
             pairs_by_transport={name: len(by_peer) for name, by_peer in from_others.items()},
-            bytes_skipped=fill.skipped_nbytes,
-            bytes_kept=self.kept,
-            bytes_suspended=self.suspended,
-            messages_delta=fill.deltas.num_deltas,
-            messages_whole=fill.deltas.num_whole,
-            density=fill.deltas.density,
-            bytes_of_copies=fill.deltas.copies_nbytes,
-            **self.of_fill,
-            **self.of_verification,
+            density=num_changed / num_compared if num_compared else None,
+            **counts,
+            **self.speed,
         )

@@ -40,7 +40,12 @@ from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
-from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, SwitchTally
+from hybrid_engine.switch.report import (
+    SLOWEST_RADIX,
+    ReshardReport,
+    SwitchTally,
+    costs_of_all,
+)
 from hybrid_engine.switch.setup import Connection, connect
 from hybrid_engine.switch.states import (
     NEEDED_KINDS,
@@ -215,7 +220,8 @@ class ShardingManager(Switch):
         started = time.perf_counter()
         # The first report includes the seconds of set-up.
         setup = self._setup_seconds if self.last_report is None else {}
-        self._tally = SwitchTally(seconds=dict(setup))
+        self._tally = SwitchTally()
+        self._tally.seconds.update(setup)
         with self._phase("start hooks"):
             call_hooks(self._start_hooks, before, target)
         self.state = State.INTERRUPTED
@@ -311,11 +317,12 @@ class ShardingManager(Switch):
         if selection.skipped and "param" not in self._resident(State.INFER):
             with self._phase("offload"):
                 unread = parts_of(self.training.buffers(), selection.unread)
-                self._tally.offloaded += self.offloader.offload_parts("param", unread)
+                nbytes = self.offloader.offload_parts("param", unread)
+                self._tally.counts["bytes_offloaded"] += nbytes
         self._forget_sent()
         if self.config.suspend_communicators and not self._keeps_serving:
             with self._phase("suspend"):
-                self._tally.suspended = self._communicators.suspend()
+                self._tally.counts["bytes_suspended"] = self._communicators.suspend()
         if self._keeps_serving:
             # As late as possible: servers answer requests with these weights until now.
             with self._phase("release"):
@@ -337,7 +344,8 @@ class ShardingManager(Switch):
             with self._phase("fill") as ballot:
                 fill = container.fill(buffers, fence, verification)
                 observing.close()
-                self._tally.offloaded += fence.released_nbytes if fence is not None else 0
+                if fence is not None:
+                    self._tally.counts["bytes_offloaded"] += fence.released_nbytes
                 self._note_peak()
                 work = int(sum(fill.seconds.values()) * 1e6)
                 ballot.number = work * SLOWEST_RADIX + self.job.rank
@@ -347,10 +355,12 @@ class ShardingManager(Switch):
         gbps: Mapping[Link, float] = {}
         if torch.cuda.is_available() and not connection.is_apart:
             gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
-        total = fill.of_all(self.job.agreement) if connection.is_apart else fill
+        total = fill
+        if connection.is_apart:
+            total = costs_of_all(fill, self.job.agreement)
         self._tally.add_fill(total, gbps, ballot.number)
         if verification is not None:
-            self._tally.of_verification = verification.conclude()
+            self._tally.counts.update(verification.conclude())
             self._tally.seconds |= verification.seconds
         if connection.incremental is not None:
             connection.incremental.note(selection)
@@ -533,17 +543,17 @@ class ShardingManager(Switch):
             if incremental is None:
                 self.container.release()
             else:
-                self._tally.kept = incremental.release(self.container)
+                self._tally.counts["bytes_kept"] = incremental.release(self.container)
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
             offloaded = self.offloader.offload(kinds, late=self._late_kinds)
-            self._tally.offloaded += offloaded.total_nbytes
+            self._tally.counts["bytes_offloaded"] += offloaded.total_nbytes
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
             onloaded = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
-            self._tally.onloaded += onloaded.total_nbytes
+            self._tally.counts["bytes_onloaded"] += onloaded.total_nbytes
             self._note_peak()
 
     def _restore(self, before: State, direction: str, error: Exception) -> None:
@@ -602,7 +612,8 @@ class ShardingManager(Switch):
             training = self._training_nbytes()
         inference = self.inference.resident_nbytes()
         count("device bytes", training=training, inference=inference)
-        self._tally.peak = max(self._tally.peak, training + inference)
+        counts = self._tally.counts
+        counts["peak_bytes"] = max(counts["peak_bytes"], training + inference)
 
     def _require_open(self) -> Connection:
         if self._connection is None:

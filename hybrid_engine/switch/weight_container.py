@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -24,16 +23,15 @@ from itertools import pairwise
 import torch
 
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError, first_of
-from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
+from hybrid_engine.planning.costs import Costs
+from hybrid_engine.planning.plan import Bucket, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import InferenceWeights
-from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
 from hybrid_engine.tracing import span, timed_span
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.deltas import DeltaCount
-from hybrid_engine.transports.router import RunReport, TransportSet
+from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger(__name__)
 
@@ -49,75 +47,6 @@ class ContainerState(Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     FILLED = "filled"
-
-
-@dataclass(slots=True)
-class FillReport:
-    """Costs of one fill on this rank, summed up during the fill.
-
-    Attributes:
-        seconds: time by phase; copies directly from source to destination count as transfer.
-        nbytes_by_link: bytes read, by the link that they crossed. Bytes over HOST and NETWORK came
-            from other devices.
-        nbytes_by_peer: the same bytes by transport name and source rank (`router.RunReport`).
-        staging_nbytes: memory of messages in flight; released after the fill.
-        least_nbytes: lower bound over all plans of the bytes that this rank receives for the filled
-            buckets.
-        skipped_nbytes: bytes that this rank would have read for skipped buckets.
-        deltas: counts of the messages that this rank sent.
-    """
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    nbytes_by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
-    nbytes_by_peer: dict[str, Counter[int]] = field(default_factory=dict)
-    staging_nbytes: int = 0
-    least_nbytes: int = 0
-    skipped_nbytes: int = 0
-    deltas: DeltaCount = field(default_factory=DeltaCount)
-
-    @property
-    def received_nbytes(self) -> int:
-        """Bytes received from other devices."""
-        return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
-
-    def add_run(self, report: RunReport) -> None:
-        """Add the costs of one bucket."""
-        for phase, seconds in report.seconds.items():
-            self.seconds[phase] += seconds
-        for link, nbytes in report.nbytes_by_link.items():
-            self.nbytes_by_link[link] += nbytes
-        for name, by_peer in report.nbytes.items():
-            self.nbytes_by_peer.setdefault(name, Counter()).update(by_peer)
-
-    def of_all(self, agreement: Agreement) -> FillReport:
-        """Return a report with the bytes of all ranks added up. Collective.
-
-        In `nbytes_by_peer` the keys number pairs of ranks, so the number of keys is the number of
-        pairs.
-        """
-        sums = (self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas))
-        counts = (self.nbytes_by_link, self.nbytes_by_peer, sums)
-        by_rank = agreement.gather(counts, _RankCounts, "bytes of all ranks")
-        columns = zip(*(rank_sums for _, _, rank_sums in by_rank), strict=True)
-        staging, least, skipped, *deltas = map(sum, columns)
-        total = FillReport(
-            self.seconds,
-            staging_nbytes=staging,
-            least_nbytes=least,
-            skipped_nbytes=skipped,
-            deltas=DeltaCount(*deltas),
-        )
-        for rank, (by_link, by_name, _) in enumerate(by_rank):
-            by_pair = {
-                name: {rank * len(by_rank) + peer: nbytes for peer, nbytes in by_peer.items()}
-                for name, by_peer in by_name.items()
-            }
-            total.add_run(RunReport({}, by_pair, by_link))
-        return total
-
-
-_RankCounts = tuple[dict[Link, int], dict[str, dict[int, int]], tuple[int, ...]]
-"""One rank's bytes by link, bytes by transport and peer, and sums; see `FillReport.of_all`."""
 
 
 class WeightContainer:
@@ -153,7 +82,7 @@ class WeightContainer:
         self._filling: list[str] = []
         self._is_in_step = True  # with the other ranks: no message of an earlier fill is in flight
         self._has_begun = False  # `begin` was called last, so `fill` may follow
-        self._report = FillReport()  # of the current fill, or of the last one
+        self._costs = Costs()  # of the current fill, or of the last one
         self._num_met = 0  # `router.num_met` at the start of the fill
         self._buckets: Sequence[Bucket] = ()  # buckets of the fill, without skipped ones
         # Bucket index -> bucket whose messages start during its commit.
@@ -216,14 +145,17 @@ class WeightContainer:
             for bucket, next_bucket in pairwise(self._buckets)
             if (next_bucket.index - bucket.index) % NUM_SLOTS
         }
-        self._report = FillReport(
-            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._buckets),
-            skipped_nbytes=sum(
-                transfer.nbytes
-                for index in skipped
-                for transfer in self._plan.buckets[index].counted()
-                if transfer.dst_rank == self._router.rank
-            ),
+        self._costs = Costs()
+        self._costs.seconds.update(dict.fromkeys(PHASES, 0.0))
+        counts = self._costs.counts
+        counts["bytes_least"] = sum(
+            bucket.least.get(self._router.rank, 0) for bucket in self._buckets
+        )
+        counts["bytes_skipped"] = sum(
+            transfer.nbytes
+            for index in skipped
+            for transfer in self._plan.buckets[index].counted()
+            if transfer.dst_rank == self._router.rank
         )
         self._router.begin(whole=whole)
         self._has_begun = True
@@ -234,7 +166,7 @@ class WeightContainer:
         source: FlatBuffers,
         fence: ReleaseFence | None = None,
         verification: Verification | None = None,
-    ) -> FillReport:
+    ) -> Costs:
         """Fill the inference weights from `source`, bucket by bucket. All ranks call it.
 
         The caller fences before the call (all sources are final) and, without `fence`, after it (no
@@ -265,7 +197,7 @@ class WeightContainer:
             if fence is not None:
                 fence.finish()
             self._weights.finish_fill()
-            self._report.staging_nbytes = self._router.trim()
+            self._costs.add(self._router.trim())
             self._is_in_step = True
         except BaseException as error:
             where = f"rank {self._router.rank}, {self._step}"
@@ -280,8 +212,7 @@ class WeightContainer:
                 code="fill-failed",
             ) from error
         self._state = ContainerState.FILLED
-        self._report.deltas = self._router.deltas_sent()
-        return self._report
+        return self._costs
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Release the inference weights, also after a failed fill. Idempotent; ends in EMPTY.
@@ -324,7 +255,7 @@ class WeightContainer:
         fence: ReleaseFence | None,
         verification: Verification | None,
     ) -> None:
-        report = self._report
+        costs = self._costs
         groups = self._own_groups(bucket)
         self._filling = groups
 
@@ -332,7 +263,7 @@ class WeightContainer:
             self._step = f"bucket {bucket.index}, phase {phase}"
             return phase
 
-        with timed_span(report.seconds, begin("allocate")):
+        with timed_span(costs.seconds, begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
         if fence is not None:
             # Only after `allocate`: vLLM's wake-up waits for everything queued on the device, also
@@ -341,7 +272,7 @@ class WeightContainer:
             fence.begin()
         begin("transfer")
         following = self._following.get(bucket.index)
-        report.add_run(self._router.run(bucket, source, destination, following))
+        costs.add(self._router.run(bucket, source, destination, following))
         if fence is not None:
             begin("release")
             fence.sent(bucket.index)
@@ -349,7 +280,7 @@ class WeightContainer:
             # Directly before the commit, so that nothing can change the bytes in between.
             begin("verify")
             verification.filled(bucket, source, destination)
-        with timed_span(report.seconds, begin("commit")):
+        with timed_span(costs.seconds, begin("commit")):
             if groups:
                 self._weights.commit(groups)
 

@@ -10,7 +10,7 @@
       messages.py          the bytes of each message, derived at both ends
     delta_transport.py   the same, with messages sent as deltas of the previous ones
       deltas.py            changes since the previous message, sent in place of the message
-    copies.py            thousands of small copies in few calls, their errors and their time
+    copies.py            thousands of small copies in few calls, and their errors
       runs.py              equal boxes at equal distances, as views or in tables of tiles
       tile_kernel.py       the kernel that copies tiles on a GPU
 

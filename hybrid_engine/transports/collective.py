@@ -28,17 +28,18 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.host_pages import round_up
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
+from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import (
     BatchedCopies,
     CopyError,
     FlatBuffers,
-    PhaseClock,
     copy_straight,
     failure_at,
 )
@@ -151,7 +152,7 @@ class CollectiveTransport:
         self._notify_group = context.notify_group or context.group
         self._device = _staging_device(self._group)
         self._notify_device = _staging_device(self._notify_group)
-        self._clock = PhaseClock()
+        self._costs = Costs()
         self._staging: TensorDict = {}
         # Both by bucket.
         self._shares: dict[int, _BucketMessages] = {}
@@ -200,7 +201,7 @@ class CollectiveTransport:
         # Raised only now, after the messages with the reason were sent.
         if exchange.failure is not None:
             raise exchange.failure
-        with self._clock.phase("write"):
+        with timed_span(self._costs.seconds, "write"):
             peer_failure = self._peer_failure(
                 bucket, "transfer", exchange.incoming, exchange.headers
             )
@@ -266,9 +267,11 @@ class CollectiveTransport:
             for peer in sorted(peers)
         ]
 
-    def take_seconds(self) -> dict[str, float]:
+    def take_costs(self) -> Costs:
         """See `ports.Transport`."""
-        return self._clock.take()
+        costs = self._costs
+        self._costs = Costs()
+        return costs
 
     def trim(self) -> int:
         """Free the staging memory, which the next bucket allocates again; return its bytes."""
@@ -319,7 +322,7 @@ class CollectiveTransport:
     ) -> InFlight:
         """Pack and post the messages of a bucket; without a source they are void for `reason`."""
         self._raise_if_broken(bucket, self._group)
-        with self._clock.phase("read"):
+        with timed_span(self._costs.seconds, "read"):
             sent, received, failure = self._packed(bucket, transfers, source)
             contents, delta_failure = self._write_headers(
                 bucket, sent, reason if failure is None else str(failure)
@@ -491,7 +494,7 @@ class CollectiveTransport:
         return Posted(group, works, peers)
 
     def _wait(self, bucket: int, phase: str, posted: Posted, deadline: float) -> None:
-        with self._clock.phase("transfer"):
+        with timed_span(self._costs.seconds, "transfer"):
             for work, peer in zip(posted.works, posted.peers, strict=True):
                 try:
                     _finish(work, deadline, of_nccl=self._is_nccl(posted.group))

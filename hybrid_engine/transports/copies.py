@@ -1,4 +1,4 @@
-"""Thousands of small strided copies in few calls, with their errors and their time.
+"""Thousands of small strided copies in few calls, with their errors.
 
     transfers --once--> runs (runs.py)
     runs on a GPU ----> a kernel or two, from tables of numbers (tile_kernel.py)
@@ -11,8 +11,6 @@ memory may return at another address.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -21,7 +19,6 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.runs import Flats, TiledCopies, origins_of, runs_of, tiled, views_of
 
 FlatBuffers = Mapping[str, torch.Tensor]
@@ -155,27 +152,3 @@ def failure_at(
         f"rank {transfer.dst_rank} {transfer.dst.buffer.name!r}: {problem}",
         code="copy-failed",
     )
-
-
-PHASES = ("read", "transfer", "write")
-
-
-@dataclass
-class PhaseClock:
-    """Seconds by phase, summed up until `take`.
-
-    Phases: read (locate the sources, pack them), transfer (between ranks, or straight from source
-    to destination), write (unpack). On CUDA queued work counts to the next phase that waits.
-    """
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Add the time of the `with` block to phase `name`."""
-        return timed_span(self.seconds, name)
-
-    def take(self) -> dict[str, float]:
-        """Return the sums since the last call, and reset them."""
-        seconds = self.seconds
-        self.seconds = dict.fromkeys(seconds, 0.0)
-        return seconds

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.errors import TransportError
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.collective import CollectiveTransport, InFlight, Part
 from hybrid_engine.transports.context import TransportContext
@@ -44,6 +45,13 @@ class DeltaTransport(CollectiveTransport):
         """Post the messages of a bucket, but nothing in a fill of deltas; see the base class."""
         if self.deltas.is_whole:
             super().start(bucket, transfers, source, reason)
+
+    def take_costs(self) -> Costs:
+        """See `ports.Transport`."""
+        costs = super().take_costs()
+        costs.counts.update(self.deltas.counts)
+        self.deltas.counts.clear()
+        return costs
 
     def close(self) -> None:
         """Free staging memory and copies; idempotent."""

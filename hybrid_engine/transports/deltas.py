@@ -18,7 +18,7 @@ chooses for each message, and sends a digest with a delta: a copy that differs i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
 
 import numpy as np
 import torch
@@ -137,30 +137,6 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().view(-1)
 
 
-@dataclass(slots=True)
-class DeltaCount:
-    """Counts of the messages that a rank sent in a fill; all 0 if none can be a delta.
-
-    Attributes:
-        num_deltas: messages sent as deltas.
-        num_whole: messages sent whole.
-        num_words: words that were compared.
-        num_changed: words that had changed.
-        copies_nbytes: host memory of this rank's copies.
-    """
-
-    num_deltas: int = 0
-    num_whole: int = 0
-    num_words: int = 0
-    num_changed: int = 0
-    copies_nbytes: int = 0
-
-    @property
-    def density(self) -> float | None:
-        """Fraction of the words that changed; None if none were compared."""
-        return self.num_changed / self.num_words if self.num_words else None
-
-
 _Key = tuple[int, int]
 """Bucket and peer of a message."""
 
@@ -172,11 +148,12 @@ class Deltas:
 
     Attributes:
         is_whole: no message of this fill is a delta.
+        counts: of the messages sent, see `Costs`.
     """
 
     def __init__(self) -> None:
         self.is_whole = True
-        self._count = DeltaCount()
+        self.counts: Counter[str] = Counter()
         # Copies of messages that were sent, and of received ones.
         self._copies: dict[tuple[bool, _Key], torch.Tensor] = {}
         # Messages sent since the last whole fill began; their receivers have the same copy.
@@ -187,7 +164,7 @@ class Deltas:
     def begin(self, *, whole: bool) -> None:
         """Begin a fill, with the same argument on all ranks. Never raises."""
         self.is_whole = whole
-        self._count = DeltaCount()
+        self.counts.clear()
         self._came.clear()
         if whole:
             self._delivered.clear()
@@ -204,14 +181,14 @@ class Deltas:
         delta = None
         if key in self._delivered:
             delta, num_changed = encode(contents, copy)
-            self._count.num_words += contents.numel() // _WORD.itemsize
-            self._count.num_changed += num_changed
+            self.counts["words_compared"] += contents.numel() // _WORD.itemsize
+            self.counts["words_changed"] += num_changed
         copy.copy_(contents)
         self._delivered.add(key)
         if delta is None:
-            self._count.num_whole += 1
+            self.counts["messages_whole"] += 1
             return None, 0
-        self._count.num_deltas += 1
+        self.counts["messages_delta"] += 1
         return delta, box_digest(copy)
 
     def received(self, bucket: int, peer: int, nbytes: int) -> torch.Tensor:
@@ -254,10 +231,10 @@ class Deltas:
         self._came = {}
         return came
 
-    def counted(self) -> DeltaCount:
-        """Return the counts of messages sent since `begin`, and the bytes of the copies."""
-        nbytes = sum(copy.numel() for copy in self._copies.values())
-        return replace(self._count, copies_nbytes=nbytes)
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of host memory of this rank's copies."""
+        return sum(copy.numel() for copy in self._copies.values())
 
     def close(self) -> None:
         """Free the copies; the next fill must be whole."""

@@ -22,14 +22,15 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
 from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
+from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import (
     BatchedCopies,
     FlatBuffers,
     FlatOf,
-    PhaseClock,
     copy_straight,
     failure_at,
 )
@@ -42,7 +43,7 @@ class PullTransport:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._clock = PhaseClock()
+        self._costs = Costs()
         # By bucket and first transfer: relay buffers are read in a second run of the bucket.
         self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}
 
@@ -61,7 +62,7 @@ class PullTransport:
             return
         # Device memory of peers is unmapped when the stack is closed.
         with ExitStack() as readings:
-            with self._clock.phase("read"):
+            with timed_span(self._costs.seconds, "read"):
                 key = (bucket, transfers[0])
                 known, copies = self._copies.get(key, (None, None))
                 # The router passes the same list at every switch; another list is another plan.
@@ -69,7 +70,7 @@ class PullTransport:
                     copies = BatchedCopies(pulls_of(self.rank, transfers))
                     self._copies[key] = (transfers, copies)
                 source_of = self._open_sources(bucket, copies, source, readings)
-            with self._clock.phase("transfer"):
+            with timed_span(self._costs.seconds, "transfer"):
                 copy_straight(self.name, bucket, copies, source_of, destination)
 
     def abandon(self, *_arguments: object, **_named: object) -> None:
@@ -79,9 +80,11 @@ class PullTransport:
         """Return "": there are no messages."""
         return ""
 
-    def take_seconds(self) -> dict[str, float]:
+    def take_costs(self) -> Costs:
         """See `ports.Transport`."""
-        return self._clock.take()
+        costs = self._costs
+        self._costs = Costs()
+        return costs
 
     def trim(self) -> int:
         """Return 0: there is no staging memory."""

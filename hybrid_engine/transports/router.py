@@ -7,7 +7,7 @@ may choose it; add a case to the contract tests.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ import torch
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
-from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.planning.costs import Costs
+from hybrid_engine.planning.plan import Bucket, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.records.layout import BufferId
@@ -26,7 +27,6 @@ from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.delta_transport import DeltaTransport
-from hybrid_engine.transports.deltas import DeltaCount
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 CONFIG_KEY = "generate_config.transport"
@@ -109,24 +109,6 @@ def pulled_buffers(rank: int, plan: ReshardPlan, preference: str) -> set[str]:
         and choose_transport(transfer, {transfer.src.buffer}, preference)
         == SharedMemoryTransport.name
     }
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """Costs of one bucket on this rank.
-
-    Bytes of a pull that casts count in the narrower dtype, like those of a message.
-
-    Attributes:
-        seconds: by phase (read, transfer, write).
-        nbytes: bytes received, by transport name and sending rank. Relayed bytes count to the relay
-            rank, and from there to each other reader; a message that came as a delta with its own.
-        nbytes_by_link: the same bytes by link.
-    """
-
-    seconds: Mapping[str, float]
-    nbytes: Mapping[str, Mapping[int, int]]
-    nbytes_by_link: Mapping[Link, int]
 
 
 class TransportSet:
@@ -225,7 +207,7 @@ class TransportSet:
         source: FlatBuffers,
         destination: FlatBuffers,
         following: Bucket | None = None,
-    ) -> RunReport:
+    ) -> Costs:
         """Carry out this rank's share of a bucket.
 
         Args:
@@ -261,10 +243,10 @@ class TransportSet:
         if share.fan_out:
             with span("relay"):
                 failure = self._fan_out(share, destination, failure)
-        report = self._report(share)
+        costs = self._costs(share)
         if failure is not None:
             raise failure
-        return report
+        return costs
 
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
         """Take part in a bucket without reading or writing; peers of this rank fail with `reason`.
@@ -289,10 +271,14 @@ class TransportSet:
         if failure is not None:
             raise failure
 
-    def trim(self) -> int:
+    def trim(self) -> Costs:
         """Free staging and relay memory until the next fill; return its bytes."""
+        costs = Costs()
         staged = sum(transport.trim() for transport in self._transports.values())
-        return staged + self._relays.release()
+        costs.counts["staging_bytes"] = staged + self._relays.release()
+        if self._deltas is not None:
+            costs.counts["bytes_of_copies"] = self._deltas.copies_nbytes
+        return costs
 
     def begin(self, *, whole: bool) -> None:
         """Set the form of the messages, on every rank, before any rank fills; never raises.
@@ -306,27 +292,20 @@ class TransportSet:
         """Allocate relay memory before a fill. Raises DeviceMemoryError."""
         self._relays.restore()
 
-    def deltas_sent(self) -> DeltaCount:
-        """Return counts of the messages that this rank sent since `begin`."""
-        return DeltaCount() if self._deltas is None else self._deltas.counted()
-
-    def _report(self, share: _BucketShare) -> RunReport:
+    def _costs(self, share: _BucketShare) -> Costs:
         """Return the costs of a bucket, with the actual bytes of messages sent as deltas."""
-        nbytes = dict(share.nbytes)
-        nbytes_by_link = dict(share.nbytes_by_link)
+        costs = Costs()
+        costs.add(share.planned)
         if self._deltas is not None:
             name = CollectiveTransport.name
             for peer, received in self._deltas.take_came().items():
                 transfers = share.transfers[name]
                 link = next(transfer.link for transfer in transfers if transfer.src_rank == peer)
-                nbytes_by_link[link] += received - nbytes[name][peer]
-                # A copy: the share keeps the planned bytes for the next switch.
-                nbytes[name] = {**nbytes[name], peer: received}
-        seconds: dict[str, float] = defaultdict(float)
+                costs.nbytes_by_link[link] += received - costs.nbytes_by_peer[name][peer]
+                costs.nbytes_by_peer[name][peer] = received
         for transport in self._transports.values():
-            for phase, phase_seconds in transport.take_seconds().items():
-                seconds[phase] += phase_seconds
-        return RunReport(dict(seconds), nbytes, nbytes_by_link)
+            costs.add(transport.take_costs())
+        return costs
 
     def _start(
         self,
@@ -401,21 +380,19 @@ class TransportSet:
         of_rank = bucket.of_rank(self.rank)
         transfers = self._by_transport(bucket.index, of_rank.transfers)
         fan_out = self._by_transport(bucket.index, of_rank.fan_out)
-        # Planned bytes; `_report` replaces those of deltas.
-        nbytes: dict[str, Counter[int]] = {name: Counter() for name in self._transports}
-        nbytes_by_link = dict.fromkeys(Link, 0)
+        # `_costs` replaces the bytes of deltas.
+        planned = Costs()
         for transfer in of_rank.counted():
             if transfer.dst_rank == self.rank:
-                nbytes[self._choose(transfer)][transfer.src_rank] += transfer.nbytes
-                nbytes_by_link[transfer.link] += transfer.nbytes
+                planned.nbytes_by_peer[self._choose(transfer)][transfer.src_rank] += transfer.nbytes
+                planned.nbytes_by_link[transfer.link] += transfer.nbytes
         readers = {transfer.dst_rank for transfer in of_rank.fan_out}
         relay_ranks = {transfer.src_rank for transfer in of_rank.fan_out}
         share = _BucketShare(
             bucket,
             transfers,
             fan_out,
-            nbytes,
-            nbytes_by_link,
+            planned,
             frozenset(readers - {self.rank}),
             frozenset(relay_ranks - {self.rank}),
         )
@@ -444,7 +421,7 @@ class _BucketShare:
 
     Attributes:
         transfers, fan_out: by transport name. `fan_out` reads from relay buffers.
-        nbytes, nbytes_by_link: as in RunReport, if all messages are sent whole.
+        planned: bytes, if all messages are sent whole.
         readers: other ranks that read this rank's relay buffers.
         relay_ranks: other ranks whose relay buffers this rank reads.
     """
@@ -452,7 +429,6 @@ class _BucketShare:
     bucket: Bucket
     transfers: Mapping[str, Sequence[Transfer]]
     fan_out: Mapping[str, Sequence[Transfer]]
-    nbytes: Mapping[str, Mapping[int, int]]
-    nbytes_by_link: Mapping[Link, int]
+    planned: Costs
     readers: Set[int]
     relay_ranks: Set[int]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import DEVICE_GBPS, Link
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import SLOWEST_RADIX, SwitchTally
-from hybrid_engine.switch.weight_container import FillReport
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 FILL_PARTS = {"allocate", "read", "transfer", "write", "commit"}
@@ -37,10 +39,11 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
 
 
 def test_the_bound_is_that_of_the_links():
-    tally = SwitchTally({"fill": 0.25})
-    fill = FillReport(nbytes_by_link={Link.HOST: 900_000_000, Link.NETWORK: 0})
+    tally = SwitchTally()
+    tally.seconds["fill"] = 0.25
+    fill = Costs(nbytes_by_link=Counter({Link.HOST: 900_000_000, Link.NETWORK: 0}))
     tally.add_fill(fill, DEVICE_GBPS["NVIDIA H200"], 7_000_000 * SLOWEST_RADIX + 3)
-    assert [*tally.of_fill.values()] == pytest.approx([3.6, 0.8, 3, 7])
+    assert [*tally.speed.values()] == pytest.approx([3.6, 0.8, 3, 7])
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])

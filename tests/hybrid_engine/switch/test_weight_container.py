@@ -13,11 +13,13 @@ import torch
 
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.memory import elastic
+from hybrid_engine.planning.costs import Costs
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.switch.release_fence import ReleaseFence
-from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
+from hybrid_engine.switch.report import costs_of_all
+from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.errors import has_code
@@ -93,7 +95,7 @@ def fill(
     source: Mapping[str, torch.Tensor],
     fence: ReleaseFence | None = None,
     skipped: Collection[int] = (),
-) -> FillReport:
+) -> Costs:
     container.begin(skipped)
     return container.fill(source, fence)
 
@@ -120,11 +122,10 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int, link
     assert_filled(weights)
     from_peer = 2 if rank == 0 else 1
     from_ranks = {Link.SELF: 2 * NBYTES, link: from_peer * NBYTES}
-    assert report.nbytes_by_link == dict.fromkeys(Link, 0) | from_ranks
-    assert report.received_nbytes == from_peer * NBYTES
+    assert report.nbytes_by_link == from_ranks
     assert report.nbytes_by_peer == {"in_process": {rank: 2 * NBYTES, 1 - rank: from_peer * NBYTES}}
     agreement = mock.Mock(**{"gather.side_effect": lambda of_rank, *_: [of_rank] * NUM_RANKS})
-    assert sorted(report.of_all(agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]
+    assert sorted(costs_of_all(report, agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
     assert report.seconds["transfer"] > 0
 

@@ -143,7 +143,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
             assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
             if kind not in DELTAS or not is_ahead:  # reports count deltas by their own size
-                assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
+                assert sum(sum(by_peer.values()) for by_peer in report.nbytes_by_peer.values()) == received
         if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)

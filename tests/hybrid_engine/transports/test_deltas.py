@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.transports import deltas
-from hybrid_engine.transports.deltas import BLOCK, DeltaCount, Deltas, apply, encode
+from hybrid_engine.transports.deltas import BLOCK, Deltas, apply, encode
 from tests.harness.errors import has_code
 
 
@@ -98,10 +98,11 @@ def test_a_message_without_a_known_copy_is_sent_whole() -> None:
         return [peer for peer in to if ends.outgoing(0, peer, message)[0] is None]
 
     assert sent_whole(1, 2, message=old, whole=True) == [1, 2]
-    assert ends.counted() == DeltaCount(num_whole=2, copies_nbytes=2 * nbytes)
-    assert ends.counted().density is None  # no delta was sent
+    assert (ends.counts, ends.copies_nbytes) == ({"messages_whole": 2}, 2 * nbytes)
     assert sent_whole(1, 2, 3, message=new) == [3]
-    assert ends.counted() == DeltaCount(2, 1, 2 * nbytes // 2, 2, 3 * nbytes)
+    words = {"words_compared": 2 * nbytes // 2, "words_changed": 2}
+    assert ends.counts == {"messages_delta": 2, "messages_whole": 1, **words}
+    assert ends.copies_nbytes == 3 * nbytes
     assert sent_whole(1, message=new, whole=True) == [1]
     assert sent_whole(1, 2, message=old) == [2]  # peer 2 missed the message before
 
@@ -116,16 +117,16 @@ def test_the_receivers_copy_is_the_last_message(is_copy: bool) -> None:
         copy = receiver.received(0, 1, new.numel() + 512)[512:]
         contents = copy if is_copy else torch.empty_like(copy)
         delta, digest = sender.outgoing(0, 2, new)
-        assert (delta is None) is (sender.counted().num_whole == 1 and sender.counted().num_deltas == 0)
+        assert (delta is None) is (sender.counts == {"messages_whole": 1})
         if delta is None:
             contents.copy_(new)
         receiver.arrived(0, 1, contents, delta, digest)
         assert torch.equal(copy, new)
         assert torch.equal(contents, new)
         assert receiver.take_came() == ({} if delta is None else {1: delta.numel()})
-    assert receiver.counted().copies_nbytes == old.numel() + 512
+    assert receiver.copies_nbytes == old.numel() + 512
     receiver.close()
-    assert receiver.counted().copies_nbytes == 0
+    assert receiver.copies_nbytes == 0
 
 
 def test_a_copy_that_differs_is_an_error() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -42,19 +42,18 @@ def run_reshard(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     wrong = []
     for is_ahead in (False, True):
         rank.clear()
-        received = dict.fromkeys(Link, 0)
+        received: Counter[Link] = Counter()
         rank.meet()
         for bucket in rank.plan.buckets:
             following = rank.following(bucket.index) if is_ahead else None
             report = rank.router.run(bucket, rank.source, rank.destination, following)
-            for link, nbytes in report.nbytes_by_link.items():
-                received[link] += nbytes
+            received.update(report.nbytes_by_link)
         wrong += rank.wrong()
     rank.meet()
     rank.router.close()
     count = bytes_read(rank.plan)[rank.rank]
     by_link = {Link.SELF: count.device, Link.HOST: count.host, Link.NETWORK: count.network}
-    assert received == dict.fromkeys(Link, 0) | by_link
+    assert received == Counter(by_link)
     return {
         "wrong": wrong,
         "network": count.network,
@@ -70,7 +69,7 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     """
     rank = Rank(make(), job, registry=DELTA_REGISTRY)
     bytes_across = []
-    counts = []
+    counts: list[Counter[str]] = []
     rank.router._transports[CollectiveTransport.name]._receives_copies = rank.rank % 2 == 0
     for number, (whole, is_ahead) in enumerate(((True, True), (False, True), (False, False), (True, False))):
         if number == 1:
@@ -84,9 +83,9 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
         rank.meet()
         assert rank.wrong() == []
         bytes_across.append(sum(report.nbytes_by_link[Link.NETWORK] for report in reports))
-        counts.append(asdict(rank.router.deltas_sent()))
+        counts.append(sum((report.counts for report in reports), rank.router.trim().counts))
     rank.router.close()
-    assert rank.router.deltas_sent().copies_nbytes == 0
+    assert rank.router.trim().counts["bytes_of_copies"] == 0
     return {"network": bytes_read(rank.plan)[rank.rank].network, "across": bytes_across, "counts": counts}
 
 
@@ -287,12 +286,14 @@ def test_each_message_is_sent_in_its_shorter_form(four_ranks: ByRank):
             changes = results["changes"][name]
             first, changed, unchanged, last = changes["counts"]
             planned = changes["network"]
-            assert first["num_deltas"] == last["num_deltas"] == first["num_words"] == last["num_words"] == 0
+            whole = first + last
+            assert whole["messages_delta"] == whole["words_compared"] == 0
             assert changes["across"][0] == changes["across"][3] == planned
-            assert (changes["across"][2], unchanged["num_whole"], unchanged["num_changed"]) == (0, 0, 0)
-            assert first["num_whole"] == changed["num_whole"] + changed["num_deltas"] == unchanged["num_deltas"]
-            assert len({count["copies_nbytes"] for count in changes["counts"]}) == 1
-    assert any(results["changes"]["halves to every rank"]["counts"][1]["num_deltas"] for results in four_ranks)
+            assert (changes["across"][2], unchanged["messages_whole"], unchanged["words_changed"]) == (0, 0, 0)
+            num_messages = changed["messages_whole"] + changed["messages_delta"]
+            assert first["messages_whole"] == num_messages == unchanged["messages_delta"]
+            assert len({count["bytes_of_copies"] for count in changes["counts"]}) == 1
+    assert any(results["changes"]["halves to every rank"]["counts"][1]["messages_delta"] for results in four_ranks)
 
 
 with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
