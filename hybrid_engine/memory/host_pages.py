@@ -262,8 +262,8 @@ class PoolPiece:
 class HostMemory(_FileMapping):
     """A memory file of this process, for a tensor of `numel` elements.
 
-    Inference may borrow all of it, once it is released for the first time: pages stay, and release
-    and restore only note whose contents they have.
+    Inference may borrow a part from its start, once all is released: pages of that part stay, and
+    release and restore of the whole only note whose contents they have.
     """
 
     granularity = PAGE
@@ -295,6 +295,7 @@ class HostMemory(_FileMapping):
             raise
         self._file: Descriptor | None = Descriptor(fd)
         self._piece: PoolPiece | None = None
+        self.lent_nbytes = 0
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
@@ -303,11 +304,14 @@ class HostMemory(_FileMapping):
     def release(self, first: int, last: int) -> None:
         """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
         if self._piece is not None:
-            if last - first == self.reserved_nbytes:
-                self._piece.leave(self)
-                # Whoever still touches it must not find the contents of inference.
-                self._permit(_PROT_NONE)
-            return
+            if last - first < self.reserved_nbytes:
+                return
+            self._piece.leave(self)
+            # Whoever still touches it must not find the contents of inference.
+            self._permit(_PROT_NONE)
+            first = self.lent_nbytes
+            if first == last:
+                return
         # Unlike madvise(MADV_DONTNEED) it frees the file's pages, for all mappings.
         if libc().fallocate(self._open_file().fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
             raise_errno(f"fallocate(PUNCH_HOLE) of {last - first} bytes at {first}")
@@ -319,14 +323,16 @@ class HostMemory(_FileMapping):
             assert self._piece is not None
             self._piece.take("training", self)
             self._permit(_PROT_READ | _PROT_WRITE)
-            self.view(0, self.reserved_nbytes, torch.uint8).zero_()
+            self.view(0, self.reserved_nbytes, torch.uint8)[: self.lent_nbytes].zero_()
 
     def lend(self, piece: PoolPiece) -> int:
         """Let inference have contents in the file, of which nothing is resident.
 
-        Returns the descriptor of the file. `piece` knows which side has contents.
+        Returns the descriptor of the file, of which inference may map the first `lent_nbytes`: all,
+        unless the caller sets fewer. `piece` knows which side has contents.
         """
         self._piece = piece
+        self.lent_nbytes = self.reserved_nbytes
         self._permit(_PROT_NONE)
         return self._open_file().fd
 

@@ -94,20 +94,24 @@ class CpuWeightMemory(WeightMemory):
             # Weights of an earlier engine may have it, which it gave back.
             memory.end_loan()
             piece = PoolPiece(is_late=False)
+            fd = memory.lend(piece)
+            self._lenders.add(memory)
             taken = 0
             for address, storage in list(waiting.items()):
                 start, nbytes = _pages(storage, mmap.PAGESIZE)
                 if 0 < nbytes <= memory.reserved_nbytes - taken:
-                    fd = memory.lend(piece)
                     map_memory(nbytes, fd, at=start, offset=taken)
                     self._loans[address] = _Loan(storage, piece)
-                    self._lenders.add(memory)
                     taken += nbytes
                     del waiting[address]
+            memory.lent_nbytes = taken
+            if memory.reserved_nbytes - taken > self._pool.room:
+                self._pool.offer(memory, fd, piece)
         return True
 
     def give_back(self) -> None:
         _end_loans(self._loans)
+        self._pool.end_loan()
         for memory in self._lenders:
             memory.end_loan()
         self._lenders.clear()
@@ -146,14 +150,18 @@ class _Loan:
 def _end_loans(loans: dict[int, _Loan]) -> None:
     """Give these storages pages of their own; they keep their contents, if they have any."""
     for address, loan in loans.items():
-        start, nbytes = _pages(loan.storage, mmap.PAGESIZE)
-        contents = b""
-        if loan.piece.has_contents_of("inference"):
-            contents = ctypes.string_at(start, nbytes)
-        map_memory(nbytes, at=start)
-        ctypes.memmove(start, contents, len(contents))
+        _renew(*_pages(loan.storage, mmap.PAGESIZE), loan.piece)
         loan.piece.leave(address)
     loans.clear()
+
+
+def _renew(start: int, nbytes: int, piece: PoolPiece) -> None:
+    """Replace pages by new ones with the same contents, unless inference has none in the piece."""
+    contents = b""
+    if piece.has_contents_of("inference"):
+        contents = ctypes.string_at(start, nbytes)
+    map_memory(nbytes, at=start)
+    ctypes.memmove(start, contents, len(contents))
 
 
 class StagingPool:
@@ -161,15 +169,54 @@ class StagingPool:
 
     Memory: the largest loan so far. A loan while the pages are still lent (a tensor was kept) is
     new memory; the larger of the two blocks is kept.
+
+    Pages that it borrows itself stay; in between training has contents in them.
+
+    Attributes:
+        room: bytes of another memory that were offered to it.
     """
+
+    room = 0
 
     def __init__(self) -> None:
         self._free: _Pages | None = None
+        self._borrowed: _Pages | None = None
         self._num_trims = 0
+        self._largest_nbytes = 0  # of all loans
+        self._offer: tuple[weakref.ref[HostMemory], int, PoolPiece] | None = None
 
     @property
     def free_nbytes(self) -> int:
-        return 0 if self._free is None else self._free.nbytes
+        """Bytes of its own pages that are not lent."""
+        return 0 if self._free is None or self._free is self._borrowed else self._free.nbytes
+
+    def offer(self, memory: HostMemory, fd: int, piece: PoolPiece) -> None:
+        """Let it borrow pages behind those that are lent already, once it knows how many."""
+        self.room = memory.reserved_nbytes - memory.lent_nbytes
+        self._offer = weakref.ref(memory), fd, piece
+
+    def _borrow(self) -> None:
+        memory = None if self._offer is None else self._offer[0]()
+        nbytes = self._largest_nbytes
+        if self._offer is None or memory is None or not 0 < nbytes <= self.room:
+            return
+        _, fd, piece = self._offer
+        self._borrowed = self._free = _Pages(nbytes, piece)
+        map_memory(nbytes, fd, at=self._free.address, offset=memory.lent_nbytes)
+        memory.lent_nbytes += nbytes
+        self._offer = None
+
+    def end_loan(self) -> None:
+        """Use borrowed pages no more. Tensors over them keep their contents."""
+        self._offer = None
+        self.room = 0
+        pages = self._borrowed
+        self._borrowed = None
+        if pages is not None and pages is not self._free:
+            _renew(pages.address, pages.nbytes, pages.piece)
+            pages.piece.leave(pages.address)
+        elif pages is not None:
+            self._free = None
 
     def lend(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """Return flat CPU tensors of these sizes, uninitialised, each with a separate storage."""
@@ -185,6 +232,8 @@ class StagingPool:
         if pages is None or pages.nbytes < end:
             del pages  # free the old block before the new one is allocated
             pages = _Pages(end)
+        self._largest_nbytes = max(self._largest_nbytes, pages.nbytes)
+        pages.piece.take("inference", pages.address)
         loan = (ctypes.c_ubyte * pages.nbytes).from_buffer(pages.memory)
         # torch keeps `loan` alive as long as a storage over it lives.
         finalizer = weakref.finalize(loan, _take_back, weakref.ref(self), pages, self._num_trims)
@@ -201,25 +250,36 @@ class StagingPool:
 
         They are dropped if the pool was trimmed since, or holds larger pages.
         """
-        if self._num_trims == num_trims and self.free_nbytes < pages.nbytes:
+        is_larger = self._num_trims == num_trims and self.free_nbytes < pages.nbytes
+        has_borrowed = self._free is not None and self._free is self._borrowed
+        if pages is self._borrowed or (is_larger and not has_borrowed):
             self._free = pages
 
     def trim(self) -> None:
         """Free the pages; lent pages are freed when the last tensor over them is gone."""
         self._num_trims += 1
-        self._free = None
+        if self._free is not self._borrowed:
+            self._free = None
+        if self._free is None and self._borrowed is not None:
+            # Training needs the pages next, and a tensor over them was kept.
+            self.end_loan()
+        self._borrow()
 
 
 class _Pages:
     """An anonymous mapping, in huge pages if it is large enough; unmapped when it is collected."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, piece: PoolPiece | None = None) -> None:
+        """`piece`: of the memory that another owner's pages will replace."""
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.memory))
+        self.piece = piece or PoolPiece(is_late=False)
 
 
 def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) -> None:
+    pages.piece.leave(pages.address)
     owner = pool()
     if owner is not None:
         owner.take_back(pages, num_trims)

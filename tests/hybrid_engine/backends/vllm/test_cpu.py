@@ -103,6 +103,7 @@ class Sides:
         self.live = {str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(weights)}
         self.memory = CpuWeightMemory()
         self.memory.free(self.live)
+        self.kept: list[torch.Tensor] = []
 
     def share(self) -> None:
         memories = [buffer.memory for buffer in self.buffers if isinstance(buffer.memory, HostMemory)]
@@ -110,7 +111,7 @@ class Sides:
             buffer.release()
         assert self.memory.share(self.live, {"grad": memories}, gc.collect)
 
-    def infer(self, value: int) -> None:
+    def infer(self, value: int, *, keeps: bool = False) -> None:
         for buffer in self.buffers:
             buffer.release()
         assert not any(buffer.resident_nbytes() for buffer in self.buffers)
@@ -118,7 +119,15 @@ class Sides:
         assert self.memory.nbytes(self.live) == sum(tensor.nbytes for tensor in self.live.values())
         for number, tensor in enumerate(self.live.values()):
             tensor.fill_(value + number)
+        (passing,) = self.memory._pool.lend([(3 * mmap.PAGESIZE, torch.uint8)])
+        passing.fill_(7)
         assert all(bool((tensor == value + number).all()) for number, tensor in enumerate(self.live.values()))
+        assert bool((passing == 7).all())
+        if keeps:
+            self.kept.append(passing)
+        del passing
+        self.memory.trim()
+        assert all(bool((tensor == 7).all()) for tensor in self.kept)
 
     def train(self, value: int) -> None:
         self.memory.free(self.live)
@@ -133,12 +142,16 @@ class Sides:
 SIZES = st.lists(st.integers(1, 5 * mmap.PAGESIZE), min_size=1, max_size=4)
 
 
-@given(SIZES, SIZES, st.lists(st.sampled_from(["infer", "train", "share", "give_back"]), max_size=8))
+@given(SIZES, SIZES, st.lists(st.sampled_from(["infer", "keep", "train", "share", "give_back"]), max_size=8))
 def test_weights_and_gradients_use_memory_in_turn(buffers: list[int], weights: list[int], steps: list[str]) -> None:
     sides = Sides(buffers, weights)
     for step in ("share", *steps, "train", "give_back"):
-        if step in ("infer", "train"):
-            getattr(sides, step)(1 + len(steps))
+        if step in ("infer", "keep"):
+            sides.infer(1 + len(steps), keeps=step == "keep")
+            continue
+        if step == "train":
+            sides.train(1 + len(steps))
+            assert all(bool((tensor == 7).all()) for tensor in sides.kept)
             continue
         # Neither side has contents.
         sides.memory.free(sides.live)
