@@ -21,7 +21,6 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.config import shared_engine_settings
 from hybrid_engine.rl.run_checks import staleness_violations
-from hybrid_engine.rl.run_files import defaults_of
 
 
 class WarmUpConfig(Section):
@@ -125,10 +124,6 @@ class Settings(pydantic.BaseModel):
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         engines = shared_engine_settings(self.engine, self.world_size)
         return engines | {"rl_config": self.rl.model_dump(mode="json", exclude=free)}
-
-    def defaults(self) -> dict[str, Any]:
-        """Return defaults, which apply to options that are newer than the run."""
-        return {**defaults_of(self.engine), "rl_config": defaults_of(self.rl)}
 
 
 def load_settings(source: str | Path, world_size: int, overrides: Sequence[str] = ()) -> Settings:

@@ -66,7 +66,7 @@ def main() -> None:
         settings = load_settings(options.config, _world_size(), options.overrides)
         files = run_files(options.out)
         free = free_engine_settings(settings.engine)
-        files.check(settings.fingerprint(), options.resume, settings.defaults(), free=free)
+        files.check(settings.fingerprint(), options.resume, free=free)
         options.out.mkdir(parents=True, exist_ok=True)
         # The file that marks a run comes before the logs, whichever rank is first.
         lock = Lock(options.out / "lock")

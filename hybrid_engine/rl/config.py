@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -34,7 +34,6 @@ from hybrid_engine.rl.losses import (
     Scale,
     policy_loss,
 )
-from hybrid_engine.rl.run_files import defaults_of, flat
 
 _FREE = (
     "evaluate_every",
@@ -208,10 +207,10 @@ class LoopConfig(Section):
         steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
         return self.model_copy(update={"steps": steps, "passes": None})
 
-    def named_changes(self, names: Collection[str]) -> set[str]:
-        """Return the dotted names of settings that change within a run because they are named.
+    def changeable(self, names: Collection[str]) -> set[str]:
+        """Return the dotted names of settings that may change within a run, if `names` are named.
 
-        Raises ConfigError for settings that cannot.
+        Raises ConfigError for names of settings that cannot change.
         """
         allowed = {"actor_config.optimizer.clip_grad", *type(self).model_fields}.difference(
             _FIXED, _DRAWN if self.max_staleness else ()
@@ -223,7 +222,7 @@ class LoopConfig(Section):
             problem = f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run"
             remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
             raise ConfigError([Violation("changed", problem, remedy, code="cannot-change")])
-        return {*names, *(f"{self.name}.{name}" for name in names)}
+        return {*names, *map(self.key, {*names, *self._free})}
 
     @property
     def name(self) -> str:
@@ -283,17 +282,14 @@ class LoopConfig(Section):
         """Return whether something that happens `every` so many steps is due after `step`."""
         return step % every == 0 or step == self.steps
 
-    def defaults(self) -> dict[str, Any]:
-        """Return the defaults, which are assumed for options that an older run did not record."""
-        return {self.name: defaults_of(self)}
-
     def shared(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the run that it continues."""
-        free = set(_FREE)
+        return {self.name: self.model_dump(mode="json", exclude=self._free)}
+
+    @property
+    def _free(self) -> set[str]:
         # Any other schedule depends on the number of steps.
-        if self.schedule == "constant":
-            free.add("steps")
-        return {self.name: self.model_dump(mode="json", exclude=free)}
+        return {*_FREE, "steps"} if self.schedule == "constant" else {*_FREE}
 
 
 def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, Any]:
@@ -318,7 +314,7 @@ def free_engine_settings(engines: HybridConfig) -> frozenset[str]:
 
     Older versions may have recorded them.
     """
-    return frozenset(flat(_free_keys(engines)))
+    return frozenset(_dotted(_free_keys(engines)))
 
 
 def _free_keys(section: Section) -> dict[str, Any]:
@@ -335,8 +331,17 @@ def _free_keys(section: Section) -> dict[str, Any]:
     return free
 
 
+def _dotted(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of nested sections, dotted."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
 def _scale_of(value: object) -> object:
-    """Return the present name of a flag; `scale_rewards` was one in older versions."""
+    """Return the name of a flag, as `scale_rewards` is in TRL."""
     if isinstance(value, bool):
         return "group" if value else "none"
     return value
@@ -355,11 +360,6 @@ class GrpoConfig(LoopConfig):
     scale_rewards: Annotated[Scale, BeforeValidator(_scale_of)] = "group"
     """Divide advantages by the standard deviation of the rewards of which baseline is the mean
     (group), or whiten them over all tokens of the step (batch). true is group, false is none."""
-
-    @pydantic.field_serializer("scale_rewards", when_used="json")
-    def _scale_as_recorded(self, value: Scale) -> Scale | bool:
-        """Return the flag that runs of older versions have recorded."""
-        return {"group": True, "none": False}.get(value, value)
 
 
 class PpoConfig(LoopConfig):

@@ -43,7 +43,15 @@ from weakref import WeakSet
 
 import pydantic
 
-from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, first_of, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    FileError,
+    Violation,
+    Violations,
+    clipped,
+    first_of,
+    shortened,
+)
 from hybrid_engine.files.checksums import (
     CHECKSUMS,
     checksum_of,
@@ -271,8 +279,8 @@ class RunFiles:
         Args:
             settings: settings that a resumed run must share.
             resume: whether the run is to be resumed, not started over.
-            defaults: defaults of these settings, as far as there are any. A run that is older than
-                an option resumes with the option's default.
+            defaults: the same settings by default. A run that is older than an option resumes with
+                the option's default.
             free: dotted names of settings or sections that may change though the run recorded them.
 
         Raises:
@@ -299,30 +307,20 @@ class RunFiles:
                     raise self._not_a_run(f"holds {shown} but no run.json")
                 return
             recorded = self._settings()
-            flat_defaults = flat(defaults or {})
-            # A section that the run has not recorded is newer than the run. The run resumes
-            # without it if the section changes nothing, that is, has its defaults.
-            newer = {section: settings[section] for section in settings.keys() - recorded.keys()}
-            has_changed = not flat(newer).items() <= flat_defaults.items()
-            if recorded.keys() - settings.keys() or has_changed:
+            if recorded.keys() - settings.keys():
                 old, new = (
                     first_of([clipped(name) for name in sorted(sections)], 5)
                     for sections in (recorded, settings)
                 )
-                raise self._not_a_run(
-                    f"has a run.json of {old or 'nothing'}, not of {new}", " of this kind"
-                )
+                raise self._not_a_run(f"has a run.json of {old}, not of {new}", " of this kind")
             if resume and self.progress() is not None:
                 self.metrics.check()
-                self._require_same(recorded, settings, flat_defaults, free)
-                return
-            # There is no complete checkpoint. Runs of older versions have no file of their first
-            # checkpoint, but a model once they are finished.
-            signs = [self._first_checkpoint_file, self.out / "model"]
-            signs = [path for path in signs if os.path.lexists(path)]
-            if resume and signs:
+                violations = [*self._differences("", recorded, settings, defaults, free)]
+                if violations:
+                    raise ConfigError(violations)
+            elif resume and os.path.lexists(self._first_checkpoint_file):
                 problem = (
-                    f"{self.out} has no complete checkpoint, but had one: {signs[0].name} is there"
+                    f"{self.out} has no complete checkpoint, but had one: first-checkpoint is there"
                 )
                 remedy = "Put its checkpoint back, or begin a new run in another directory"
                 raise ConfigError([Violation("out", problem, remedy, code="checkpoint-is-missing")])
@@ -339,46 +337,26 @@ class RunFiles:
         problem = f"{self.out} {reason}, so it is not a run{kind}"
         return ConfigError([Violation("out", problem, "Use another directory", code="not-a-run")])
 
-    def _require_same(
-        self,
-        recorded: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        free: Collection[str],
-    ) -> None:
-        """Raise ConfigError with every setting that differs from the recorded run.
-
-        `defaults` are flat. A setting that has a default, but is not in `settings`, may change.
-        """
-        old = flat(recorded)
-        new = flat(settings)
-        # Keys of a section that was None when the run was recorded are not new options: their old
-        # value is None, not the default.
-        new_options = [
-            key for key in new.keys() - old.keys() if not old.keys() & set(_sections_of(key))
-        ]
-        old |= {key: defaults[key] for key in new_options if key in defaults}
-        # Runs of older versions recorded settings that may change by now.
-        ignored = {*free, *((old.keys() - new.keys()) & defaults.keys())}
-        violations = []
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key) and ignored.isdisjoint([key, *_sections_of(key)]):
-                problem = (
-                    f"the run in {self.out} has {shortened(old.get(key))}, "
-                    f"this one {shortened(new.get(key))}"
-                )
-                remedy = (
-                    "Use the old value, another directory, or for some keys `changed` of `train`"
-                )
-                violations.append(Violation(key, problem, remedy, code="differs-from-run"))
-        if violations:
-            raise ConfigError(violations)
+    def _differences(
+        self, key: str, recorded: Any, now: Any, default: Any, free: Collection[str]
+    ) -> Violations:
+        """Yield the settings at a dotted key, or in its section, that differ from the run's."""
+        if key in free or recorded == now:
+            return
+        if isinstance(recorded, Mapping) and isinstance(now, Mapping):
+            defaults = default if isinstance(default, Mapping) else {}
+            for name in sorted(recorded.keys() | now.keys()):
+                inner = defaults.get(name)
+                old = recorded.get(name, inner)
+                inner_key = f"{key}.{name}" if key else name
+                yield from self._differences(inner_key, old, now.get(name), inner, free)
+            return
+        problem = f"the run in {self.out} has {shortened(recorded)}, this one {shortened(now)}"
+        remedy = "Use the old value, another directory, or for some keys `changed` of `train`"
+        yield Violation(key, problem, remedy, code="differs-from-run")
 
     def require_reference(self, progress: Progress, now: str | None) -> None:
-        """Raise ConfigError if the run measures its KL from other weights than now, by digest.
-
-        Runs of older versions have no digest of these weights and are accepted.
-        """
+        """Raise ConfigError if the run measures its KL from other weights than now, by digest."""
         before = progress.reference
         if before and now and before != now:
             problem = (
@@ -398,11 +376,9 @@ class RunFiles:
             return None
         path = self._progress_file(complete[-1])
         with naming("reading", path, _CHECKPOINT_REMEDY):
-            # Those of the engine in weights/ and critic/ have checksums of their own. Runs of older
-            # versions have none here.
-            if os.path.lexists(path.with_name(CHECKSUMS)):
-                for name, checksum in read_checksums(path.parent, _CHECKPOINT_REMEDY).items():
-                    require_as_written(path.with_name(name), checksum, _CHECKPOINT_REMEDY)
+            # Those of the engine in weights/ and critic/ have checksums of their own.
+            for name, checksum in read_checksums(path.parent, _CHECKPOINT_REMEDY).items():
+                require_as_written(path.with_name(name), checksum, _CHECKPOINT_REMEDY)
             progress = _PROGRESS.validate_json(read_regular(path, _MAX_JSON_NBYTES))
             # A copy of another checkpoint under this name.
             if progress.step != complete[-1]:
@@ -628,23 +604,6 @@ def _close_inherited_locks() -> None:
 os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
-def defaults_of(section: pydantic.BaseModel) -> dict[str, Any]:
-    """Return the defaults of a section and its subsections, as JSON values.
-
-    Fields without a default are left out. A subsection that is off by default has the default None
-    and no defaults of its fields.
-    """
-    defaults: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        value = getattr(section, name)
-        if isinstance(value, pydantic.BaseModel) and (field.is_required() or default is not None):
-            defaults[name] = defaults_of(value)
-        elif not field.is_required():
-            defaults[name] = json.loads(json.dumps(default, default=str))
-    return defaults
-
-
 def _line_of(row: Row, path: Path) -> str:
     """Return a row as a line of JSON. Raises FileError about `path` if it is too long to read."""
     line = json.dumps(row) + "\n"
@@ -655,20 +614,3 @@ def _line_of(row: Row, path: Path) -> str:
             code="row-too-long",
         )
     return line
-
-
-def _sections_of(key: str) -> list[str]:
-    """Return the dotted names of the sections that contain a dotted key."""
-    parts = key.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections to one mapping with dotted keys."""
-    flattened: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flattened.update(flat(value, f"{prefix}{key}."))
-        else:
-            flattened[f"{prefix}{key}"] = value
-    return flattened

@@ -19,7 +19,7 @@ from hybrid_engine.rl.config import (
     free_engine_settings,
     shared_engine_settings,
 )
-from hybrid_engine.rl.run_files import Row, RunFiles, defaults_of
+from hybrid_engine.rl.run_files import Row, RunFiles
 from hybrid_engine.rl.trackers import Tracker, forget_run, opened, tracker_violations
 
 _NOT_PRINTED = {
@@ -83,10 +83,11 @@ class RunRecord:
                 **shared_engine_settings(engines, job.world_size),
             }
             self._settings = config.shared() | engine_settings
-            defaults = config.defaults() | defaults_of(engines)
+            default_engines = HybridConfig(model=engines.model)
+            defaults = type(config)().shared() | shared_engine_settings(default_engines, 1)
             # The model's path may change, and its digest may not.
             free = free_engine_settings(engines) - engine_settings.keys()
-            free |= config.named_changes(changed)
+            free |= config.changeable(changed)
             files.check(self._settings, defaults=defaults, free=free)
             require_target(files.out / "model", engines.table())
             ends.enter_context(files.lock())

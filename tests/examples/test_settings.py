@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from examples.gpt_rl import settings
-from examples.gpt_rl.train import run_files
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl.run_files import Progress
 
 CONFIGS = Path(settings.__file__).parent / "configs"
 TP2 = CONFIGS / "tp2_to_dp2.yaml"
@@ -118,18 +116,3 @@ def test_a_resumed_run_may_change_its_length_and_with_fsdp_its_ranks() -> None:
     assert settings.load_settings(TP2, 2, ["rl_config.seed=3"]).fingerprint() != first
     two, four = (settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", ranks).fingerprint() for ranks in (2, 4))
     assert two == four
-
-
-def test_a_run_older_than_an_option_resumes_with_the_default(tmp_path: Path) -> None:
-    older = settings.load_settings(TP2, 2)
-    now = settings.load_settings(TP2, 2, ["rl_config.ppo.lam=0.5"])
-    before = older.fingerprint()
-    del before["rl_config"]["ppo"], before["generate_config"]["server_pause"], before["critic_config"]
-    files = run_files(tmp_path / "run")
-    files.lock().close()
-    files.begin(before)
-    files.checkpoint(1).mkdir(parents=True)
-    files.complete(Progress(1, {"step": 1}))
-    files.check(older.fingerprint(), defaults=older.defaults())
-    with pytest.raises(ConfigError, match=r"rl_config\.ppo\.lam"):
-        files.check(now.fingerprint(), defaults=now.defaults())

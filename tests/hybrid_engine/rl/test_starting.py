@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -111,6 +112,21 @@ def test_changed_engine_settings_are_refused(tmp_path: Path, key: str, changed: 
     begin_run(tmp_path / "run")
     with pytest.raises(ConfigError, check=has_violation(key, "differs-from-run")):
         start(out=tmp_path / "run", engines={"actor_config": changed})
+
+
+def test_a_run_older_than_an_option_resumes_with_the_default(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    settings = json.loads(path.read_text())
+    del settings["critic_config"]
+    del settings["generate_config"]["server_pause"]
+    del settings["GrpoConfig"]["redraws"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(Exception, match="engines are built"):
+        start(out=tmp_path / "run")
+    differs = has_violation("GrpoConfig.redraws", "differs-from-run", "has 0, this one 2")
+    with pytest.raises(ConfigError, check=differs):
+        start(out=tmp_path / "run", config=GrpoConfig(max_tokens=8, redraws=2))
 
 
 def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> None:
