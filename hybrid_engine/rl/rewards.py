@@ -66,6 +66,8 @@ class BatchReward:
         return str(getattr(self.function, "__name__", "reward"))
 
 
+Sample = tuple[str, Any, Any]
+"""Place of a completion in messages, the element of `prompts`, and the completion."""
 Rewards = (
     Reward | BatchReward | Mapping[str, "Reward | BatchReward"] | Sequence["Reward | BatchReward"]
 )
@@ -136,106 +138,71 @@ class RewardFunctions:
             for name, prompt, group in zip(names, prompts, groups, strict=True)
             for number, completion in enumerate(group)
         ]
-        local: tuple[dict[str, list[float]], list[int]] = ({}, [])
+        local: dict[str, list[float]] = {}
         with job.agreement.phase("reward"):
-            local = self._on_rank(samples, job)
-        kind = tuple[dict[str, list[float]], list[int]]
-        of_ranks = job.agreement.gather(local, kind, "reward")
-        rewards: dict[str, list[float]] = {}
-        for name, function in self._functions.items():
-            is_shared = isinstance(function, BatchReward) and function.on_all_ranks
-            sources = of_ranks if is_shared else of_ranks[:1]
-            rewards[name] = [value for columns, _ in sources for value in columns[name]]
-        failed = of_ranks[0][1]
-        totals = self._totals(rewards, failed, samples)
+            for name, function in self._functions.items():
+                local |= self._on_rank(name, function, samples, job)
+        of_ranks = job.agreement.gather(local, dict[str, list[float]], "reward")
         shape = (len(groups), -1)
+        # In float64, in which no product and no sum of bounded rewards overflows.
+        rewards = {
+            name: torch.tensor(
+                [value for columns in of_ranks for value in columns.get(name, [])],
+                dtype=torch.float64,
+            )
+            for name in self._functions
+        }
+        totals = self._totals(rewards, samples).view(shape)
         by_name = {} if self._is_single else rewards
         return Scores(
-            totals.view(shape),
-            {name: torch.tensor(values).view(shape) for name, values in by_name.items()},
+            totals,
+            {
+                name: values.where(values.isfinite(), math.nan).float().view(shape)
+                for name, values in by_name.items()
+            },
         )
 
     def _on_rank(
-        self, samples: Sequence[tuple[str, Any, Any]], job: Job
-    ) -> tuple[dict[str, list[float]], list[int]]:
-        """Return the rewards that this rank computes, and the indices of failed completions."""
-        rewards: dict[str, list[float]] = {}
-        failed: set[int] = set()
-        for name, function in self._functions.items():
-            argument = argument_of(name)
-            if isinstance(function, BatchReward):
-                part = list(samples)
-                if function.on_all_ranks:
-                    start = len(samples) * job.rank // job.world_size
-                    stop = len(samples) * (job.rank + 1) // job.world_size
-                    part = part[start:stop]
-                elif job.rank:
-                    continue
-                rewards[name] = self._of_batch(argument, function, part, job.timeout_seconds)
-            elif job.rank == 0:
-                is_skipping = self._config.reward_failures == "skip"
-                attempts = _Attempts(
-                    function, argument, self._config.reward_retries, is_skipping=is_skipping
-                )
-                calls = [(sample[0], attempts, sample[1:]) for sample in samples]
-                values = run_callbacks(argument, calls, job.timeout_seconds)
-                failed.update(index for index, value in enumerate(values) if value is _FAILED)
-                rewards[name] = self._checked(argument, values, samples)
-        return rewards, sorted(failed)
+        self, name: str, function: Any, samples: Sequence[Sample], job: Job
+    ) -> dict[str, list[float]]:
+        """Return the rewards that this rank computes with a function, by its name, if any.
 
-    def _of_batch(
-        self,
-        argument: str,
-        reward: BatchReward,
-        samples: Sequence[tuple[str, Any, Any]],
-        timeout_seconds: float,
-    ) -> list[float]:
-        retries = self._config.reward_retries
-        # A list within the attempt: an iterator may fail as well. Others have no order.
-        unordered: Any = Mapping | Set | bytes | str
-        attempts = _Attempts(
-            reward.function,
+        NaN where the function does not apply, infinity where it failed.
+        """
+        is_batch = isinstance(function, BatchReward)
+        if is_batch and function.on_all_ranks:
+            start, stop = (len(samples) * (job.rank + end) // job.world_size for end in (0, 1))
+            samples = samples[start:stop]
+        elif job.rank:
+            return {}
+        argument = argument_of(name)
+        attempts = _Attempts(function, argument, self._config)
+        calls: list[Any] = [(place, attempts, arguments) for place, *arguments in samples]
+        whole = f"{len(samples)} completions"
+        if is_batch:
+            columns = [[sample[column] for sample in samples] for column in (1, 2)]
+            calls = [(whole, attempts, columns)]
+        values = run_callbacks(argument, calls, job.timeout_seconds)
+        if is_batch:
+            (values,) = values
+            if not isinstance(values, list) or len(values) != len(samples):
+                problem = f"returned a {type(values).__name__} of {len(values)} for {whole}"
+                remedy = "Return a list with a number, or None, for each completion"
+                raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
+        # By identity: a value may be an array.
+        marks = {id(_FAILED): math.inf}
+        if not self._is_single:
+            marks[id(None)] = math.nan
+        numbers = rewards_of(
+            [0.0 if id(value) in marks else value for value in values],
+            [place for place, *_ in samples],
             argument,
-            retries,
-            convert=lambda values: values if isinstance(values, unordered) else list(values),
         )
-        prompts = [prompt for _, prompt, _ in samples]
-        completions = [completion for *_, completion in samples]
-        place = f"{len(samples)} completions"
-        (values,) = run_callbacks(
-            argument, [(place, attempts, (prompts, completions))], timeout_seconds
-        )
-        if not isinstance(values, list) or len(values) != len(samples):
-            problem = f"returned a {type(values).__name__} of {len(values)} for {place}"
-            remedy = "Return a list with a number, or None, for each completion"
-            raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
-        return self._checked(argument, values, samples)
-
-    def _checked(
-        self,
-        argument: str,
-        values: Sequence[Any],
-        samples: Sequence[tuple[str, Any, Any]],
-    ) -> list[float]:
-        """Return the values as floats; NaN for failures, and for None of several functions."""
-        missing = (_FAILED,) if self._is_single else (_FAILED, None)
-        present = [
-            index
-            for index, value in enumerate(values)
-            if not any(value is absent for absent in missing)
-        ]
-        rewards = [math.nan] * len(values)
-        places = [samples[index][0] for index in present]
-        converted = rewards_of([values[index] for index in present], places, argument)
-        for index, reward in zip(present, converted, strict=True):
-            rewards[index] = reward
-        return rewards
+        pairs = zip(values, numbers, strict=True)
+        return {name: [marks.get(id(value), number) for value, number in pairs]}
 
     def _totals(
-        self,
-        rewards: Mapping[str, Sequence[float]],
-        failed: Sequence[int],
-        samples: Sequence[tuple[str, Any, Any]],
+        self, rewards: Mapping[str, torch.Tensor], samples: Sequence[Sample]
     ) -> torch.Tensor:
         """Return the weighted sums [B], less the penalty for length; NaN for failed completions.
 
@@ -243,15 +210,14 @@ class RewardFunctions:
         """
         config = self._config
         weights = [config.reward_weights.get(name, 1.0) for name in rewards]
-        # [functions, B]; in float64, in which no product and no sum of bounded rewards overflows.
-        parts = torch.tensor([*rewards.values()], dtype=torch.float64)
-        totals = torch.tensor(weights, dtype=torch.float64) @ parts.nan_to_num(0.0)
-        if len(failed) == len(samples):
+        parts = torch.stack([*rewards.values()])  # [functions, B]
+        totals = torch.tensor(weights, dtype=torch.float64) @ parts.nan_to_num(0.0, 0.0)
+        is_failed = parts.isinf().any(dim=0)
+        if is_failed.all():
             problem = f"failed for all {len(samples)} completions of the step"
             remedy = "See the warnings above"
             raise ArgumentError([Violation("reward", problem, remedy, code="callback-failed")])
         without = parts.isnan().all(dim=0)
-        without[list(failed)] = False
         if without.any():
             places = [samples[index][0] for index in without.nonzero().flatten().tolist()]
             problem = f"no function applies to {first_of(places, 3, '; ')}"
@@ -264,8 +230,7 @@ class RewardFunctions:
             totals = totals - config.overlong_penalty * share
         # The sums are bounded as their parts are.
         rewards_of(totals.tolist(), [place for place, *_ in samples], "sum by reward_weights")
-        totals[list(failed)] = math.nan
-        return totals.float()
+        return totals.where(~is_failed, math.nan).float()
 
 
 def named_rewards(rewards: Any) -> dict[str, Any]:
@@ -314,32 +279,31 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Violations:
 
 
 class _Attempts:
-    """A function that is called again after an exception, at most `retries` times.
+    """A function that is called again after an exception, at most `reward_retries` times.
 
     Between the calls it waits for a second, then for two, four, and so on.
 
     Args:
-        function: function or coroutine function.
+        function: function or coroutine function, or a `BatchReward`, whose result becomes a list
+            within the attempt, because an iterator may fail as well.
         argument: its name in log lines.
-        retries: number of further calls.
-        is_skipping: after the last attempt, return `_FAILED` in place of raising the exception.
-        convert: converts the result, within the same attempt.
+        config: has the number of further calls, and whether to return `_FAILED` after the last
+            attempt in place of raising the exception.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        argument: str,
-        retries: int,
-        *,
-        is_skipping: bool = False,
-        convert: Callable[[Any], Any] = lambda value: value,
-    ) -> None:
-        self._function = function
+    def __init__(self, function: Any, argument: str, config: LoopConfig) -> None:
+        self._is_batch = isinstance(function, BatchReward)
+        self._function = function.function if self._is_batch else function
         self._argument = argument
-        self._retries = retries
-        self._is_skipping = is_skipping
-        self._convert = convert
+        self._retries = config.reward_retries
+        self._is_skipping = config.reward_failures == "skip" and not self._is_batch
+
+    def _convert(self, returned: Any) -> Any:
+        # Others have no order.
+        unordered: Any = Mapping | Set | bytes | str
+        return (
+            list(returned) if self._is_batch and not isinstance(returned, unordered) else returned
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the result, or an awaitable of it."""
