@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,12 +79,8 @@ class Critic:
             batch["advantages"] = whitened(estimate.advantages, mask)
             batch["returns"] = estimate.returns
             self.model.set_learning_rate(self._learning_rate * config.learning_rate_factor(step))
-            reports = []
-            for _ in range(config.critic_epochs):
-                parts = losses.minibatches(batch, config.minibatches, generator)
-                update = self.model.update
-                reports += [self._calls.update(update, part, self._loss) for part in parts]
-        means = losses.mean_of(reports)
+            cut = partial(losses.minibatches, batch, config.minibatches, generator)
+            means = self._calls.learn(self.model.update, cut, config.critic_epochs, self._loss)
         return {
             "value_loss": means["value_loss"],
             "value_clip_fraction": means["value_clip_fraction"],

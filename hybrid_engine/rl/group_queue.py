@@ -17,11 +17,12 @@ their environments cannot be; a resumed run holds them again.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -39,7 +40,12 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.rl.conversation_state import prompt_of
 from hybrid_engine.rl.conversations import begin_conversations, converse
-from hybrid_engine.rl.prompt_source import PromptSource, StepPrompts, are_listed
+from hybrid_engine.rl.prompt_source import (
+    PromptSource,
+    StepPrompts,
+    StreamedPrompts,
+    are_listed,
+)
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
 from hybrid_engine.rl.user_callbacks import calling
@@ -63,39 +69,39 @@ _REMEDY = (
 
 
 class BackgroundDrawing(Protocol):
-    """Completions or conversations of a step that servers draw."""
+    """Completions or conversations of a step that servers draw.
+
+    Attributes:
+        ended_at: `time.perf_counter` when this rank received the last one.
+        is_finished: True if this rank has nothing to wait for.
+    """
 
     ended_at: float
 
     @property
     def is_finished(self) -> bool: ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Make no more requests. Not collective."""
 
-    def collect(self) -> Any: ...
+    def collect(self) -> Any:
+        """Wait for the completions of each prompt, and return them. Collective."""
 
 
 @dataclass(frozen=True)
-class _BegunStep:
-    """A step whose completions have been requested.
+class _Restored:
+    """Completions of a step, from a checkpoint."""
 
-    Attributes:
-        drawing: the requests; None if the completions come from a checkpoint.
-        restored: completions of each prompt, from a checkpoint.
-    """
+    groups: Completions
+    ended_at: float = -math.inf
+    is_finished: bool = True
 
-    drawing: BackgroundDrawing | None
-    restored: Completions = field(default_factory=list)
+    def cancel(self) -> None:
+        """Do nothing."""
 
-    @property
-    def is_finished(self) -> bool:
-        """True if this rank has nothing to wait for."""
-        return self.drawing is None or self.drawing.is_finished
-
-    def collect(self) -> Groups:
-        """Wait for the completions of each prompt, and return them. Collective."""
-        groups: Groups = self.restored if self.drawing is None else self.drawing.collect()
-        return groups
+    def collect(self) -> Completions:
+        """Return the completions of each prompt."""
+        return self.groups
 
 
 class GroupQueue:
@@ -117,7 +123,7 @@ class GroupQueue:
         worker: ActorHybridWorker,
         arguments: RunArguments,
         limits: RunLimits,
-        source: PromptSource,
+        source: PromptSource | StreamedPrompts,
     ) -> None:
         self.ready = 0
         self._worker = worker
@@ -131,7 +137,7 @@ class GroupQueue:
         self._depth = arguments.config.max_staleness
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
-        self._begun: dict[int, _BegunStep] = {}
+        self._begun: dict[int, BackgroundDrawing | _Restored] = {}
         self._drawings: list[BackgroundDrawing] = []
         self._published: list[int] = []
 
@@ -179,8 +185,7 @@ class GroupQueue:
         if new and self._drawings and all(drawing.is_finished for drawing in self._drawings):
             waited = time.perf_counter() - max(drawing.ended_at for drawing in self._drawings)
         for step in new:
-            drawing = self._begin_step(step)
-            self._begun[step] = _BegunStep(drawing)
+            self._begun[step] = drawing = self._begin_step(step)
             self._drawings = [*self._drawings[-self._depth :], drawing]
         return waited
 
@@ -212,7 +217,7 @@ class GroupQueue:
             [not step.is_finished for step in begun], "looking at the queue"
         )
         self.ready = unfinished.count(False)
-        groups = self._begun[number].collect()
+        groups: Groups = self._begun[number].collect()
         self.staleness(groups)
         return groups
 
@@ -332,7 +337,7 @@ class GroupQueue:
                 [replace(completion, tokenizer=tokenizer) for completion in group]
                 for group in groups
             ]
-            self._begun[number] = _BegunStep(None, restored)
+            self._begun[number] = _Restored(restored)
 
     def close(self) -> None:
         """Forget all steps, and make no more requests. Not collective."""

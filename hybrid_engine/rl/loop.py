@@ -18,13 +18,13 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -546,19 +546,15 @@ class Loop:
     def _newest(self, files: RunFiles) -> tuple[Progress, bool] | None:
         """Return the newest checkpoint and whether its row was written, as rank 0 reads them."""
         agreement = self.worker.job.agreement
-        local = ""
+        local: tuple[dict[str, Any], bool] | None = None
         with agreement.phase("reading the run"), naming("reading the run in", files.out):
-            if self.worker.rank == 0:
-                progress = files.progress()
-                if progress is not None:
-                    has_row = files.metrics.has(progress.step)
-                    local = json.dumps([asdict(progress), has_row])
+            progress = files.progress() if self.worker.rank == 0 else None
+            if progress is not None:
+                local = asdict(progress), files.metrics.has(progress.step)
         # Rank 0 decides: on a shared file system ranks can see different states of a directory.
-        text = agreement.gather(local, str, "reading the run")[0]
-        if not text:
-            return None
-        values, has_row = json.loads(text)
-        return Progress(**values), has_row
+        kind = tuple[dict[str, Any], bool] | None
+        newest = agreement.gather(local, kind, "reading the run")[0]
+        return None if newest is None else (Progress(**newest[0]), newest[1])
 
     def _flags(self, should_stop: ShouldStop) -> list[bool]:
         """Return whether `should_stop` is True, and a checkpoint late, on any rank. Collective."""
@@ -680,14 +676,15 @@ class Loop:
             batch = {**batch, "old_log_probs": log_probs}
         generator = self._generator(number, "minibatches")
         outputs: Any = {"entropy": True} if config.entropy_coefficient else {}
-        reports = []
-        for _ in range(config.epochs):
-            parts = losses.minibatches(
-                batch, config.minibatches, generator, config.aggregation, config.max_tokens
-            )
-            update = self.worker.update
-            reports += [self._calls.update(update, part, self._loss, **outputs) for part in parts]
-        means = losses.mean_of(reports)
+        cut = partial(
+            losses.minibatches,
+            batch,
+            config.minibatches,
+            generator,
+            config.aggregation,
+            config.max_tokens,
+        )
+        means = self._calls.learn(self.worker.update, cut, config.epochs, self._loss, **outputs)
         # The completions were drawn by the policy before the first optimizer step, so this mean
         # does not estimate a KL. `completion_figures` has the KL.
         means.pop("kl", None)

@@ -22,8 +22,7 @@ Papers:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -34,7 +33,6 @@ from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
 from hybrid_engine.trainer.batches.batch_building import NewBatch, mask_of
 from hybrid_engine.trainer.batches.loss_results import Loss
-from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 
 Aggregation = Literal["token", "sequence", "constant"]
@@ -209,11 +207,6 @@ def minibatches(
         part["token_weights"] = mean_weights(part["mask"])
         parts.append(part)
     return parts
-
-
-def mean_of(reports: Sequence[Mapping[str, float]]) -> Figures:
-    """Return the means of the reports of several optimizer steps, which have the same names."""
-    return {name: fmean(report[name] for report in reports) for name in reports[0]}
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

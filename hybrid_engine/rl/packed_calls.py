@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -61,6 +62,25 @@ class PackedCalls:
         if self.packs:
             batch = pack_rows(batch, multiple_of=self._multiple).batch
         return call(batch, loss_function, **settings)
+
+    def learn(
+        self,
+        call: Callable[..., Figures],
+        cut: Callable[[], Iterable[Batch]],
+        epochs: int,
+        loss_function: Callable[..., Any],
+        **settings: Any,
+    ) -> Figures:
+        """Return the means of the reports of `update` over the minibatches that `cut` returns.
+
+        It is called in each of the epochs.
+        """
+        reports = [
+            self.update(call, part, loss_function, **settings)
+            for _ in range(epochs)
+            for part in cut()
+        ]
+        return {name: fmean(report[name] for report in reports) for name in reports[0]}
 
     @property
     def _multiple(self) -> int:

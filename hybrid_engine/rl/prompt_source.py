@@ -15,8 +15,10 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -32,70 +34,48 @@ StepPrompts = tuple[Sequence[int], list[Any]]
 """Numbers that name the prompts of a step in messages, and the prompts."""
 
 
-class PromptSource(Protocol):
-    """Prompts of each step, the same on all ranks."""
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts of each step that follow from its number; the same on all ranks.
 
-    def take(self, number: int) -> StepPrompts:
-        """Return the prompts of a step, and the numbers that name them in messages.
+    Attributes:
+        take: returns the prompts of a step, and the numbers that name them in messages. Raises
+            ArgumentError if the caller's prompts fail.
+    """
 
-        Steps are taken in ascending order. Raises ArgumentError if the caller's prompts fail.
-        """
-
-    def save(self, directory: Path, step: int) -> None:
-        """Write the place after a step, if there is one; on rank 0. Raises FileError."""
-
-    def load(self, directory: Path, step: int) -> None:
-        """Go on from the place that `save` wrote; on all ranks. Raises FileError."""
-
-
-class _WithoutPlace:
-    """A source whose prompts follow from the number of the step."""
+    take: Callable[[int], StepPrompts]
 
     def save(self, directory: Path, step: int) -> None:
-        """Write nothing."""
+        """Write nothing: there is no place."""
 
     def load(self, directory: Path, step: int) -> None:
         """Read nothing."""
 
 
-class ListedPrompts(_WithoutPlace):
-    """A list, in another order in each pass. A step may span two passes."""
+def _of_list(prompts: Sequence[Any], count: int, seed: int, number: int) -> StepPrompts:
+    """Return the prompts of a step and their indices in a list, in another order in each pass.
 
-    def __init__(self, prompts: Sequence[Any], count: int, seed: int) -> None:
-        self._prompts = prompts
-        self._count = count
-        self._seed = seed
-
-    def take(self, number: int) -> StepPrompts:
-        """Return the prompts of a step and their indices in the list."""
-        size = len(self._prompts)
-        indices = []
-        # Positions in the sequence of all passes.
-        for position in range((number - 1) * self._count, number * self._count):
-            epoch, offset = divmod(position, size)
-            indices.append(_order(self._seed, size, epoch)[offset])
-        return indices, [self._prompts[index] for index in indices]
+    A step may span two passes.
+    """
+    # Positions in the sequence of all passes.
+    positions = range((number - 1) * count, number * count)
+    places = [divmod(position, len(prompts)) for position in positions]
+    indices = [_order(seed, len(prompts), epoch)[offset] for epoch, offset in places]
+    return indices, [prompts[index] for index in indices]
 
 
-class CalledPrompts(_WithoutPlace):
-    """A function of the step's number."""
-
-    def __init__(self, function: Callable[[int], Sequence[Any]], count: int) -> None:
-        self._function = function
-        self._count = count
-
-    def take(self, number: int) -> StepPrompts:
-        """Return the prompts of a step. Raises ArgumentError for another number of prompts."""
-        prompts = list(self._function(number))
-        if len(prompts) != self._count:
-            problem = f"{len(prompts)} for step {number}"
-            remedy = f"Return {self._count}, which is prompts_per_step"
-            raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-length")])
-        return range(self._count), prompts
+def _of_function(function: Callable[[int], Sequence[Any]], count: int, number: int) -> StepPrompts:
+    """Return the prompts of a step. Raises ArgumentError for another number of prompts."""
+    prompts = list(function(number))
+    if len(prompts) != count:
+        problem = f"{len(prompts)} for step {number}"
+        remedy = f"Return {count}, which is prompts_per_step"
+        raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-length")])
+    return range(count), prompts
 
 
 class StreamedPrompts:
-    """A stream, read again from its beginning when it ends.
+    """A stream, read again from its beginning when it ends. Steps are taken in ascending order.
 
     A stream with `set_epoch` gets the number of each pass, from 0, and its first place: an
     IterableDataset that has loaded a place begins each later pass there, too.
@@ -213,7 +193,9 @@ def listed(prompts: Any) -> list[Any]:
     raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")])
 
 
-def source_of(prompts: Any, count: int, seed: int, max_staleness: int = 0) -> PromptSource:
+def source_of(
+    prompts: Any, count: int, seed: int, max_staleness: int = 0
+) -> PromptSource | StreamedPrompts:
     """Return the source of prompts: a list, a function of the step, or a stream.
 
     `max_staleness`: steps whose prompts are taken before a step ends.
@@ -221,8 +203,8 @@ def source_of(prompts: Any, count: int, seed: int, max_staleness: int = 0) -> Pr
     if is_stream(prompts):
         return StreamedPrompts(prompts, count, max_staleness)
     if callable(prompts):
-        return CalledPrompts(prompts, count)
-    return ListedPrompts(prompts, count, seed)
+        return PromptSource(partial(_of_function, prompts, count))
+    return PromptSource(partial(_of_list, prompts, count, seed))
 
 
 def _decoded(content: bytes) -> Any:

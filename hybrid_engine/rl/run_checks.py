@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, Violations, collect, shortened
@@ -311,30 +311,22 @@ def limit_violations(
     return violations
 
 
-class DrawsAhead(Protocol):
-    """Settings of a loop that decide how far servers draw ahead."""
-
-    @property
-    def max_staleness(self) -> int: ...
-
-    @property
-    def epochs(self) -> int: ...
-
-    @property
-    def minibatches(self) -> int: ...
-
-
-def staleness_violations(config: DrawsAhead, generate: GenerateConfig, name: str) -> Violations:
+def staleness_violations(config: Any, generate: GenerateConfig, name: str) -> Violations:
     """Yield settings with which no step can be drawn while another is learned.
 
-    `name`: section of `config` in messages.
+    Args:
+        config: settings of a loop, with max_staleness, epochs and minibatches.
+        generate: settings of the servers.
+        name: section of `config` in messages.
     """
-    if not config.max_staleness:
-        return
+    max_staleness = config.max_staleness
+    num_updates = config.epochs * config.minibatches
     key = f"{name}.max_staleness"
-    of_run = f"max_staleness is {config.max_staleness}"
+    if not max_staleness:
+        return
+    of_run = f"max_staleness is {max_staleness}"
     if not generate.servers:
-        problem = f"is {config.max_staleness}, but vLLM generates in the ranks that train"
+        problem = f"is {max_staleness}, but vLLM generates in the ranks that train"
         remedy = "Start servers and set generate_config.servers, or leave it out"
         yield Violation(key, problem, remedy, code="needs-servers")
         return
@@ -346,7 +338,6 @@ def staleness_violations(config: DrawsAhead, generate: GenerateConfig, name: str
         key = "generate_config.server_pause"
         problem = f"is abort, which ends completions at a publish, but {of_run}"
         yield Violation(key, problem, "Set it to keep, or to wait", code="conflicting-keys")
-    num_updates = config.epochs * config.minibatches
     if generate.server_max_lag < num_updates:
         key = "generate_config.server_max_lag"
         problem = f"is {generate.server_max_lag}, but a step has {num_updates} optimizer steps"

@@ -15,12 +15,10 @@ import importlib
 import importlib.util
 import logging
 import os
-import queue
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -29,9 +27,8 @@ from typing import Any, Protocol
 from hybrid_engine.errors import Violation, Violations, first_of
 from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
-from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.run_files import Row
-from hybrid_engine.rl.user_callbacks import naming_failure
+from hybrid_engine.rl.user_callbacks import CallThread, naming_failure
 from hybrid_engine.trainer.ports import Figures
 
 logger = logging.getLogger("hybrid_engine")
@@ -45,7 +42,6 @@ _MAX_NAME_NBYTES = 200
 _RUN_NAME = re.compile(r"[A-Za-z0-9_.-]*-[0-9a-f]{8}")
 _MOST_CALLS = 1000
 """Rows that wait for a tracker."""
-_END = "the end"
 _SECONDS_TO_OPEN = 60.0
 """Time in which a tracker may refuse the run. Afterwards the run begins without waiting for it."""
 _SECONDS_TO_END = 30.0
@@ -234,43 +230,37 @@ class SafeTracker:
 
     def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
         self._name = name
-        # Names of what is recorded, and calls of the tracker.
-        self._calls: queue.Queue[tuple[str, Callable[[Tracker], None]]] = queue.Queue(_MOST_CALLS)
+        self._thread = CallThread(name)
+        self._tracker: Future[Tracker] = self._thread.submit(opening)
         self._is_late = False
-        opened: Future[None] = Future()
-        self._thread = in_background(partial(self._work, opening, opened), name)
-        wait([opened, self._thread], _SECONDS_TO_OPEN, FIRST_COMPLETED)
-        if self._thread.done():
+        if wait([self._tracker], _SECONDS_TO_OPEN).done:
             with naming_failure("trackers", name):
-                self._thread.result()
+                self._tracker.result()
 
-    def _work(self, opening: Callable[[], Tracker], opened: Future[None]) -> None:
-        tracker = opening()
-        opened.set_result(None)
-        what = ""
-        while what != _END:
-            what, call = self._calls.get()
+    def _call(self, what: str, call: Callable[[Tracker], None]) -> Future[None]:
+        def record() -> None:
             try:
-                call(tracker)
+                call(self._tracker.result())
             except BaseException as error:  # of the library or of the network, and sys.exit()
                 logger.warning("%s has not recorded %s: %s", self._name, what, error)
 
+        return self._thread.submit(record)
+
     def add(self, step: int, row: Row) -> None:
         """Record the figures of a step, later."""
-        try:
-            self._calls.put_nowait((f"step {step}", methodcaller("add", step, row)))
-        except queue.Full:
-            if not self._is_late:
-                message = "%s is late, and does not record step %d and others like it"
-                logger.warning(message, self._name, step)
-            self._is_late = True
+        if self._thread.num_waiting < _MOST_CALLS:
+            self._call(f"step {step}", methodcaller("add", step, row))
+            return
+        if not self._is_late:
+            message = "%s is late, and does not record step %d and others like it"
+            logger.warning(message, self._name, step)
+        self._is_late = True
 
     def close(self, *, has_failed: bool = False) -> None:
         """End the record of this process, after the rows that wait."""
-        with suppress(queue.Full):
-            call = methodcaller("close", has_failed=has_failed)
-            self._calls.put((_END, call), timeout=_SECONDS_TO_END)
-        if not wait([self._thread], _SECONDS_TO_END).done:
+        ended = self._call("the end", methodcaller("close", has_failed=has_failed))
+        self._thread.end()
+        if not wait([ended], _SECONDS_TO_END).done:
             logger.warning("%s has not ended in %g s", self._name, _SECONDS_TO_END)
 
 

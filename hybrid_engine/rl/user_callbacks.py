@@ -30,6 +30,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.torch_internals import torch_modes_kept
 
 logger = logging.getLogger("hybrid_engine")
@@ -359,12 +360,18 @@ def _event_loop() -> _LoopThread:
     return _LoopThread(loop, thread, asyncio.Lock())
 
 
-class _Caller:
-    """A thread that makes calls, one after the other."""
+class CallThread:
+    """A daemon thread that makes calls, one after the other."""
 
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="environments", daemon=True).start()
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._calls = queue.SimpleQueue()
+        in_background(self._run, name)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls that have not begun."""
+        return self._calls.qsize()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Return the future of a call."""
@@ -372,9 +379,12 @@ class _Caller:
         self._calls.put((call, future))
         return future
 
+    def end(self) -> None:
+        """End the thread after the calls so far."""
+        self._calls.put(None)
+
     def _run(self) -> None:
-        while True:
-            call, future = self._calls.get()
+        for call, future in iter(self._calls.get, None):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -384,9 +394,9 @@ class _Caller:
 
 
 @functools.cache
-def _caller() -> _Caller:
+def _caller() -> CallThread:
     """Return the process's thread for functions of environments with servers."""
-    return _Caller()
+    return CallThread("environments")
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
