@@ -300,18 +300,8 @@ def test_aliases_of_other_frameworks_map_to_existing_keys() -> None:
     assert set().union(*ALIASES.values()) <= known
 
 
-def test_an_unknown_argument_is_named() -> None:
-    with pytest.raises(ConfigError, check=has_violation("enviroment", "unknown-argument", "environment?")):
-        Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
-
-
-def test_max_tokens_per_turn_requires_an_environment() -> None:
-    worker = stand_in()
-    config = GrpoConfig(max_tokens_per_turn=5)
-    needed = has_violation("GrpoConfig.max_tokens_per_turn", "needs-environment", "5", "`environment`")
-    with pytest.raises(ConfigError, check=needed):
-        Loop(worker, "ab", mock.Mock(), config)
-    loop = Loop(worker, "ab", mock.Mock(), config, environment=mock.Mock())
+def test_settings_of_turns_are_passed_on() -> None:
+    loop = Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(max_tokens_per_turn=5), environment=mock.Mock())
     with mock.patch("hybrid_engine.rl.group_queue.converse") as converse:
         loop.queue.draw([7], ["a"], Sampling())
     assert converse.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7]}
@@ -394,16 +384,6 @@ def test_loss_settings_are_passed_on() -> None:
 @pytest.mark.parametrize(("flag", "word"), [(True, "group"), (False, "none")])
 def test_scale_rewards_accepts_a_flag(flag: bool, word: str) -> None:
     assert GrpoConfig(scale_rewards=flag).scale_rewards == word  # type: ignore[arg-type]
-
-
-def test_coroutine_functions_are_refused() -> None:
-    async def late(*_: Any) -> Any: ...
-
-    functions: Any = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
-    named = [(name, "coroutine-function") for name in ("prompts", *functions)]
-    refused = has_violations(("configuration", "unreadable-file"), *named)
-    with pytest.raises(ConfigError, check=refused):
-        train("no such configuration", late, late, GrpoConfig(), **functions)  # type: ignore[arg-type]
 
 
 def test_evaluation_figures_do_not_overwrite_columns() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks
+from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks, train
 from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.hybrid_engine.rl.test_starting import MODEL, PROMPTS, start
 from tests.zoo.tokenizers import save_characters
@@ -36,66 +36,71 @@ CHAT = [{"role": "user", "content": "2 + 2"}]
 OF_TRL = (lambda prompts, completions, **columns: [1.0], lambda completions, **columns: [1.0])
 
 
+async def late(*_: Any) -> Any: ...
+
+
+LATE = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
+OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
+"""Functions that have arguments."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "key", "code"),
+    ("arguments", "violations"),
     [
-        ({"prompts": []}, "prompts", "no-prompts"),
-        ({"prompts": "data/train.jsonl"}, "prompts", "not-a-list"),
-        ({"prompts": {"train": PROMPTS}}, "prompts", "not-a-list"),
-        ({"prompts": 5}, "prompts", "not-a-list"),
-        ({"prompts": [{"question": [1]}]}, "prompts[0]", "invalid-prompt"),
-        ({"prompts": ["a text"]}, "model", "no-tokenizer"),
-        ({"config": GrpoConfig(max_tokens=8, stop=("x",))}, "GrpoConfig.stop", "needs-tokenizer"),
-        ({"prompts": [[1], [5, -1]]}, "prompts[1]", "out-of-vocabulary"),
-        ({"prompts": [[1, 10**6]]}, "prompts[0]", "out-of-vocabulary"),
-        ({"prompts": [[1] * 60]}, "prompts[0]", "prompt-too-long"),
-        ({"prompts": PROMPTS, "engines": {"actor_config": {"seq_length": 9}}}, "prompts", "prompts-too-long"),
-        ({"config": GrpoConfig(max_tokens=8, prompts_per_step=3, minibatches=5)}, "GrpoConfig.minibatches", None),
-        ({"config": PpoConfig(max_tokens=8)}, "critic_config", "needs-critic"),
-        ({"config": {}}, "config", "not-a-config"),
-        ({"config": GrpoConfig(max_tokens=8, evaluate_first=True)}, "GrpoConfig.evaluate_first", "needs-evaluate"),
-        ({"config": GrpoConfig(max_tokens=8, overlong_tokens=9)}, "GrpoConfig.overlong_tokens", "beyond-max-tokens"),
-        ({"config": GrpoConfig(max_tokens=8, pack=True, ratio="sequence")}, "GrpoConfig.pack", "conflicting-keys"),
-        (
-            {"config": GrpoConfig(max_tokens=8, pack=True), "loss": lambda micro_batch, log_probs: None},
-            "GrpoConfig.pack",
-            "conflicting-keys",
-        ),
-        (
-            {"config": GrpoConfig(clipping="cispo", dual_clip=3.0, max_tokens=8)},
-            "GrpoConfig.dual_clip",
-            "has-no-effect",
-        ),
-        ({"config": GrpoConfig(ratio="sequence", max_tokens=8), "loss": print}, "GrpoConfig.ratio", "has-no-effect"),
-        (
-            {"config": GrpoConfig(baseline="step", max_tokens=8), "advantages": print},
-            "GrpoConfig.baseline",
-            "has-no-effect",
-        ),
-        ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
-        *(({"reward": function}, "reward", "wrong-signature") for function in OF_TRL),
-        ({"reward": None}, "reward", "not-callable"),
-        ({"reward": {"length": 5}}, "reward length", "not-callable"),
-        ({"evaluate": lambda: {}}, "evaluate", "wrong-signature"),
-        ({"on_step": lambda: None}, "on_step", "wrong-signature"),
-        ({"should_stop": lambda row: False}, "should_stop", "wrong-signature"),
-        ({"environment": lambda: None}, "environment", "wrong-signature"),
-        ({"loss": lambda log_probs: None}, "loss", "wrong-signature"),
-        ({"advantages": lambda rewards: None}, "advantages", "wrong-signature"),
-        ({"trackers": ["wand"]}, "trackers", "unknown-tracker"),
-        ({"trackers": "wandb"}, "trackers", "not-a-list"),
+        ({"prompts": []}, "prompts no-prompts"),
+        ({"prompts": "data/train.jsonl"}, "prompts not-a-list"),
+        ({"prompts": {"train": PROMPTS}}, "prompts not-a-list"),
+        ({"prompts": 5}, "prompts not-a-list"),
+        ({"prompts": [{"question": [1]}]}, "prompts[0] invalid-prompt"),
+        ({"prompts": ["a text"]}, "model no-tokenizer"),
+        ({"stop": ("x",)}, "GrpoConfig.stop needs-tokenizer"),
+        ({"prompts": [[1], [5, -1]]}, "prompts[1] out-of-vocabulary"),
+        ({"prompts": [[1, 10**6]]}, "prompts[0] out-of-vocabulary"),
+        ({"prompts": [[1] * 60]}, "prompts[0] prompt-too-long"),
+        ({"engines": {"actor_config": {"seq_length": 9}}}, "prompts prompts-too-long"),
+        ({"prompts_per_step": 3, "minibatches": 5}, "GrpoConfig.minibatches not-divisible"),
+        ({"algorithm": PpoConfig}, "critic_config needs-critic"),
+        ({"algorithm": SimpleNamespace}, "config not-a-config"),
+        ({"evaluate_first": True}, "GrpoConfig.evaluate_first needs-evaluate"),
+        ({"overlong_tokens": 9}, "GrpoConfig.overlong_tokens beyond-max-tokens"),
+        ({"max_tokens_per_turn": 5}, "GrpoConfig.max_tokens_per_turn needs-environment"),
+        ({"pack": True, "ratio": "sequence"}, "GrpoConfig.pack conflicting-keys"),
+        ({"pack": True, "loss": max}, "GrpoConfig.pack conflicting-keys"),
+        ({"clipping": "cispo", "dual_clip": 3.0}, "GrpoConfig.dual_clip has-no-effect"),
+        ({"ratio": "sequence", "loss": print}, "GrpoConfig.ratio has-no-effect"),
+        ({"baseline": "step", "advantages": print}, "GrpoConfig.baseline has-no-effect"),
+        ({"enviroment": print}, "enviroment unknown-argument"),
+        ({"reward": lambda completion: 1.0}, "reward wrong-signature"),
+        *(({"reward": function}, "reward wrong-signature") for function in OF_TRL),
+        ({"reward": None}, "reward not-callable"),
+        ({"reward": {"length": 5}}, "reward length not-callable"),
+        *(({name: lambda: {}}, f"{name} wrong-signature") for name in OF_NOTHING),
+        ({"should_stop": lambda row: False}, "should_stop wrong-signature"),
+        ({"prompts": late, **LATE}, "; ".join(f"{name} coroutine-function" for name in ("prompts", *LATE))),
+        ({"trackers": ["wand"]}, "trackers unknown-tracker"),
+        ({"trackers": "wandb"}, "trackers not-a-list"),
         (
             {"engines": {"actor_config": {"optimizer": {"schedule": {"lr_decay_steps": 5}}}}},
-            "actor_config.optimizer.schedule",
-            "conflicting-keys",
+            "actor_config.optimizer.schedule conflicting-keys",
+        ),
+        (
+            {"prompts": [], "reward": lambda: 1.0, "algorithm": PpoConfig},
+            "prompts no-prompts; reward wrong-signature; critic_config needs-critic",
         ),
     ],
 )
-def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], key: str, code: str | None) -> None:
+def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], violations: str) -> None:
     with pytest.raises(ConfigError) as caught:
         start(**arguments)
-    assert violations_of(caught.value) == [(key, code or "not-divisible")]
+    assert sorted(map(" ".join, violations_of(caught.value))) == sorted(violations.split("; "))
     assert ("BatchReward" in str(caught.value)) == (arguments.get("reward") in OF_TRL)
+    assert ("mean environment?" in str(caught.value)) == ("enviroment" in arguments)
+
+
+def test_a_wrong_configuration_is_named_with_the_arguments() -> None:
+    refused = has_violations(("configuration", "unreadable-file"), ("prompts", "coroutine-function"))
+    with pytest.raises(ConfigError, check=refused):
+        train("no such configuration", late, lambda prompt, completion: 1.0, GrpoConfig())  # type: ignore[arg-type]
 
 
 def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
@@ -103,13 +108,7 @@ def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=has_violation("prompts[0]", "invalid-prompt")):
         start(model=model, prompts=[[{"rolle": "user", "content": "x"}]])
     with pytest.raises(Exception, match="engines are built"):
-        start(model=model, prompts=[CHAT], config=GrpoConfig(max_tokens=8, stop=("x",)))
-
-
-def test_everything_is_named_at_once() -> None:
-    expected = [("prompts", "no-prompts"), ("reward", "wrong-signature"), ("critic_config", "needs-critic")]
-    with pytest.raises(ConfigError, check=has_violations(*expected)):
-        start(prompts=[], reward=lambda: 1.0, config=PpoConfig(max_tokens=8))
+        start(model=model, prompts=[CHAT], stop=("x",))
 
 
 def test_a_full_disk_is_seen_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

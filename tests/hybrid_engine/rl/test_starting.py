@@ -36,18 +36,21 @@ def start(
     *,
     prompts: Any = PROMPTS,
     reward: Any = lambda prompt, completion: 1.0,
-    config: Any = None,
+    algorithm: Any = GrpoConfig,
     model: Path = MODEL,
     engines: dict[str, Any] | None = None,
     out: Path | None = None,
     **arguments: Any,
 ) -> None:
+    """Call `train`; `arguments` have settings of `algorithm`, too."""
     values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
+    settings = {name: arguments.pop(name) for name in list(arguments) if name in algorithm.model_fields}
+    config = algorithm(**{"max_tokens": 8, **settings})
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
         mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
     ):
-        train(values, prompts, reward, GrpoConfig(max_tokens=8) if config is None else config, out=out, **arguments)
+        train(values, prompts, reward, config, out=out, **arguments)
 
 
 def begin_run(out: Path) -> RunFiles:
@@ -126,7 +129,7 @@ def test_a_run_older_than_an_option_resumes_with_the_default(tmp_path: Path) -> 
         start(out=tmp_path / "run")
     differs = has_violation("GrpoConfig.redraws", "differs-from-run", "has 0, this one 2")
     with pytest.raises(ConfigError, check=differs):
-        start(out=tmp_path / "run", config=GrpoConfig(max_tokens=8, redraws=2))
+        start(out=tmp_path / "run", redraws=2)
 
 
 def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -21,6 +22,25 @@ from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl.losses import group_advantages
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
 from tests.harness.errors import has_violation, has_violations
+
+
+def call(*functions: Callable[[], Any], argument: str = "reward", seconds: float = 60) -> list[Any]:
+    """Call functions without arguments, for prompts 0, 1 and so on."""
+    calls = [(f"prompt {number}", function, ()) for number, function in enumerate(functions)]
+    return run_callbacks(argument, calls, seconds)
+
+
+def sleeping(seconds: float, result: Any = None) -> Callable[[], Any]:
+    return partial(asyncio.sleep, seconds, result)
+
+
+@contextmanager
+def refused(code: str, *texts: str, argument: str = "reward") -> Iterator[None]:
+    """Require an error; the event loop then awaits coroutines as ever."""
+    with pytest.raises(ArgumentError, check=has_violation(argument, code, *texts)) as caught:
+        yield
+    assert len(str(caught.value)) < 2500
+    assert call(sleeping(0, 7)) == [7]
 
 
 class Judge:
@@ -37,20 +57,25 @@ class Judge:
         return value * 10
 
 
-def test_coroutines_run_together_and_results_keep_their_order() -> None:
+def test_coroutines_run_together_and_results_keep_their_order(recwarn: pytest.WarningsRecorder) -> None:
     order: list[int] = []
 
     def plain(value: int) -> int:
         order.append(value)
         return -value
 
-    judge = Judge(3)
+    judge = Judge(4)
+    functions = [*(partial(plain if value in (1, 4) else judge, value) for value in range(5))]
+    # A function may return a coroutine.
+    functions.append(lambda: judge(5))
     for _ in range(2):
-        calls: list[Any] = [(str(value), plain if value in (1, 4) else judge, (value,)) for value in range(5)]
-        assert run_callbacks("reward", calls, 60) == [0, -1, 20, 30, -4]
+        assert call(*functions) == [0, -1, 20, 30, -4, 50]
     assert order == [1, 4, 1, 4]
-    assert run_callbacks("reward", [("", partial(Judge(1).__call__, 7), ())], 60) == [70]
-    assert run_callbacks("reward", [], 60) == []
+    assert call() == []
+    with refused("callback-failed", "TypeError for prompt 6: "):
+        call(*functions, judge)  # type: ignore[arg-type]
+    gc.collect()  # Python warns of a coroutine when it is collected
+    assert not recwarn.list
 
 
 def test_a_failed_coroutine_is_named_and_the_others_are_cancelled() -> None:
@@ -66,32 +91,15 @@ def test_a_failed_coroutine_is_named_and_the_others_are_cancelled() -> None:
         await asyncio.sleep(0)
         raise LookupError("no such tool")
 
-    failed = has_violation("environment", "callback-failed", "LookupError for prompt 1: no such tool", f"{__file__}:")
-    with pytest.raises(ArgumentError, check=failed):
-        run_callbacks("environment", [("prompt 0", waits, ()), ("prompt 1", fails, ())], 60)
-    # The event loop is still running and has cancelled the other coroutine.
-    run_callbacks("environment", [("", partial(asyncio.sleep, 0), ())], 60)
+    texts = ("LookupError for prompt 1: no such tool", f"{__file__}:")
+    with refused("callback-failed", *texts, argument="environment"):
+        call(waits, fails, argument="environment")
     assert ended == ["cancelled"]
 
 
 def test_timeouts_are_named() -> None:
-    async def waits() -> None:
-        await asyncio.sleep(600)
-
-    calls: list[Any] = [(f"prompt {number}", waits if number else partial(asyncio.sleep, 0), ()) for number in range(6)]
-    late = has_violation("environment", "callback-timeout", "0.09 s", "prompt 1; prompt 2; prompt 3 and 2 more")
-    with pytest.raises(ArgumentError, check=late):
-        run_callbacks("environment", calls, 0.1)
-
-
-def test_a_function_may_return_a_coroutine_and_all_are_awaited(recwarn: pytest.WarningsRecorder) -> None:
-    judge = Judge(2)
-    calls: list[Any] = [("prompt 0", lambda value: judge(value), (1,)), ("prompt 0", judge, (2,))]
-    assert run_callbacks("reward", calls, 60) == [10, 20]
-    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "TypeError for prompt 1: ")):
-        run_callbacks("reward", [*calls, ("prompt 1", judge, ())], 60)
-    gc.collect()  # Python warns of a coroutine when it is collected
-    assert not recwarn.list
+    with refused("callback-timeout", "0.09 s", "prompt 1; prompt 2; prompt 3 and 2 more"):
+        call(sleeping(0), *[sleeping(600)] * 5, seconds=0.1)
 
 
 async def call_exit() -> None:
@@ -131,17 +139,14 @@ EXITS = (KeyboardInterrupt(), SystemExit(0), GeneratorExit(), asyncio.CancelledE
         *((partial(raising_later, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
     ],
 )
-def test_an_exit_is_an_error_of_the_callback_and_the_event_loop_survives(
-    callback: Callable[[], Any], text: str
-) -> None:
-    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", text, f"{__file__}:")):
-        run_callbacks("reward", [("prompt 0", callback, ())], 60)
-    assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+def test_an_exit_is_an_error_of_the_callback(callback: Callable[[], Any], text: str) -> None:
+    with refused("callback-failed", text, f"{__file__}:"):
+        call(callback)
 
 
 def test_ctrl_c_in_a_callback_is_no_error_of_it() -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_callbacks("reward", [("prompt 0", partial(signal.raise_signal, signal.SIGINT), ())], 60)
+        call(partial(signal.raise_signal, signal.SIGINT))
 
 
 def test_modes_that_a_callback_sets_end_with_it() -> None:
@@ -153,7 +158,7 @@ def test_modes_that_a_callback_sets_end_with_it() -> None:
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)
 
-    run_callbacks("reward", [("prompt 0", change, ())], 60)
+    call(change)
     assert filters == warnings.filters
     ones = torch.tensor([1.0], requires_grad=True) * 2
     assert (ones.dtype, ones.device.type, ones.requires_grad) == (torch.float32, "cpu", True)
@@ -167,27 +172,23 @@ def test_a_coroutine_that_blocks_the_event_loop_is_named_and_abandoned() -> None
 
     line = block.__code__.co_firstlineno + 1
     started = time.monotonic()
-    with pytest.raises(
-        ArgumentError, check=has_violation("reward", "event-loop-blocked", "0.095 s", f"{__file__}:{line}.")
-    ):
-        run_callbacks("reward", [("prompt 0", block, ())], 0.1)
-    assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+    with refused("event-loop-blocked", "0.095 s", f"{__file__}:{line}."):
+        call(block, seconds=0.1)
     assert time.monotonic() - started < seconds
 
 
-def test_long_or_missing_error_texts_are_handled() -> None:
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise KeyError("no text")
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
 
-    def raise_error(error: Exception) -> None:
-        raise error
 
-    for error, text in ((ValueError("x" * 100_000), "x" * 1999 + "…"), (Unprintable(), "<exception str() failed>")):
-        failed = has_violation("reward", "callback-failed", f"for prompt 0: {text}. ")
-        with pytest.raises(ArgumentError, check=failed) as caught:
-            run_callbacks("reward", [("prompt 0", raise_error, (error,))], 60)
-        assert len(str(caught.value)) < 2500
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ValueError("x" * 100_000), "x" * 1999 + "…"), (Unprintable(), "<exception str() failed>")],
+)
+def test_long_or_missing_error_texts_are_handled(error: Exception, text: str) -> None:
+    with refused("callback-failed", f"for prompt 0: {text}. "):
+        call(partial(raising, error))
 
 
 class FailingNumber:
