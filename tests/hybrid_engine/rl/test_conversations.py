@@ -210,24 +210,37 @@ class Engine:
 
 
 CHATS = [{"prompt": [{"role": "user", "content": text}], "times": times} for text, times in (("x", 0), ("yz", 2))]
+CHAT: Any = CHATS[0]["prompt"]
 
 
 def reply_times(prompt: Any) -> Callable[[Completion], Any]:
     """Build an environment that replies `prompt["times"]` times."""
-    answers: list[str] = []
+    return answered_by(*({"role": "user", "content": str(number + 1)} for number in range(prompt["times"])))
 
-    def reply(answer: Completion) -> Any:
-        answers.append(answer.text)
-        return [{"role": "user", "content": str(len(answers))}] if len(answers) <= prompt["times"] else None
+
+def answered_by(*replies: Any) -> Callable[[Completion], Any]:
+    """Return a function that gives these replies, messages alone, and then None."""
+    left = iter(replies)
+
+    def reply(_answer: Completion) -> Any:
+        value = next(left, None)
+        return [value] if isinstance(value, dict) else value
 
     return reply
 
 
+def held(engine: Any, environment: Any, prompts: Any = CHATS, **options: Any) -> list[Conversation]:
+    """Return all conversations; `options` are of the sampling, and `max_tokens_per_turn`."""
+    limit = options.pop("max_tokens_per_turn", None)
+    sampling = options.pop("sampling", None) or Sampling(**options)
+    groups = converse(engine, prompts, sampling, environment, max_tokens_per_turn=limit)
+    return [conversation for group in groups for conversation in group]
+
+
 def test_a_conversation_continues_from_the_drawn_tokens(tokenizer: ModelTokenizer) -> None:
     engine = Engine(tokenizer)
-    groups = converse(engine, CHATS, Sampling(n=2, max_tokens=50, seed=3), reply_times)  # type: ignore[arg-type]
-    assert [[len(conversation.turns) for conversation in group] for group in groups] == [[1, 1], [3, 3]]
-    first, second = groups[1]
+    *short, first, second = held(engine, reply_times, n=2, max_tokens=50, seed=3)
+    assert [len(conversation.turns) for conversation in (*short, first, second)] == [1, 1, 3, 3]
     assert [message["content"] for message in second.messages] == ["yz", "b", "1", "a", "2", "a"]
     assert tokenizer.loaded.decode([*first.prompt_token_ids, *first.token_ids]) == (
         "<user>yz~\n<assistant>a~\n<user>1~\n<assistant>a~\n<user>2~\n<assistant>a~"
@@ -245,8 +258,7 @@ def test_a_conversation_continues_from_the_drawn_tokens(tokenizer: ModelTokenize
 def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: int) -> None:
     """The environment never ends the conversation."""
     engine = Engine(tokenizer)
-    forever = [{**CHATS[0], "times": 1000}]
-    ((conversation,),) = converse(engine, forever, Sampling(max_tokens=most, min_tokens=1), reply_times)  # type: ignore[arg-type]
+    (conversation,) = held(engine, reply_times, [{**CHATS[0], "times": 1000}], max_tokens=most, min_tokens=1)
     assert len(conversation.token_ids) <= most
     assert conversation.finish_reason == "length"
     assert conversation.is_drawn[-1], "a reply without a following answer is dropped"
@@ -257,30 +269,26 @@ def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: i
 
 
 @pytest.mark.parametrize(
-    "reply", [[7] * 2000, "x" * 2000, [{"role": "user", "content": "x" * 2000}]], ids=["token ids", "text", "messages"]
+    "reply", [[7] * 2000, "x" * 2000, {"role": "user", "content": "x" * 2000}], ids=["token ids", "text", "messages"]
 )
 def test_a_reply_that_exceeds_the_model_ends_only_its_conversation(tokenizer: ModelTokenizer, reply: Any) -> None:
     def environment(prompt: Any) -> Callable[[Completion], Any]:
-        return reply_times(prompt) if prompt["times"] else lambda _: reply
+        return reply_times(prompt) if prompt["times"] else answered_by(reply)
 
-    ((cut,), (other,)) = converse(Engine(tokenizer), CHATS, Sampling(max_tokens=50), environment)  # type: ignore[arg-type]
+    cut, other = held(Engine(tokenizer), environment, max_tokens=50)
     assert (cut.is_cut, cut.finish_reason, len(cut.turns)) == (True, "length", 1)
     assert (other.is_cut, other.finish_reason, len(other.turns)) == (False, "stop", 3)
 
 
 def test_an_answer_cut_by_max_tokens_per_turn_gets_a_reply(tokenizer: ModelTokenizer) -> None:
     engine = Engine(tokenizer)
-    sampling = Sampling(max_tokens=40, min_tokens=3)
-    ((conversation,),) = converse(engine, [{**CHATS[0], "times": 9}], sampling, reply_times, max_tokens_per_turn=1)  # type: ignore[arg-type]
-    assert [turn.finish_reason for turn in conversation.turns] == ["length"] * len(conversation.turns)
+    prompts = [{**CHATS[0], "times": 9}]
+    (conversation,) = held(engine, reply_times, prompts, max_tokens=40, min_tokens=3, max_tokens_per_turn=1)
+    assert [turn.finish_reason for turn in conversation.turns] == ["length"] * 2
     assert tokenizer.loaded.decode(conversation.token_ids) == "a~\n<user>1~\n<assistant>a"
-    assert (len(conversation.turns), conversation.is_cut, conversation.finish_reason) == (2, True, "length")
+    assert (conversation.is_cut, conversation.finish_reason) == (True, "length")
     limits = [(settings.max_tokens, settings.min_tokens) for _, samplings in engine.calls for settings in samplings]
     assert limits == [(1, 1)] * 2
-    for most in (0, "1"):
-        with pytest.raises(ArgumentError) as caught:
-            converse(engine, CHATS, sampling, reply_times, max_tokens_per_turn=most)  # type: ignore[arg-type]
-        assert [finding.key for finding in caught.value.findings] == ["max_tokens_per_turn"]
 
 
 def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer) -> None:
@@ -289,27 +297,21 @@ def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer)
     engine = Engine(tokenizer)
     ours = Sampling(n=2, max_tokens=20, seed=3)
     theirs = SamplingParams(max_tokens=50, temperature=0.5, logit_bias={5: 1.0})
-    groups = converse(engine, [CHATS[1]] * 2, [ours, theirs], reply_times)  # type: ignore[arg-type]
-    assert [len(group) for group in groups] == [2, 1]
-    lengths = [[(len(conversation.turns), conversation.is_cut) for conversation in group] for group in groups]
-    assert lengths == [[(1, True)] * 2, [(3, False)]]
+    *cut, whole = held(engine, reply_times, [CHATS[1]] * 2, sampling=[ours, theirs])
+    lengths = [(len(conversation.turns), conversation.is_cut) for conversation in (*cut, whole)]
+    assert lengths == [(1, True), (1, True), (3, False)]
     (_, (first, second)), *later = engine.calls
     assert (first, caller_fields(second)) == (ours, caller_fields(theirs))
     for prompts, (sampling,) in later:
         assert (sampling.n, sampling.temperature, sampling.logit_bias, sampling.seed) == (1, 0.5, {5: 1.0}, None)
-        assert sampling.max_tokens == 50 - (len(prompts[0]) - len(groups[1][0].prompt_token_ids))
+        assert sampling.max_tokens == 50 - (len(prompts[0]) - len(whole.prompt_token_ids))
     assert theirs.max_tokens == 50, "the caller's object does not change"
-    with pytest.raises(ArgumentError, check=has_violation("sampling[1]", "unbounded-sampling", "5")):
-        converse(engine, CHATS, [ours, 5], reply_times)  # type: ignore[arg-type,list-item]
 
 
 def test_texts_and_token_ids_are_appended_unchanged(tokenizer: ModelTokenizer) -> None:
-    replies: list[Any] = ["{c}", [7, 8], None]
-    groups = converse(Engine(tokenizer), [[5, 6]], Sampling(max_tokens=30), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
-    ((conversation,),) = groups
-    is_drawn = conversation.is_drawn
-    replied = [token for token, drawn in zip(conversation.token_ids, is_drawn, strict=True) if not drawn]
-    assert replied == [*tokenizer.encode(["{c}"])[0], 7, 8]
+    (conversation,) = held(Engine(tokenizer), lambda _: answered_by("{c}", [7, 8]), [[5, 6]], max_tokens=30)
+    pairs = zip(conversation.token_ids, conversation.is_drawn, strict=True)
+    assert [token for token, drawn in pairs if not drawn] == [*tokenizer.encode(["{c}"])[0], 7, 8]
     assert conversation.messages == ()
 
 
@@ -317,14 +319,12 @@ def test_a_text_reply_extends_the_message_of_the_answer(tmp_path: Path) -> None:
     """A template that requires alternating roles then accepts later messages."""
     refusal = "{% if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('twice') }}{% endif %}"
     save_characters(tmp_path, CHATML.replace("<{{", f"{refusal}<{{{{"))
-    replies: list[Any] = ["{c}", [7, 8], [{"role": "user", "content": "1"}], "{d}", None]
-    engine = Engine(ModelTokenizer(str(tmp_path)))
-    prompts = [CHATS[0]["prompt"]]
-    ((conversation,),) = converse(engine, prompts, Sampling(max_tokens=90), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
-    text = engine.inference.tokenizer.decode([7, 8])
-    roles = ["user", "assistant", "user", "assistant"]
-    assert [message["role"] for message in conversation.messages] == roles
-    assert [message["content"] for message in conversation.messages] == ["x", f"a~{{c}}a~{text}a", "1", "a~{d}a"]
+    replies = ("{c}", [7, 8], {"role": "user", "content": "1"}, "{d}")
+    tokenizer = ModelTokenizer(str(tmp_path))
+    (conversation,) = held(Engine(tokenizer), lambda _: answered_by(*replies), [CHAT], max_tokens=90)
+    messages = [(message["role"], message["content"]) for message in conversation.messages]
+    continued = f"a~{{c}}a~{tokenizer.decode([7, 8])}a"
+    assert messages == [("user", "x"), ("assistant", continued), ("user", "1"), ("assistant", "a~{d}a")]
 
 
 HALF = json.loads('"half an emoji \\ud83d"')
@@ -340,19 +340,16 @@ HALF = json.loads('"half an emoji \\ud83d"')
     ],
 )
 def test_a_prompt_that_is_no_text_is_named(tokenizer: ModelTokenizer, broken: Any, code: str, text: str) -> None:
-    fine = "fine" if isinstance(broken, str) else CHATS[0]["prompt"]
+    fine = "fine" if isinstance(broken, str) else CHAT
     with pytest.raises(ArgumentError, check=has_violation("prompts[1]", code, text)):
         token_ids_of([fine, broken, fine], tokenizer)  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("reply", [HALF[-6:], [{"role": "tool", "content": HALF[-6:]}]])
+@pytest.mark.parametrize("reply", [HALF[-6:], {"role": "tool", "content": HALF[-6:]}])
 def test_a_reply_may_be_any_text(tokenizer: ModelTokenizer, reply: Any) -> None:
     """A tool's output, such as names of files, may have half a pair."""
-    replies = [reply, None]
-    groups = converse(
-        Engine(tokenizer), [CHATS[0]["prompt"]], Sampling(max_tokens=60), lambda _: lambda _: replies.pop(0)
-    )  # type: ignore[arg-type]
-    assert "moji ?" in tokenizer.loaded.decode(groups[0][0].token_ids)
+    (conversation,) = held(Engine(tokenizer), lambda _: answered_by(reply), [CHAT], max_tokens=60)
+    assert "moji ?" in tokenizer.loaded.decode(conversation.token_ids)
 
 
 def test_a_huge_reply_is_not_tokenized_whole(tokenizer: ModelTokenizer) -> None:
@@ -362,7 +359,7 @@ def test_a_huge_reply_is_not_tokenized_whole(tokenizer: ModelTokenizer) -> None:
 
 def test_tools_need_a_template_that_reads_them(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     chat: Any = {"tools": [{"type": "function", "function": {"name": "add"}}]}
-    prompts: Any = [CHATS[0]["prompt"]]
+    prompts = [CHAT]
     with pytest.raises(ArgumentError, check=has_violation("tools", "tools-not-read")):
         token_ids_of(prompts, tokenizer, chat=chat)
     save_characters(tmp_path, "{{ tools | length if tools else '' }}" + CHATML)
@@ -370,73 +367,81 @@ def test_tools_need_a_template_that_reads_them(tokenizer: ModelTokenizer, tmp_pa
 
 
 def test_coroutine_replies_of_a_turn_run_together(tokenizer: ModelTokenizer) -> None:
-    prompts = [[5], [6], [7]]
     barrier = asyncio.Barrier(3)  # passes only if all three replies run at once
 
     async def environment(_: Any) -> Any:
-        turns = iter([[8], None])
+        answered = answered_by([8])
 
-        async def reply(_: Completion) -> Any:
+        async def reply(answer: Completion) -> Any:
             async with asyncio.timeout(60):
                 await barrier.wait()
-            return next(turns)
+            return answered(answer)
 
         return reply
 
-    groups = converse(Engine(tokenizer), prompts, Sampling(max_tokens=30), environment)  # type: ignore[arg-type]
-    assert [len(conversation.turns) for (conversation,) in groups] == [2, 2, 2]
+    conversations = held(Engine(tokenizer), environment, [[5], [6], [7]], max_tokens=30)
+    assert [len(conversation.turns) for conversation in conversations] == [2, 2, 2]
 
 
 def raise_error(_: Completion) -> Any:
     raise RuntimeError("the sandbox is gone")
 
 
+OF_USER = {"role": "user", "content": "x"}
+
+
 @pytest.mark.parametrize(
-    ("prompt", "reply", "code", "text"),
+    ("prompts", "reply", "code", "text"),
     [
-        ("chat", raise_error, "callback-failed", "RuntimeError for prompt 1, completion 0: the sandbox is gone"),
-        ("chat", raise_error, "callback-failed", f"{__file__}:"),
-        ("chat", lambda _: 5, "invalid-reply", "5"),
-        ("chat", lambda _: [99999], "invalid-reply", "99999"),
-        ("chat", lambda _: [], "invalid-reply", "no tokens"),
-        ("chat", lambda _: {"role": "user", "content": "x"}, "invalid-reply", "a message outside of a chat"),
-        ("ids", lambda _: [{"role": "user", "content": "x"}], "invalid-reply", "the prompt is not a chat"),
+        ("chats", raise_error, "callback-failed", "RuntimeError for prompt 1, completion 0: the sandbox is gone"),
+        ("chats", raise_error, "callback-failed", f"{__file__}:"),
+        ("chats", lambda _: 5, "invalid-reply", "5"),
+        ("chats", lambda _: [99999], "invalid-reply", "99999"),
+        ("chats", lambda _: [], "invalid-reply", "no tokens"),
+        ("chats", lambda _: OF_USER, "invalid-reply", "a message outside of a chat"),
+        ("token ids", lambda _: [OF_USER], "invalid-reply", "the prompt is not a chat"),
+        ("chats", None, "not-callable", "None"),
     ],
 )
 def test_a_failed_environment_is_named(
-    tokenizer: ModelTokenizer, prompt: str, reply: Any, code: str, text: str
+    tokenizer: ModelTokenizer, prompts: str, reply: Any, code: str, text: str
 ) -> None:
-    prompts: list[Any] = [element["prompt"] for element in CHATS] if prompt == "chat" else [[5], [6]]
+    elements: list[Any] = [element["prompt"] for element in CHATS] if prompts == "chats" else [[5], [6]]
     calls: list[Any] = []
 
     def environment(prompt: Any) -> Any:
         calls.append(prompt)
-        return reply if len(calls) == 2 else lambda _: None
+        return reply if len(calls) == 2 else answered_by()
 
     failed = has_violation("environment", code, "prompt 1, completion 0", text)
     with pytest.raises(ArgumentError, check=failed):
-        converse(Engine(tokenizer), prompts, Sampling(max_tokens=9), environment)  # type: ignore[arg-type]
-    assert calls == prompts
+        held(Engine(tokenizer), environment, elements, max_tokens=9)
+    assert calls == elements
 
 
-def test_unbounded_sampling_and_wrong_arguments_are_refused(tokenizer: ModelTokenizer) -> None:
-    engine: Any = Engine(tokenizer)
-    for sampling in (Sampling(max_tokens=None), None, SimpleNamespace(max_tokens=5)):
-        with pytest.raises(ArgumentError, check=has_violation("sampling", "unbounded-sampling", "max_tokens")):
-            converse(engine, CHATS, sampling, reply_times)  # type: ignore[arg-type]
-    for refused, argument in (
-        (has_violation("continue_final_message", "not-supported"), {"continue_final_message": True}),
-        (has_violation("tool", "unknown-argument", "tools"), {"tool": []}),
-    ):
-        with pytest.raises(ArgumentError, check=refused):
-            converse(engine, CHATS, Sampling(), reply_times, **argument)  # type: ignore[arg-type]
-    for prompts in (CHATS[0]["prompt"], [{"question": "x"}]):
-        with pytest.raises(ArgumentError) as caught:
-            converse(engine, prompts, Sampling(), reply_times)  # type: ignore[arg-type]
-        assert [finding.key for finding in caught.value.findings] == ["prompts[0]"]
-    for value in (None, "x"):
-        with pytest.raises(ArgumentError, check=has_violation("prompts", "not-a-list", repr(value))):
-            converse(engine, value, Sampling(), reply_times)  # type: ignore[arg-type]
-    failed = has_violation("environment", "not-callable", "prompt 0, completion 0", "None")
-    with pytest.raises(ArgumentError, check=failed):
-        converse(engine, CHATS, Sampling(), lambda _: None)  # type: ignore[arg-type,return-value]
+OURS = Sampling(max_tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "violation"),
+    [
+        ({"sampling": Sampling(max_tokens=None)}, ("sampling", "unbounded-sampling", "max_tokens")),
+        ({"sampling": None}, ("sampling", "unbounded-sampling", "max_tokens")),
+        ({"sampling": SimpleNamespace(max_tokens=5)}, ("sampling", "unbounded-sampling", "max_tokens")),
+        ({"sampling": [OURS, 5]}, ("sampling[1]", "unbounded-sampling", "5")),
+        ({"continue_final_message": True}, ("continue_final_message", "not-supported")),
+        ({"tool": []}, ("tool", "unknown-argument", "tools")),
+        ({"max_tokens_per_turn": 0}, ("max_tokens_per_turn", "out-of-range", "0")),
+        ({"max_tokens_per_turn": "1"}, ("max_tokens_per_turn", "not-a-whole-number", "1")),
+        ({"prompts": CHAT}, ("prompts[0]", "invalid-prompt")),
+        ({"prompts": [{"question": "x"}]}, ("prompts[0]", "invalid-prompt")),
+        ({"prompts": None}, ("prompts", "not-a-list", "None")),
+        ({"prompts": "x"}, ("prompts", "not-a-list", "'x'")),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tokenizer: ModelTokenizer, arguments: dict[str, Any], violation: tuple[str, ...]
+) -> None:
+    named: Any = {"prompts": CHATS, "sampling": OURS, "environment": reply_times, **arguments}
+    with pytest.raises(ArgumentError, check=has_violation(*violation)):
+        converse(Engine(tokenizer), **named)  # type: ignore[arg-type]

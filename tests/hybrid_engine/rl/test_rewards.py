@@ -122,45 +122,31 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards_module, "FIRST_PAUSE_SECONDS", 0.0)
 
 
-@pytest.mark.usefixtures("_no_pauses")
+AWAY = has_violation("reward", "callback-failed", "the judge is away", f"raised by {__file__}:")
+
+
 @pytest.mark.parametrize("is_awaited", [False, True])
-def test_a_reward_that_fails_is_called_again(is_awaited: bool) -> None:
+def test_a_reward_that_fails_is_called_again(is_awaited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def function(reward: Unreliable) -> Any:
         return reward.later if is_awaited else reward
 
-    scores = compute(function(Unreliable(2)), reward_retries=2)
-    assert scores.totals.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "the judge is away")):
-        compute(function(Unreliable(100)), reward_retries=2, groups=completions([["a"], ["b"]]))
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(rewards_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(rewards_module.asyncio, "sleep", pause)
+    assert compute(function(Unreliable(3)), reward_retries=3).totals.tolist() == [[1, 2], [3, 4]]
+    assert pauses == [1.0, 2.0, 4.0]
+    for retries in (0, 1, 2):
+        with pytest.raises(ArgumentError, check=AWAY):
+            compute(function(Unreliable(100)), reward_retries=retries)
     skipped = compute(function(Unreliable(0, hopeless="bb")), reward_failures="skip", reward_retries=1)
     assert skipped.totals[0].isnan().tolist() == [False, True]
     assert skipped.totals[1].tolist() == [3, 4]
-
-
-@pytest.mark.usefixtures("_no_pauses")
-@pytest.mark.parametrize("is_awaited", [False, True])
-@pytest.mark.parametrize("retries", [0, 1])
-def test_an_exception_names_the_line_of_the_user(retries: int, is_awaited: bool) -> None:
-    hopeless = Unreliable(100)
-    with pytest.raises(ArgumentError) as caught:
-        compute(hopeless.later if is_awaited else hopeless, reward_retries=retries)
-    remedies = [violation.remedy for violation in caught.value.findings]
-    assert all(f"{__file__}:" in remedy for remedy in remedies), remedies
-
-
-def test_pauses_between_calls_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(rewards_module.time, "sleep", pauses.append)
-    compute(Unreliable(3), reward_retries=3)
-    assert pauses == [1.0, 2.0, 4.0]
-
-
-def test_a_step_without_any_reward_is_an_error() -> None:
-    def failing(prompt: str, completion: Any) -> float:
-        raise ConnectionError("the judge is away")
-
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "all 4 completions")):
-        compute(failing, reward_failures="skip")
+        compute(function(Unreliable(100)), reward_failures="skip")
 
 
 def test_an_iterator_of_a_batch_reward_fails_as_its_function() -> None:
@@ -168,8 +154,9 @@ def test_an_iterator_of_a_batch_reward_fails_as_its_function() -> None:
         yield 1.0
         raise ConnectionError("the judge is away")
 
-    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "the judge is away")):
-        compute(BatchReward(scores))
+    for failures in ("end", "skip"):
+        with pytest.raises(ArgumentError, check=AWAY):
+            compute(BatchReward(scores), reward_failures=failures)
     assert compute(BatchReward(lambda prompts, batch: map(float, range(4)))).totals.tolist() == [[0, 1], [2, 3]]
 
 
@@ -208,11 +195,18 @@ def test_a_completion_that_is_left_out_counts_in_no_advantage(baseline: Any, sca
     assert not advantages[3::4].any()
 
 
-def test_functions_and_weights_are_checked() -> None:
-    config = GrpoConfig(reward_weights={"lenght": 1})
-    (violation,) = reward_violations([length], config)
-    assert (violation.key, violation.code) == ("GrpoConfig.reward_weights.lenght", "unknown-reward")
-    for name in ("std", "seconds"):
-        assert [violation.code for violation in reward_violations({name: length}, GrpoConfig())] == ["repeated-name"]
-    for rewards, code in (([], "no-reward"), ([length, length], "repeated-name"), ("text", "not-callable")):
-        assert [violation.code for violation in reward_violations(rewards, GrpoConfig())] == [code]
+@pytest.mark.parametrize(
+    ("rewards", "key", "code"),
+    [
+        ([length], "GrpoConfig.reward_weights.lenght", "unknown-reward"),
+        ({"std": length}, "reward std", "repeated-name"),
+        ({"seconds": length}, "reward seconds", "repeated-name"),
+        ([], "reward", "no-reward"),
+        ([length, length], "reward", "repeated-name"),
+        ("text", "reward", "not-callable"),
+    ],
+)
+def test_functions_and_weights_are_checked(rewards: Any, key: str, code: str) -> None:
+    weights = {"lenght": 1} if code == "unknown-reward" else {}
+    violations = [*reward_violations(rewards, GrpoConfig(reward_weights=weights))]
+    assert [(violation.key, violation.code) for violation in violations] == [(key, code)]
