@@ -6,7 +6,7 @@ received and drew, so log-probabilities match them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import starmap
@@ -214,12 +214,15 @@ class ConversationState:
         self.turns.append(answer)
         self.context = [*answer.prompt_token_ids, *answer.token_ids]
 
-    def reply_tokens(self) -> Iterator[tuple[int, ...]]:
-        """Yield the token ids between the answer before each turn and its own, at first none."""
+    def replies_and_answers(self) -> list[Completion]:
+        """Return the turns, whose prompts are the replies alone: the rest is in earlier turns."""
         num_known = len(self.turns[0].prompt_token_ids)
+        turns = []
         for turn in self.turns:
-            yield turn.prompt_token_ids[num_known:]
+            reply = turn.prompt_token_ids[num_known:]
+            turns.append(replace(turn, prompt_token_ids=reply, tokenizer=None))
             num_known = len(turn.prompt_token_ids) + len(turn.token_ids)
+        return turns
 
     def add_reply(self, reply: list[int] | None) -> bool:
         """Append a reply if it leaves room for an answer of at least one token.

@@ -93,11 +93,9 @@ def converse(
         return begun.collect()
     samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
     runner = EnvironmentRunner(engine, environment, chat)
-    first_samplings = list(samplings)
-    if max_tokens_per_turn is not None:
-        first_samplings = [
-            sampling_of_turn(params, params.max_tokens, max_tokens_per_turn) for params in samplings
-        ]
+    first_samplings = [
+        sampling_of_turn(params, params.max_tokens, max_tokens_per_turn) for params in samplings
+    ]
     first_prompts = [prompt_of(prompt) for prompt in prompts]
     groups = engine.generate_sequences(first_prompts, first_samplings, **chat)
     # A later turn may use all of max_tokens. Fail now, not after some turns, if there is no room.

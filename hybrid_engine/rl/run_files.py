@@ -25,6 +25,7 @@ All files are read as untrusted input: damage is a FileError that names the file
 from __future__ import annotations
 
 import fcntl
+import io
 import itertools
 import json
 import logging
@@ -533,7 +534,7 @@ class RunFiles:
             shutil.rmtree(directory)
 
 
-class Lock:
+class Lock(io.FileIO):
     """Lock on a file, held by this process only.
 
     flock belongs to the open file description, which a forked child shares. Children that a
@@ -547,15 +548,10 @@ class Lock:
     A lock that no variable holds any more is closed, so that it cannot lock a run for ever.
     """
 
-    _descriptor: int | None = None
-
     def __init__(self, path: Path) -> None:
-        # Not through a link, which could lead to a file of the user; and without blocking, because
-        # opening a pipe could wait forever.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+        super().__init__(path, "r+", opener=_open_lock)
         _LOCKS.add(self)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+        if not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
             self.close()
             raise ValueError("it is not a regular file")
 
@@ -564,13 +560,12 @@ class Lock:
 
         If another process holds the lock, return the owner that it wrote, and close this lock.
         """
-        assert self._descriptor is not None, "it was closed"
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, owner.encode(), 0)
+            fcntl.flock(self, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.truncate(0)
+            self.write(owner.encode())
         except BlockingIOError:
-            text = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            text = self.read(200).decode(errors="replace")
             self.close()
             return clipped(text.strip())
         except BaseException:
@@ -578,19 +573,14 @@ class Lock:
             raise
         return None
 
-    def close(self) -> None:
-        """Release the lock. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    __del__ = close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def __del__(self) -> None:
         self.close()
+
+
+def _open_lock(path: str, flags: int) -> int:
+    # Not through a link, which could lead to a file of the user; and without blocking, because
+    # opening a pipe could wait forever.
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 _LOCKS: WeakSet[Lock] = WeakSet()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import GenerationError, HybridEngineError
+from hybrid_engine.errors import GenerationError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.conversation_state import (
@@ -66,24 +66,23 @@ class ServedConversations:
         self._job = engine.job
         self._tokenizer = engine.inference.tokenizer
         self._groups = groups
+        self._states = [state for group in groups for state in group]
         self._runner = runner
         self._complete = complete
         self._num_servers = num_servers
         self._max_tokens_per_turn = max_tokens_per_turn
         self._conversations: list[list[Conversation]] | None = None
-        self._failure: HybridEngineError | None = None
         self.ended_at = -math.inf
-        self._num_open = sum(len(group) for group in groups)
+        self._num_open = len(self._states)
         self._changed_at = time.monotonic()
         self._task = start_task(self._hold_all()) if engine.rank == 0 else None
 
     async def _hold_all(self) -> None:
         # A semaphore of the event loop that runs this coroutine.
         room = asyncio.Semaphore(_MOST_REQUESTS * self._num_servers)
-        states = [state for group in self._groups for state in group]
         tasks = [
             asyncio.ensure_future(self._hold(number, state, room))
-            for number, state in enumerate(states)
+            for number, state in enumerate(self._states)
         ]
         try:
             await asyncio.gather(*tasks)
@@ -123,19 +122,15 @@ class ServedConversations:
     def collect(self) -> list[list[Conversation]]:
         """Wait for the conversations of each prompt, and return them. Collective.
 
-        Raises the errors of `converse`, in every call.
+        Raises the errors of `converse`.
         """
-        if self._failure is not None:
-            raise self._failure
         if self._conversations is None:
-            try:
-                self._conversations = self._received()
-            except HybridEngineError as error:
-                self._failure = error
-                raise
+            self._receive()
+            self._conversations = [[state.result() for state in group] for group in self._groups]
         return self._conversations
 
-    def _received(self) -> list[list[Conversation]]:
+    def _receive(self) -> None:
+        """Wait for rank 0, and complete the conversations of this rank by the turns it sends."""
         from hybrid_engine.backends.vllm import Completion
 
         agreement = self._job.agreement
@@ -144,17 +139,23 @@ class ServedConversations:
         except BaseException:  # an interrupt, or a failure of another rank
             self.cancel()
             raise
-        sent: list[list[tuple[list[Completion], bool]]] = []
+        kind = list[tuple[list[Completion], bool]]
+        sent: list[tuple[list[Completion], bool]] = []
         with agreement.phase("conversations", kind=GenerationError):
             if self._task is not None:
                 self._task.future.result()
-                sent = self._turns()
-        if self._job.world_size > 1:
-            kind = list[list[tuple[list[Completion], bool]]]
-            turns = agreement.gather(sent, kind, "conversations", sys.maxsize)[0]
-            if self._task is None:
-                self._take(turns)
-        return [[state.result() for state in group] for group in self._groups]
+                sent = [(state.replies_and_answers(), state.is_cut) for state in self._states]
+        if self._job.world_size == 1:
+            return
+        received = agreement.gather(sent, kind, "conversations", sys.maxsize)[0]
+        if self._task is None:
+            for state, (turns, is_cut) in zip(self._states, received, strict=True):
+                state.is_cut = is_cut
+                for turn in turns:
+                    prompt = (*state.context, *turn.prompt_token_ids)
+                    state.add_answer(
+                        replace(turn, prompt_token_ids=prompt, tokenizer=self._tokenizer)
+                    )
 
     def _steps(self) -> Iterator[None]:
         """Yield until this rank has nothing to wait for; log a long wait."""
@@ -171,32 +172,3 @@ class ServedConversations:
                     self._num_open,
                 )
             yield
-
-    def _turns(self) -> list[list[tuple[list[Completion], bool]]]:
-        """Return the turns of each conversation for the other ranks, and whether it was cut.
-
-        The prompt of a turn is the reply alone: what comes before is in earlier turns.
-        """
-        return [
-            [
-                (
-                    [
-                        replace(turn, prompt_token_ids=reply, tokenizer=None)
-                        for turn, reply in zip(state.turns, state.reply_tokens(), strict=True)
-                    ],
-                    state.is_cut,
-                )
-                for state in group
-            ]
-            for group in self._groups
-        ]
-
-    def _take(self, received: Sequence[Sequence[tuple[Sequence[Completion], bool]]]) -> None:
-        """Complete the conversations of this rank by the turns that rank 0 has sent."""
-        for group, conversations in zip(self._groups, received, strict=True):
-            for state, (turns, is_cut) in zip(group, conversations, strict=True):
-                for turn in turns:
-                    prompt = (*state.context, *turn.prompt_token_ids)
-                    answer = replace(turn, prompt_token_ids=prompt, tokenizer=self._tokenizer)
-                    state.add_answer(answer)
-                state.is_cut = is_cut
