@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +12,13 @@ from typing import Any
 from unittest import mock
 
 from hybrid_engine import ActorHybridWorker, load_config
-from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.files.durable import write_text
 from hybrid_engine.rl import GrpoConfig, Loop, train
 from hybrid_engine.rl.completion_log import ScoredCompletion
 from hybrid_engine.rl.run_files import Row
 from hybrid_engine.rl.step_metrics import StepMeter
 from tests.harness.launch import REPO_ROOT
-from tests.hybrid_engine.rl.stand_ins import stand_in
+from tests.hybrid_engine.rl.stand_ins import ALONE, stand_in
 from tests.hybrid_engine.rl.test_prompt_source import Stream
 
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
@@ -29,19 +28,6 @@ SETTINGS: dict[str, Any] = {
 }
 OF_ATTEMPTS = {"lock", "tracker-run", "first-checkpoint", "metrics.1.jsonl", "metrics.2.jsonl"}
 """Files that name a process, or a run that was disturbed."""
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    try:
-        yield
-    except HybridEngineError as error:
-        error.cause_on_rank_0 = ""
-        raise
-
-
-AGREEMENT = mock.Mock(phase=phase, gather=lambda value, *_: [value], any_of=lambda flags, *_: flags, is_broken=bool)
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT)
 
 
 class LightWorker(ActorHybridWorker):

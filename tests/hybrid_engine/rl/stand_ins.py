@@ -1,11 +1,28 @@
-"""A stand-in for a worker with engines."""
+"""Stand-ins for a worker with engines, and for a job of one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
+
+
+@contextmanager
+def phase(*_: str) -> Iterator[None]:
+    try:
+        yield
+    except HybridEngineError as error:
+        error.cause_on_rank_0 = ""
+        raise
+
+
+AGREEMENT = mock.Mock(phase=phase, gather=lambda value, *_: [value], any_of=lambda flags, *_: flags, is_broken=bool)
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, timeout_seconds=60.0, close=bool)
 
 
 def stand_in(micro_batch_size: int = 1, dp_size: int = 1, **attributes: Any) -> Any:

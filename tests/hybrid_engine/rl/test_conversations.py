@@ -9,7 +9,6 @@ import asyncio
 import json
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
 from tests.harness.errors import has_violation
+from tests.hybrid_engine.rl.stand_ins import ALONE
 from tests.zoo.tokenizers import save_characters
 
 pytestmark = pytest.mark.slow  # imports vLLM's settings and transformers
@@ -183,11 +183,10 @@ class Engine:
     """Answers "a", "b" ... and the end of a turn, up to `max_tokens`; records its calls."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
-        agreement = SimpleNamespace(phase=lambda _: nullcontext(), gather=lambda value, *_: [value])
         self.inference = SimpleNamespace(
             tokenizer=tokenizer, check_prompts=lambda prompts, num: check_token_ids(prompts, num, 1000, 102)
         )
-        self.job = SimpleNamespace(agreement=agreement, timeout_seconds=60)
+        self.job = ALONE
         self.rank = 0
         self.calls: list[tuple[Any, list[Sampling]]] = []
 

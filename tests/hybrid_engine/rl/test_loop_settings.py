@@ -15,11 +15,12 @@ from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.rl import BatchReward, GrpoConfig, train
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
+from tests.hybrid_engine.rl.test_loop import PROMPTS
+from tests.hybrid_engine.rl.test_loop import reward as parity
 from tests.zoo import workers
 
 pytestmark = pytest.mark.timeout(900)
 
-PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
 CONFIG: Values = {
     "steps": 2,
     "prompts_per_step": 2,
@@ -30,10 +31,6 @@ CONFIG: Values = {
     "save_every": 5,
     "log_completions_every": 1,
 }
-
-
-def parity(prompt: Mapping[str, Any], completion: Completion) -> float:
-    return sum(token % 2 == prompt["wanted"] for token in completion.token_ids) / 6
 
 
 def is_odd_prompt(prompt: Mapping[str, Any], completion: Completion) -> float | None:

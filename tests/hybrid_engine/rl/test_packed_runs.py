@@ -42,7 +42,7 @@ def reward(_prompt: Any, completion: Completion) -> float:
     return sum(token % 2 for token in completion.token_ids) / 8
 
 
-def run(model: Path, name: str, *, pack: bool) -> tuple[list[Values], list[int]]:
+def run(model: Path, name: str, pack: bool) -> tuple[list[Values], list[int]]:
     """Return the rows of a run, and the number of rows of each update."""
     algorithm, settings, actor = ALGORITHMS[name]
     critic = {"critic_config": {"micro_batch_size": 2}} if algorithm is PpoConfig else {}
@@ -63,7 +63,7 @@ def run(model: Path, name: str, *, pack: bool) -> tuple[list[Values], list[int]]
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_packed_rows_give_the_same_steps(engines: Ranks, tmp_path: Path, name: str) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
-    calls = {pack: (run_in_order, (model, name, pack)) for pack in (False, True)}
+    calls = {pack: (run, (model, name, pack)) for pack in (False, True)}
     results = engines.launch_in_turn(2, calls)
     (padded, sizes), (packed, packed_sizes) = (results[pack][0] for pack in (False, True))
     assert sizes == [12, 12]
@@ -75,7 +75,3 @@ def test_packed_rows_give_the_same_steps(engines: Ranks, tmp_path: Path, name: s
         assert len(compared) >= 5
         for key in compared:
             assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
-
-
-def run_in_order(model: Path, name: str, pack: bool) -> tuple[list[Values], list[int]]:
-    return run(model, name, pack=pack)

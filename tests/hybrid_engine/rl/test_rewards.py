@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from hybrid_engine.rl import rewards as rewards_module
 from hybrid_engine.rl.losses import token_advantages
 from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores, reward_violations
 from tests.harness.errors import has_violation
+from tests.hybrid_engine.rl.stand_ins import ALONE
 
 GROUPS = [["a", "bb"], ["ccc", "dddd"]]
 PROMPTS = ["p", "q"]
@@ -26,14 +26,8 @@ def completions(texts: list[list[str]] = GROUPS) -> list[list[Any]]:
 
 
 def compute(rewards: Rewards, groups: list[list[Any]] | None = None, **settings: Any) -> Scores:
-    job: Any = SimpleNamespace(
-        rank=0,
-        world_size=1,
-        timeout_seconds=10.0,
-        agreement=SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, *_: [value]),
-    )
     functions = RewardFunctions(rewards, GrpoConfig(max_tokens=4, **settings))
-    return functions.compute(job, [0, 1], PROMPTS, completions() if groups is None else groups)
+    return functions.compute(ALONE, [0, 1], PROMPTS, completions() if groups is None else groups)
 
 
 def length(prompt: str, completion: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Progress, RunFiles
 from tests.harness.errors import has_violation
 from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.rl.stand_ins import ALONE
 
 PROMPTS = [[1, 2, 3]] * 4
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
-AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, *_: [value])
-JOB = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, close=lambda: None)
 
 
 class UnbuildableWorker:
@@ -47,7 +45,7 @@ def start(
     settings = {name: arguments.pop(name) for name in list(arguments) if name in algorithm.model_fields}
     config = algorithm(**{"max_tokens": 8, **settings})
     with (
-        mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
+        mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: ALONE)),
         mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", UnbuildableWorker),
     ):
         train(values, prompts, reward, config, out=out, **arguments)
