@@ -107,10 +107,9 @@ def reply_twice(prompt: Any) -> Any:
 
 
 def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> Values:
-    """Train two steps on conversations; returns vLLM's tokens, turns (rank 0) and batches."""
-    results: Values = {"answered": [], "rewarded": [], "batches": []}
+    """Train two steps on conversations; returns vLLM's tokens, and turns (rank 0)."""
+    results: Values = {"answered": [], "rewarded": []}
     generate = worker.inference.llm.generate
-    update = worker.update
 
     def record_answers(*arguments: Any, **options: Any) -> Any:
         outputs = generate(*arguments, **options)
@@ -119,23 +118,15 @@ def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | Pp
         ]
         return outputs
 
-    def record_batch(batch: Any, loss: Any) -> dict[str, float]:
-        results["batches"].append(dict(batch))
-        return update(batch, loss)
-
     def reward(prompt: Any, conversation: Conversation) -> float:
-        turns = [(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in conversation.turns]
-        results["rewarded"].append(turns)
+        results["rewarded"].append([(turn.prompt_token_ids, turn.token_ids) for turn in conversation.turns])
         return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
 
     settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
     # Half of all tokens end an answer, so that conversations have different lengths.
     config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
-    with (
-        mock.patch.object(worker.inference.llm, "generate", record_answers),
-        mock.patch.object(worker, "update", record_batch),
-    ):
+    with mock.patch.object(worker.inference.llm, "generate", record_answers):
         results["rows"] = train(
             worker, chats, reward, config, environment=reply_twice, chat_template_kwargs={"suffix": ""}
         )
@@ -171,43 +162,19 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
 
 
 def check_conversations(first: Values, second: Values) -> None:
-    """Training batches hold exactly the prompts and answers of vLLM, and learn only the answers."""
+    """Conversations hold exactly the prompts and answers of vLLM, and batches have their probabilities."""
     answered = Counter(first["answered"] + second["answered"])
     conversations = first["rewarded"]
-    turns = Counter((prompt, drawn) for turns in conversations for prompt, drawn, _ in turns)
+    turns = Counter(turn for turns in conversations for turn in turns)
     assert answered.keys() == turns.keys(), "prompts and answers of vLLM, over both replicas"
     assert max(len(turns) for turns in conversations) == 3  # two replies at most
     assert second["rewarded"] == []
-    whole = {}
-    for turns in conversations:
-        prompt, drawn, _ = turns[-1]
-        columns = [
-            (len(prompt) + index - 1, token, logprob)
-            for prompt, drawn, logprobs in turns
-            for index, (token, logprob) in enumerate(zip(drawn, logprobs, strict=True))
-        ]
-        whole[(*prompt, *drawn)] = columns
-    num_rows = 0
-    for batch in first["batches"]:
-        rows = torch.cat([batch["tokens"][:, :1], batch["labels"]], dim=1).tolist()
-        for number, row in enumerate(rows):
-            (columns,) = [
-                columns
-                for token_ids, columns in whole.items()
-                if tuple(row[: len(token_ids)]) == token_ids and not any(row[len(token_ids) :])
-            ]
-            learned = batch["mask"][number].nonzero().flatten().tolist()
-            assert learned == [column for column, _, _ in columns]
-            assert [row[column + 1] for column in learned] == [token for _, token, _ in columns]
-            logprobs = torch.tensor([logprob for _, _, logprob in columns])
-            for name in ("sampled_log_probs", "old_log_probs"):
-                torch.testing.assert_close(batch[name][number, learned], logprobs, atol=1e-4, rtol=0)
-            assert not batch["weights"][number][batch["mask"][number] == 0].any()
-            num_rows += 1
-    assert num_rows == len(conversations) == 16
+    assert len(conversations) == 16
     for row in first["rows"]:
         assert row["logprob_diff"] < 1e-4
         assert 1 <= row["turns"] <= 3
+        drawn = [sum(len(answer) for _, answer in turns) for turns in conversations[8 * (row["step"] - 1) :][:8]]
+        assert row["response_tokens"] == pytest.approx(sum(drawn) / 8)
     assert first["rows"] == second["rows"]
 
 
