@@ -34,7 +34,6 @@ from rich.console import Console
 
 from examples.gpt_rl.settings import Settings, load_settings
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
-from hybrid_engine.rl.config import free_engine_settings
 from hybrid_engine.rl.run_files import Lock, RunFiles
 
 _PR_SET_PDEATHSIG = 1
@@ -65,8 +64,7 @@ def main() -> None:
     try:
         settings = load_settings(options.config, _world_size(), options.overrides)
         files = run_files(options.out)
-        free = free_engine_settings(settings.engine)
-        files.check(settings.fingerprint(), options.resume, free=free)
+        files.check(settings.fingerprint(), options.resume)
         options.out.mkdir(parents=True, exist_ok=True)
         # The file that marks a run comes before the logs, whichever rank is first.
         lock = Lock(options.out / "lock")

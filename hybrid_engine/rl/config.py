@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -309,14 +309,6 @@ def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, 
     return shared
 
 
-def free_engine_settings(engines: HybridConfig) -> frozenset[str]:
-    """Return the dotted keys of the engines' settings that may change within a run.
-
-    Older versions may have recorded them.
-    """
-    return frozenset(_dotted(_free_keys(engines)))
-
-
 def _free_keys(section: Section) -> dict[str, Any]:
     """Return the keys marked MAY_CHANGE, nested like the section, in pydantic's `exclude` form."""
     free: dict[str, Any] = {}
@@ -329,15 +321,6 @@ def _free_keys(section: Section) -> dict[str, Any]:
             if inner:
                 free[name] = inner
     return free
-
-
-def _dotted(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of nested sections, dotted."""
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _scale_of(value: object) -> object:

@@ -16,7 +16,6 @@ from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, pri
 from hybrid_engine.rl.config import (
     GrpoConfig,
     PpoConfig,
-    free_engine_settings,
     shared_engine_settings,
 )
 from hybrid_engine.rl.run_files import Row, RunFiles
@@ -85,9 +84,7 @@ class RunRecord:
             self._settings = config.shared() | engine_settings
             default_engines = HybridConfig(model=engines.model)
             defaults = type(config)().shared() | shared_engine_settings(default_engines, 1)
-            # The model's path may change, and its digest may not.
-            free = free_engine_settings(engines) - engine_settings.keys()
-            free |= config.changeable(changed)
+            free = config.changeable(changed)
             files.check(self._settings, defaults=defaults, free=free)
             require_target(files.out / "model", engines.table())
             ends.enter_context(files.lock())

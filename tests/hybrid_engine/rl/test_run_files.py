@@ -17,7 +17,7 @@ import pytest
 from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
-from hybrid_engine.rl.config import free_engine_settings, shared_engine_settings
+from hybrid_engine.rl.config import shared_engine_settings
 from hybrid_engine.rl.run_files import Progress, RunFiles
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.values import Values
@@ -132,30 +132,22 @@ def test_an_older_run_resumes_with_defaults_of_new_options(
     run.check(now, defaults={})
 
 
-def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None:
-    """An older run recorded optional sections in full; their defaults are just "off"."""
-
-    def engines(critic: Values | None = None, **generate: Any) -> HybridConfig:
+def test_paths_memory_and_speed_may_change(tmp_path: Path) -> None:
+    def settings(critic: Values, **generate: Any) -> Values:
         actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
         values = {"model": "/one", "critic_config": critic, "actor_config": actor, "generate_config": generate}
-        return HybridConfig.model_validate(values)
+        return shared_engine_settings(HybridConfig.model_validate(values), 2)
 
-    def check(now: HybridConfig) -> None:
-        settings = {**shared_engine_settings(now, 2), "model": "digest"}
-        run.check(settings, free=free_engine_settings(now))
-
-    before = engines({"model": "/two", "optimizer": {"schedule": {"lr_warmup_steps": 3}}})
-    everything = before.model_dump(mode="json", exclude={"revision", "random_weights", "device_budget_gib"})
-    run = begun(tmp_path / "run", {**everything, "world_size": "any", "model": "digest"})
+    optimizer = {"schedule": {"lr_warmup_steps": 3}}
+    run = begun(tmp_path / "run", settings({"model": "/two", "optimizer": optimizer}))
     complete(run, 1)
-    critic = {"model": "/three", "offload": False, "optimizer": {"schedule": {"lr_warmup_steps": 3}}}
+    critic = {"model": "/three", "offload": False}
     memory = {"offload_train_param": False, "release_weights": False, "enforce_eager": True, "max_num_seqs": 8}
-    check(engines(critic, **memory, transport="collective", incremental="auto", server_ports="10000-20000"))
-    with pytest.raises(ConfigError) as caught:
-        check(engines({**critic, "optimizer": {}}, infer_tensor_parallel_size=2))
-    keys = {finding.key for finding in caught.value.findings}
-    assert {"critic_config.optimizer.schedule", "generate_config.infer_tensor_parallel_size"} <= keys
-    assert not keys & free_engine_settings(before)
+    speed = {"transport": "collective", "incremental": "auto", "server_ports": "10000-20000"}
+    run.check(settings({**critic, "optimizer": optimizer}, **memory, **speed))
+    changed = ("critic_config.optimizer.schedule", "generate_config.infer_tensor_parallel_size")
+    with pytest.raises(ConfigError, check=has_differences(*changed)):
+        run.check(settings(critic, **memory, infer_tensor_parallel_size=2))
 
 
 def test_restarting_removes_only_files_of_the_run(run: RunFiles) -> None:
