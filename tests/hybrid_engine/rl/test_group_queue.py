@@ -21,11 +21,9 @@ from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.hybrid_engine.serving.test_requests import replay
-from tests.hybrid_engine.serving.test_servers import config_of
-from tests.zoo.families import served_config
+from tests.hybrid_engine.serving.test_servers import config_of, write_model
 
 LENGTH = 64
 PROMPTS = [[first, 3, 4] for first in range(5, 12)]
@@ -67,8 +65,7 @@ def run(model: str, url: str, out: Path, settings: Values, killed: Path | None =
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
     directory = tmp_path_factory.mktemp("queue")
-    config = served_config("qwen2", torch_dtype="float32", max_position_embeddings=LENGTH)
-    model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
+    model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     arguments = ("--max-model-len", str(LENGTH))
     with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
         saving = {"max_staleness": 1, "save_every": 1}

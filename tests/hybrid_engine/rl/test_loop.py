@@ -299,32 +299,27 @@ def test_prompts_without_room_are_refused_before_generation() -> None:
 def test_advantages_and_loss_may_be_user_functions() -> None:
     rewards = torch.tensor([[0.0, 3.0]])
     groups = [[mock.Mock(), mock.Mock()]]
-    config = GrpoConfig(samples_per_prompt=2)
-
-    def loop_with(advantages: Any) -> Loop:
-        return Loop(stand_in(), "ab", mock.Mock(), config, loss=mock.sentinel.loss, advantages=advantages)
-
-    received: list[Any] = []
-
-    def ranks(*arguments: Any) -> list[list[float]]:
-        received.extend(arguments)
-        return [[-1.0, 1.0]]
-
     mask = penalties = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
-    arguments = (config, rewards, penalties, {"mask": mask}, groups)
-    loop = loop_with(ranks)
-    assert loop._loss is mock.sentinel.loss
-    assert loop._advantages_of(*arguments).tolist() == [[0, -1, 0], [0, 1, 1]]
-    assert (received[0].tolist(), received[1]) == ([[-1, 1]], groups)
-    assert loop_with(lambda *_: mask)._advantages_of(*arguments).equal(mask)
+
+    def advantages_by(returned: Any) -> torch.Tensor:
+        function = mock.Mock(return_value=returned)
+        functions = {"loss": mock.sentinel.loss, "advantages": function}
+        loop = Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(samples_per_prompt=2), **functions)
+        assert loop._loss is mock.sentinel.loss
+        advantages = loop._advantages_of(loop.config, rewards, penalties, {"mask": mask}, groups)  # type: ignore[arg-type]
+        (received, of_groups) = function.call_args.args
+        assert (received.tolist(), of_groups) == ([[-1, 1]], groups)
+        return advantages
+
+    assert advantages_by([[-1.0, 1.0]]).tolist() == [[0, -1, 0], [0, 1, 1]]
+    assert advantages_by(mask).equal(mask)
     for wrong, words in ((torch.zeros(2), "(2,)"), (torch.tensor([[0.0, torch.nan]]), "finite")):
-        refused = has_violation("advantages", "wrong-advantages", words)
-        with pytest.raises(ArgumentError, check=refused):
-            loop_with(lambda *_, wrong=wrong: wrong)._advantages_of(*arguments)
+        with pytest.raises(ArgumentError, check=has_violation("advantages", "wrong-advantages", words)):
+            advantages_by(wrong)
     worker = stand_in()
     worker.config.critic_config.micro_batch_size = 1
     with pytest.raises(ConfigError, check=has_violation("advantages", "conflicting-keys")):
-        Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=ranks)
+        Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=mock.Mock())
 
 
 def test_loss_settings_are_passed_on() -> None:
@@ -356,15 +351,16 @@ def test_scale_rewards_accepts_a_flag(flag: bool, word: str) -> None:
 def test_evaluation_figures_do_not_overwrite_columns() -> None:
     loop = loop_without_engines()
     loop._meter.take = lambda _: {"seconds": 2.0, "rss_bytes": 1.0}  # type: ignore[method-assign]
-    row = loop.finish({"reward": 0.5}, lambda _: {"reward": 0.25, "seconds": 7, "accuracy": torch.tensor(0.75)})
-    figures = {"held_out_reward": 0.25, "held_out_seconds": 7, "accuracy": 0.75}
-    assert row == {"reward": 0.5, "seconds": 2.0, "rss_bytes": 1.0, **figures}
-    for figures, refused in (
-        (None, has_violation("evaluate", "not-a-mapping", "None")),
-        ({"accuracy": "high"}, has_violation("evaluate", "not-a-number", "accuracy is 'high'")),
+    figures = {"reward": 0.25, "seconds": 7, "accuracy": torch.tensor(0.75)}
+    row = loop.finish({"reward": 0.5}, lambda _: figures)  # type: ignore[return-value,arg-type]
+    held_out = {"held_out_reward": 0.25, "held_out_seconds": 7, "accuracy": 0.75}
+    assert row == {"reward": 0.5, "seconds": 2.0, "rss_bytes": 1.0, **held_out}
+    for wrong, code, text in (
+        (None, "not-a-mapping", "None"),
+        ({"accuracy": "high"}, "not-a-number", "accuracy is 'high'"),
     ):
-        with pytest.raises(ArgumentError, check=refused):
-            loop.finish({}, lambda _, figures=figures: figures)  # type: ignore[misc]
+        with pytest.raises(ArgumentError, check=has_violation("evaluate", code, text)):
+            loop.finish({}, lambda _, wrong=wrong: wrong)  # type: ignore[misc]
 
 
 def test_figures_of_ranks_and_phases_are_combined() -> None:

@@ -51,10 +51,14 @@ def sample(**changed: Any) -> ScoredCompletion:
     return ScoredCompletion(**{**values, "rewards": {"exact": 1.0}, "advantage": 0.5, "weight_version": 7, **changed})
 
 
+COLUMNS = {"file": "a\ud800", "image": b"\xff" * 9, "pixels": torch.zeros(300, 300), "\udfff": torch.ones(2)}
+
+
 def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     log = CompletionLog(tmp_path)
-    log.write(3, [sample(), sample(completion=WithoutTokenizer(), reward=math.nan, rewards={"exact": math.nan})])
-    first, second = map(json.loads, log.path(3).read_text().splitlines())
+    unscored = sample(completion=WithoutTokenizer(), reward=math.nan, rewards={"exact": math.nan})
+    log.write(3, [sample(), unscored, sample(prompt={"prompt": "2 + 2", **COLUMNS})])
+    first, second, third = map(json.loads, log.path(3).read_text().splitlines())
     assert first == {
         "prompt": "2 + 2",
         "columns": {"answer": 4},
@@ -68,14 +72,8 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
         "weight_version": 7,
     }
     assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
-
-
-def test_columns_that_json_does_not_have_are_logged(tmp_path: Path) -> None:
-    columns = {"file": "a\ud800", "image": b"\xff" * 9, "pixels": torch.zeros(300, 300), "\udfff": torch.ones(2)}
-    log = CompletionLog(tmp_path)
-    log.write(3, [sample(prompt={"prompt": "2 + 2", **columns})])
-    logged = json.loads(log.path(3).read_text())["columns"]
-    assert logged == {"file": "a?", "image": "bytes of 9", "pixels": "Tensor of 300", "?": [1.0, 1.0]}
+    # JSON does not have these.
+    assert third["columns"] == {"file": "a?", "image": "bytes of 9", "pixels": "Tensor of 300", "?": [1.0, 1.0]}
 
 
 def test_a_conversation_is_logged_whole() -> None:

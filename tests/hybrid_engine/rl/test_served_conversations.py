@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hybrid_engine import ActorHybridWorker, Completion, Sampling
 from hybrid_engine.errors import HybridEngineError
@@ -19,9 +18,7 @@ from hybrid_engine.rl.conversations import begin_conversations
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
-from tests.hybrid_engine.serving.test_servers import config_of, train_step
-from tests.zoo.families import served_config
+from tests.hybrid_engine.serving.test_servers import config_of, train_step, write_model
 
 LENGTH = 64
 PROMPTS = [[5, 3, 4], [9, 3, 4, 6], [5, 3, 4]]
@@ -206,8 +203,7 @@ def learn(model: str, url: str, out: Path) -> list[Values]:
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     directory = tmp_path_factory.mktemp("served")
-    config = served_config("qwen2", torch_dtype="float32", max_position_embeddings=LENGTH)
-    model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
+    model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     # Requests compute prompts in parts.
     sizes = {"--max-model-len": LENGTH, "--max-num-seqs": 8, "--max-num-batched-tokens": 8}
     arguments = [str(part) for size in sizes.items() for part in size]

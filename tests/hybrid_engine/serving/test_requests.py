@@ -34,9 +34,7 @@ from tests.harness.errors import has_code
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
-from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
-from tests.hybrid_engine.serving.test_servers import config_of, train_step
-from tests.zoo.families import served_config
+from tests.hybrid_engine.serving.test_servers import config_of, train_step, write_model
 
 MODES = ("keep", "wait", "abort")
 LENGTH = 256
@@ -410,8 +408,7 @@ def replay(checkpoint: str, streams: Sequence[Stream]) -> list[tuple[torch.Tenso
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A model and the address of a server. Trainers of each test start with the same weights."""
     directory = tmp_path_factory.mktemp("requests")
-    config = served_config("qwen2", torch_dtype="float32", max_position_embeddings=LENGTH)
-    model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
+    model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     arguments = ("--enable-scale-out", "--max-model-len", str(LENGTH))
     # `vllm serve` spawns workers too. Compilation would take a minute at the first request.
     spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCH_COMPILE_DISABLE": "1", TOKEN: SECRET}

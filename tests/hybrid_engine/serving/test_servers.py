@@ -135,9 +135,9 @@ def complete(
     return [(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])) for choice in choices]
 
 
-def write_model(directory: Path, family: str) -> str:
+def write_model(directory: Path, family: str, **changed: Any) -> str:
     """Write a checkpoint of random weights."""
-    config = {**served_config(family), "torch_dtype": "float32"}
+    config = served_config(family, torch_dtype="float32", **changed)
     return write_checkpoint(directory, config, random_weights(config, 7, torch.float32))
 
 
