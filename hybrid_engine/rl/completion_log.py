@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -101,23 +102,17 @@ def samples_of(
 
     `version`: version of the weights, of completions that do not have their own.
     """
-    completions = [
-        (prompt, completion)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for completion in group
-    ]
-    totals = scores.totals.flatten().tolist()
-    by_name = {name: rewards.flatten().tolist() for name, rewards in scores.by_name.items()}
     # 0 outside the mask
     means = batch["advantages"].sum(dim=1) / batch["mask"].sum(dim=1).clamp(min=1)
-    advantages = means.tolist()
+    columns = [scores.totals, means.view_as(scores.totals), *scores.by_name.values()]
+    figures = iter(torch.stack(columns, dim=-1).flatten(0, 1).tolist())
     samples = []
-    for row, (prompt, completion) in enumerate(completions):
-        rewards = {name: values[row] for name, values in by_name.items()}
-        drawn = next(iter(getattr(completion, "versions", ())), version)
-        samples.append(
-            ScoredCompletion(prompt, completion, totals[row], rewards, advantages[row], drawn)
-        )
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            total, advantage, *rewards = next(figures)
+            by_name = dict(zip(scores.by_name, rewards, strict=True))
+            drawn = next(iter(getattr(completion, "versions", ())), version)
+            samples.append(ScoredCompletion(prompt, completion, total, by_name, advantage, drawn))
     return samples
 
 

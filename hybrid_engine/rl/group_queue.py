@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.replica_exchange import Completions
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
-    _Contents = tuple[list[int], dict[int, Completions]]
-
 logger = logging.getLogger("hybrid_engine")
 
 _FILE = "queue.msgpack"
@@ -321,13 +319,20 @@ class GroupQueue:
             self._source.load(directory, step)
         if not self._depth:
             return
+        from hybrid_engine.backends.vllm.replica_exchange import Completions
+
+        # Versions of the last publishes, and completions by step.
+        kind = tuple[list[int], dict[int, Completions]]
         path = directory / _FILE
-        local: _Contents = [], {}
+        local: tuple[list[int], dict[int, Completions]] = [], {}
         with agreement.phase("reading the queue"):
             if self._worker.rank == 0:
                 with naming("reading", path, _REMEDY):
-                    local = _contents(read_regular(path, sys.maxsize))
-        of_ranks = agreement.gather(local, _contents_kind(), "reading the queue", sys.maxsize)
+                    try:
+                        local = decode(read_regular(path, sys.maxsize), kind, sys.maxsize)
+                    except MessageError as error:
+                        raise ValueError(str(error)) from error
+        of_ranks = agreement.gather(local, kind, "reading the queue", sys.maxsize)
         self._published, saved = of_ranks[0]
         # Without an environment then, with one now: conversations are held again.
         saved = saved if self._environment is None else {}
@@ -346,22 +351,6 @@ class GroupQueue:
         self._drawings = []
         self._begun = {}
         self._prompts = {}
-
-
-def _contents_kind() -> Any:
-    """Return the type of the file: versions of the last publishes, and completions by step."""
-    from hybrid_engine.backends.vllm.replica_exchange import Completions
-
-    return tuple[list[int], dict[int, Completions]]
-
-
-def _contents(message: bytes) -> _Contents:
-    """Return the contents of the file. Raises ValueError."""
-    try:
-        contents: _Contents = decode(message, _contents_kind(), sys.maxsize)
-        return contents
-    except MessageError as error:
-        raise ValueError(str(error)) from error
 
 
 def randomness(seed: int, number: int, purpose: str) -> random.Random:

@@ -309,7 +309,7 @@ class Loop:
         self._loss = loss or config.policy_loss()
         self._advantages = advantages
         self._meter = StepMeter(on_phase)
-        self._count_switch = worker.on_reshard_end(self._meter.switches.append)
+        self._count_switch = worker.on_reshard_end(self._meter.count)
         # Weak: once the worker is shut down there is no switch left to remove the hook from.
         self._switch = weakref.ref(worker.sharding)
 
@@ -565,38 +565,31 @@ class Loop:
         return agreement.any_of([must_stop, is_late], "ending the step")
 
     def _draw_and_score(
-        self, number: int, names: Sequence[int], prompts: Sequence[Any]
+        self, number: int, names: Sequence[int], prompts: Sequence[Any], draw: int = 0
     ) -> tuple[Groups, Scores]:
         """Draw the completions of each prompt and compute their rewards.
 
         Groups whose rewards agree, from which GRPO learns nothing, are drawn again `redraws` times.
         """
-        config = self.config
-        groups: list[Any] = []
-        scores: Scores | None = None
-        indices = list(range(len(prompts)))
-        num_redraws = config.redraws if isinstance(config, GrpoConfig) else 0
-        for draw in range(num_redraws + 1):
-            part_names = [names[index] for index in indices]
-            part_prompts = [prompts[index] for index in indices]
-            with self._meter.phase("generate"):
-                if draw:
-                    sampling = self.queue.sampling(number, draw)
-                    drawn = self.queue.draw(part_names, part_prompts, sampling)
-                else:
-                    drawn = self.queue.take(number)
-            with self._meter.phase("reward"):
-                part = self._rewards.compute(self.worker.job, part_names, part_prompts, drawn)
-            if scores is None:
-                groups, scores = list(drawn), part
+        with self._meter.phase("generate"):
+            if draw:
+                sampling = self.queue.sampling(number, draw)
+                groups = self.queue.draw(names, prompts, sampling)
             else:
-                scores = scores.replaced(indices, part)
-                for index, group in zip(indices, drawn, strict=True):
-                    groups[index] = group
-            indices = scores.agreeing.nonzero().flatten().tolist()
-            if not indices:
-                break
-        assert scores is not None
+                groups = self.queue.take(number)
+        with self._meter.phase("reward"):
+            scores = self._rewards.compute(self.worker.job, names, prompts, groups)
+        agreeing = scores.agreeing.nonzero().flatten().tolist()
+        if agreeing and isinstance(self.config, GrpoConfig) and draw < self.config.redraws:
+            again, part = self._draw_and_score(
+                number,
+                [names[index] for index in agreeing],
+                [prompts[index] for index in agreeing],
+                draw + 1,
+            )
+            redrawn = dict(zip(agreeing, again, strict=True))
+            groups = [redrawn.get(index, group) for index, group in enumerate(groups)]
+            scores = scores.replaced(agreeing, part)
         return groups, scores
 
     def _kl_penalties(self, batch: Batch) -> torch.Tensor:

@@ -133,11 +133,9 @@ class StepMeter:
 
     Attributes:
         step: number of the step.
-        switches: reports of the switches since `begin`.
     """
 
     def __init__(self, on_phase: OnPhase) -> None:
-        self.switches: list[ReshardReport] = []
         self._on_phase = on_phase
         self.begin(0)
 
@@ -145,9 +143,7 @@ class StepMeter:
         """Start measuring a step. Everything that was measured before is discarded."""
         self.step = step
         self._start = time.perf_counter()
-        self._seconds: Figures = {}
-        # Cleared, not replaced: the worker's hook appends to this list.
-        self.switches.clear()
+        self._measured: dict[str, float] = dict.fromkeys((*_TOTALS, "peak_bytes"), 0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -159,8 +155,21 @@ class StepMeter:
 
     def add(self, name: str, seconds: float) -> None:
         """Add to the seconds of `name`."""
-        key = f"{name}_seconds"
-        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+        add_measurements(self._measured, {f"{name}_seconds": seconds})
+
+    def count(self, report: ReshardReport) -> None:
+        """Add a switch, with the seconds of each of its phases, and those of late copies."""
+        switch: Figures = {
+            "bytes_received": report.bytes_received,
+            "bytes_least": report.bytes_least,
+            "peak_bytes": report.peak_bytes,
+            "reshard_seconds": report.seconds,
+            "reshard_hidden_seconds": report.seconds_hidden,
+            "reshard_exposed_seconds": report.seconds_exposed,
+        }
+        for phase, seconds in report.seconds_by_phase.items():
+            switch[f"reshard_{phase.replace(' ', '_')}_seconds"] = seconds
+        add_measurements(self._measured, switch)
 
     def take(self, worker: ActorHybridWorker) -> Figures:
         """Return the measurements since the last call, combined over all ranks. Collective."""
@@ -168,13 +177,8 @@ class StepMeter:
         with open("/proc/self/statm") as file:
             resident_pages = int(file.read().split()[1])
         local: Figures = {
-            "bytes_received": sum(report.bytes_received for report in self.switches),
-            "bytes_least": sum(report.bytes_least for report in self.switches),
-            "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
             "rss_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
-            "reshard_seconds": sum(report.seconds for report in self.switches),
-            **_seconds_of_switches(self.switches),
-            **self._seconds,
+            **self._measured,
             "seconds": time.perf_counter() - self._start,
         }
         # Before the ranks meet: the wait for a slow rank belongs to the next interval.
@@ -200,19 +204,6 @@ def combine_ranks(of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool) 
         combine = ways.get(name, max)
         combined[name] = combine(measured.get(name, 0) for measured in of_ranks)
     return combined
-
-
-def _seconds_of_switches(switches: Sequence[ReshardReport]) -> Figures:
-    """Return the seconds of each phase of the switches as columns, and those of late copies."""
-    seconds: Figures = {
-        "reshard_hidden_seconds": sum(report.seconds_hidden for report in switches),
-        "reshard_exposed_seconds": sum(report.seconds_exposed for report in switches),
-    }
-    for report in switches:
-        for phase, duration in report.seconds_by_phase.items():
-            column = f"reshard_{phase.replace(' ', '_')}_seconds"
-            seconds[column] = seconds.get(column, 0.0) + duration
-    return seconds
 
 
 def add_measurements(row: dict[str, Any], measured: Mapping[str, float]) -> None:

@@ -80,7 +80,7 @@ OUTSIDE = {
     "trainer.learning_rate": {"megatron"},  # imported inside a function, for a schedule
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch", "transformers"},
-    "rl.completion_log": {"rich"},
+    "rl.completion_log": {"rich", "torch"},
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),

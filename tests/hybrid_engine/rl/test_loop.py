@@ -375,7 +375,7 @@ def test_figures_of_ranks_and_phases_are_combined() -> None:
     meter.begin(3)
     for seconds, received, peak in ((0.5, 100, 7), (0.25, 20, 9)):
         numbers = {"seconds": seconds, "bytes_received": received, "bytes_least": received, "peak_bytes": peak}
-        meter.switches.append(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
+        meter.count(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
         with meter.phase("update"):
             pass
     assert started == [("update", 3)] * 2

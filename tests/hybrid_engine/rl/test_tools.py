@@ -107,7 +107,7 @@ def test_special_tokens_that_begin_a_call_are_read(tmp_path: Path) -> None:
 def test_results_and_mistakes_are_replies(tokenizer: ModelTokenizer, call: str, content: str) -> None:
     contents = contents_of(tokenizer, call + SUM, add, wait, timeout_seconds=0.5)
     assert contents is not None
-    assert re.match(f"{content}", contents[0])
+    assert re.match(content, contents[0])
     assert contents[1:] == ["3"]
 
 
