@@ -272,7 +272,7 @@ class Loop:
         # Row of the last step that was learned, until its checkpoint is written.
         self._unsaved: Row | None = None
         self._saved_at = time.monotonic()
-        self._arguments = RunArguments.of(
+        arguments = RunArguments.of(
             prompts,
             reward,
             config,
@@ -281,15 +281,15 @@ class Loop:
             loss=loss,
             advantages=advantages,
         )
-        self.config = self._arguments.config
-        self._limits = RunLimits.of_worker(worker)
-        violations = argument_violations(self._arguments)
-        violations += limit_violations(self._arguments, self._limits)
+        self.config = arguments.config
+        limits = RunLimits.of_worker(worker)
+        violations = argument_violations(arguments)
+        violations += limit_violations(arguments, limits)
         if violations:
             raise ConfigError(violations)
         config = self.config
         source = source_of(prompts, config.prompts_per_step, config.seed, config.max_staleness)
-        self.queue = GroupQueue(worker, self._arguments, self._limits, source)
+        self.queue = GroupQueue(worker, arguments, limits, source)
         self._rewards = RewardFunctions(reward, config)
         self._calls = PackedCalls(worker.actor.engine.limits, config.pack)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
@@ -519,7 +519,7 @@ class Loop:
             with self.worker.job.agreement.phase("completing the checkpoint"):
                 if self.worker.rank == 0:
                     self.queue.save(files.checkpoint(step), step)
-                    files.complete(Progress(step, row, self._reference_digest))
+                    files.complete(Progress(row, self._reference_digest))
         self._unsaved = None
         self._saved_at = time.monotonic()
 

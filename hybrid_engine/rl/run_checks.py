@@ -106,25 +106,21 @@ class RunLimits:
     """Limits of the engines of a run.
 
     Attributes:
-        micro_batch_sizes: keys of the micro batch sizes of actor and critic -> sequences.
+        engines: their settings.
+        micro_batch_size: sequences of the actor's micro batches.
         micro_batch_multiple: the number of micro batches of all data parallel ranks together is a
             multiple of this.
-        seq_length: tokens of a row in training.
-        has_critic: True if there is a `critic_config`.
         tokenizer: tokenizer of texts and chats.
         check_prompts: (token ids of prompts, max_tokens) -> None; raises ArgumentError for prompts
             that vLLM cannot complete.
-        generate: settings of the inference side.
         no_packing: reason why the model computes one sequence a row only; "" if it is not known.
     """
 
-    micro_batch_sizes: Mapping[str, int]
+    engines: HybridConfig
+    micro_batch_size: int
     micro_batch_multiple: int
-    seq_length: int
-    has_critic: bool
     tokenizer: ModelTokenizer
     check_prompts: Callable[[TokenIds, int], None]
-    generate: GenerateConfig
     no_packing: str = ""
 
     @classmethod
@@ -132,13 +128,11 @@ class RunLimits:
         """Return the limits of engines that are built."""
         limits = worker.actor.engine.limits
         return cls(
-            _micro_batch_sizes(worker.config, limits.micro_batch_size),
+            worker.config,
+            limits.micro_batch_size,
             limits.dp_size * limits.micro_batch_multiple,
-            worker.config.actor_config.seq_length,
-            worker.config.critic_config is not None,
             worker.inference.tokenizer,
             worker.inference.check_prompts,
-            worker.config.generate_config,
             limits.no_packing,
         )
 
@@ -161,13 +155,11 @@ class RunLimits:
             check_token_ids(prompts, max_tokens, longest, dims.vocab_size)
 
         return cls(
-            _micro_batch_sizes(engines, engines.actor_config.micro_batch_size),
+            engines,
+            engines.actor_config.micro_batch_size,
             multiple,
-            engines.actor_config.seq_length,
-            engines.critic_config is not None,
             ModelTokenizer(str(engines.model)),
             check_prompts,
-            engines.generate_config,
         )
 
 
@@ -180,14 +172,6 @@ def _longest_sequence(engines: HybridConfig) -> int:
     if "hf_overrides" in generate.vllm:
         return _UNBOUNDED
     return longest_of(engines.hf_config()) or _UNBOUNDED
-
-
-def _micro_batch_sizes(engines: HybridConfig, of_actor: int) -> dict[str, int]:
-    sizes = {"micro_batch_size": of_actor}
-    critic = engines.critic_config
-    if critic is not None and critic.micro_batch_size is not None:
-        sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
-    return sizes
 
 
 def require_runnable(
@@ -288,14 +272,14 @@ def limit_violations(
     """
     config = arguments.config
     violations = []
-    if isinstance(config, PpoConfig) and not limits.has_critic:
+    if isinstance(config, PpoConfig) and limits.engines.critic_config is None:
         problem = "PPO needs a critic"
         remedy = "Set critic_config, for example {}, or use GrpoConfig"
         violations.append(Violation("critic_config", problem, remedy, code="needs-critic"))
     violations += [
         *_size_violations(config, limits),
         *packing_violations(config, limits.no_packing),
-        *staleness_violations(config, limits.generate, config.name),
+        *staleness_violations(config, limits.engines.generate_config, config.name),
     ]
     if config.stop:
         violations += _stop_violations(config, limits.tokenizer)
@@ -356,7 +340,7 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
     token_ids = token_ids_of(plain_prompts, limits.tokenizer, chat=chat)
     limits.check_prompts(token_ids, max_tokens)
     # Labels are shifted by one token, so a row of seq_length has room for one more token.
-    limit = limits.seq_length + 1
+    limit = limits.engines.actor_config.seq_length + 1
     lengths = [len(ids) for ids in token_ids]
     too_long = [index for index, length in enumerate(lengths) if length + max_tokens > limit]
     if too_long:
@@ -483,9 +467,10 @@ def _stop_violations(config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer) 
 
 def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:
     """Yield sizes by which completions cannot be cut into minibatches and micro batches."""
-    sizes = dict(limits.micro_batch_sizes)
-    if not isinstance(config, PpoConfig):
-        sizes.pop("critic_config.micro_batch_size", None)
+    sizes = {"micro_batch_size": limits.micro_batch_size}
+    critic = limits.engines.critic_config
+    if isinstance(config, PpoConfig) and critic is not None and critic.micro_batch_size is not None:
+        sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
     count = config.completions_per_step
     for name, size in sizes.items():
         # Packing adds rows of padding.

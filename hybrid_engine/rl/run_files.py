@@ -39,7 +39,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import pydantic
@@ -86,21 +86,23 @@ class Progress:
     """Progress of a run, as a checkpoint records it.
 
     Attributes:
-        step: number of completed steps.
-        row: metrics of that step that were known when the checkpoint was written; its "step" is
-            the number.
+        row: metrics of its step that were known when the checkpoint was written.
         reference: digest of the weights from which the run measures its KL; None without a KL.
     """
 
-    step: Annotated[int, pydantic.Field(ge=0)]
     row: Row
     reference: str | None = None
 
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return int(self.row["step"])
+
     @pydantic.model_validator(mode="after")
-    def _require_row_of_step(self) -> Self:
+    def _require_step(self) -> Self:
         step = self.row.get("step")
         # Not isinstance: True is an int, and equals 1.
-        if type(step) is not int or step != self.step:
+        if type(step) is not int:
             raise ValueError(f"its row is of step {shortened(step)}")
         return self
 

@@ -14,7 +14,7 @@ from hybrid_engine.rl.run_files import Progress, RunFiles
 from tests.hybrid_engine.rl.test_run_files import SETTINGS, begun
 
 ROWS = [{"step": step, "reward": 0.5} for step in (0, 10, 20)]
-NEWEST = Progress(20, ROWS[-1], "0123456789abcdef")
+NEWEST = Progress(ROWS[-1], "0123456789abcdef")
 PROGRESS = "checkpoints/step-000020/progress.json"
 Damage = Callable[[Path], object]
 
@@ -104,7 +104,7 @@ def make_run(out: Path) -> None:
     files = begun(out, num_kept=2)
     for row in ROWS:
         files.weights(row["step"]).mkdir(parents=True)
-        files.complete(Progress(row["step"], row, NEWEST.reference))
+        files.complete(Progress(row, NEWEST.reference))
         files.metrics.append(row)
 
 
@@ -116,11 +116,11 @@ def resume_run(out: Path) -> None:
         with files.lock():
             files.begin(SETTINGS)
             progress = files.progress()
-            newest = NEWEST if step == 30 else Progress(30, {"step": 30})
+            newest = NEWEST if step == 30 else Progress({"step": 30})
             assert progress == newest, f"resumed from {progress}"
             files.metrics.has(newest.step)
             files.weights(step).mkdir(parents=True)
-            files.complete(Progress(step, {"step": step}))
+            files.complete(Progress({"step": step}))
             files.metrics.append({"step": step})
     steps = [row["step"] for row in files.metrics.rows()]
     assert steps in ([0, 10, 20, 30, 40], [0, 10, 30, 40], [0, 30, 40], [30, 40]), "the last rows alone may be cut off"

@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> RunFiles:
 
 def complete(run: RunFiles, step: int) -> None:
     run.weights(step).mkdir(parents=True, exist_ok=True)
-    run.complete(Progress(step, {"step": step, "reward": 0.5}))
+    run.complete(Progress({"step": step, "reward": 0.5}))
 
 
 def has_differences(*keys: str) -> Callable[[BaseException], bool]:
@@ -207,12 +207,12 @@ def test_a_row_too_long_to_be_read_is_not_written(run: RunFiles) -> None:
     with pytest.raises(FileError, check=has_code("row-too-long", "metrics.jsonl", str((1 << 20) - 1))):
         run.metrics.append(too_long)
     with pytest.raises(FileError, check=has_code("row-too-long", "progress.json")):
-        run.complete(Progress(30, too_long))
+        run.complete(Progress(too_long))
     longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}  # with JSON's characters and newline
     assert len(json.dumps(longest)) == (1 << 20) - 2
     run.metrics.append(longest)
     assert run.metrics.rows() == [*rows, longest]
-    assert run.progress() == Progress(20, {"step": 20, "reward": 0.5})
+    assert run.progress() == Progress({"step": 20, "reward": 0.5})
 
 
 def test_a_damaged_row_is_named(run: RunFiles) -> None:

@@ -64,7 +64,7 @@ def begin_run(out: Path) -> RunFiles:
     with mock.patch.object(RunFiles, "check", check_and_begin), pytest.raises(Exception, match="engines are built"):
         start(out=out)
     files.checkpoint(1).mkdir(parents=True)
-    files.complete(Progress(1, {"step": 1}))
+    files.complete(Progress({"step": 1}))
     return files
 
 
