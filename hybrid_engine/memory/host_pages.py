@@ -326,11 +326,19 @@ class HostMemory(_FileMapping):
             self.view(0, self.reserved_nbytes, torch.uint8)[: self.lent_nbytes].zero_()
 
     def lend(self, piece: PoolPiece) -> int:
-        """Let inference have contents in the file, of which nothing is resident.
+        """Let inference have contents in the file, of which all contents are lost.
 
         Returns the descriptor of the file, of which inference may map the first `lent_nbytes`: all,
-        unless the caller sets fewer. `piece` knows which side has contents.
+        unless the caller sets fewer. `piece` knows which side has contents. Raises StateError if
+        inference has contents by an earlier loan.
         """
+        if self._piece is not None and self._piece.has_contents_of("inference"):
+            raise StateError(
+                "memory of training still has contents of another engine: shut it down first",
+                code="memory-in-use",
+            )
+        self._piece = None
+        self.release(0, self.reserved_nbytes)
         self._piece = piece
         self.lent_nbytes = self.reserved_nbytes
         self._permit(_PROT_NONE)

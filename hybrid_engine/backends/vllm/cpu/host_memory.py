@@ -57,7 +57,7 @@ class CpuWeightMemory(WeightMemory):
         # Weakly: the trainer may end before vLLM.
         self._lenders: weakref.WeakSet[HostMemory] = weakref.WeakSet()
         # A storage must not be freed over pages of training, so the loans keep it until then.
-        weakref.finalize(self, _end_loans, self._loans).atexit = False
+        weakref.finalize(self, _end_loans, self._loans, self._lenders, self._pool).atexit = False
 
     def new(
         self, storages: Sequence[WeightStorage], stay: Collection[str] = ()
@@ -91,8 +91,6 @@ class CpuWeightMemory(WeightMemory):
         }
         for memory in memories.get("grad", ()):
             assert isinstance(memory, HostMemory)
-            # Weights of an earlier engine may have it, which it gave back.
-            memory.end_loan()
             piece = PoolPiece(is_late=False)
             fd = memory.lend(piece)
             self._lenders.add(memory)
@@ -110,11 +108,10 @@ class CpuWeightMemory(WeightMemory):
         return True
 
     def give_back(self) -> None:
-        _end_loans(self._loans)
-        self._pool.end_loan()
-        for memory in self._lenders:
-            memory.end_loan()
-        self._lenders.clear()
+        _end_loans(self._loans, self._lenders, self._pool)
+
+    def close(self) -> None:
+        self.give_back()
 
     def restore(
         self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
@@ -147,12 +144,18 @@ class _Loan:
     piece: PoolPiece
 
 
-def _end_loans(loans: dict[int, _Loan]) -> None:
-    """Give these storages pages of their own; they keep their contents, if they have any."""
+def _end_loans(
+    loans: dict[int, _Loan], lenders: weakref.WeakSet[HostMemory], pool: StagingPool
+) -> None:
+    """Give these storages and tensors of the pool pages of their own, with the same contents."""
     for address, loan in loans.items():
         _renew(*_pages(loan.storage, mmap.PAGESIZE), loan.piece)
         loan.piece.leave(address)
     loans.clear()
+    pool.end_loan()
+    for memory in lenders:
+        memory.end_loan()
+    lenders.clear()
 
 
 def _renew(start: int, nbytes: int, piece: PoolPiece) -> None:

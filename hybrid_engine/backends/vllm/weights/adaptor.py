@@ -285,6 +285,7 @@ class VllmAdaptor:
         reference is left. Callers may keep this adaptor longer than that.
         """
         self._model = None
+        self._memory.close()
         self._filling.clear()
         self._observers.clear()
 

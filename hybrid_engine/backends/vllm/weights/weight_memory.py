@@ -102,6 +102,9 @@ class WeightMemory:
     def give_back(self) -> None:
         """See `ports.InferenceWeights.give_back`."""
 
+    def close(self) -> None:
+        """Drop all references to vLLM's tensors, which keep their contents."""
+
     def complete(self) -> None:
         """Allocate memory for the rest of the model, after the last call of `restore`."""
 

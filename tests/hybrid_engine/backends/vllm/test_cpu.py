@@ -18,6 +18,7 @@ from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory, Staging
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.elastic import ElasticBuffer
 from hybrid_engine.memory.host_pages import HostMemory
+from tests.harness.errors import has_code
 
 F32 = torch.float32
 BF16 = torch.bfloat16
@@ -180,6 +181,22 @@ def test_a_switch_touches_no_new_page() -> None:
         sides.memory.restore(sides.live, (), sides.live)
 
 
+def test_another_engine_gets_no_memory_with_contents() -> None:
+    size = 8 * mmap.PAGESIZE
+    first = Sides([size], [size])
+    first.share()
+    first.infer(1)
+    second = Sides([], [size])
+    memories = [buffer.memory for buffer in first.buffers]
+    with pytest.raises(StateError, check=has_code("memory-in-use")):
+        second.memory.share(second.live, {"grad": memories}, gc.collect)
+    first.train(2)
+    first.memory.close()
+    first.buffers[0].release()
+    assert second.memory.share(second.live, {"grad": memories}, gc.collect)
+    second.infer(3)
+
+
 def test_shared_memory_lives_on_when_one_side_ends() -> None:
     size = 8 * mmap.PAGESIZE
     sides = Sides([2 * size], [size])
@@ -192,6 +209,8 @@ def test_shared_memory_lives_on_when_one_side_ends() -> None:
     assert ended() is None
     sides.train(2)
     assert bool((weights == 1).all())
+    sides.buffers[0].release()
+    assert sides.buffers[0].resident_nbytes() == 0, "the loan has ended"
     sides.live["0"] = torch.zeros(size, dtype=torch.uint8)
     sides.memory.free(sides.live)
     sides.share()
