@@ -46,8 +46,7 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.memory.pool import Memories
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
 

@@ -151,6 +151,49 @@ def member_tensors(path: str, optimizer: MegatronOptimizer) -> Iterator[Optimize
                     yield tensor
 
 
+@dataclass(frozen=True, eq=False)
+class SteppedPart:
+    """Tensor that a torch optimizer steps on, for a parameter of the model or a part of it.
+
+    Attributes:
+        param: the model's parameter.
+        tensor: what is stepped: flat elements of the parameter from `start` on, perhaps in float32,
+            or the parameter itself.
+        optimizer: torch's.
+    """
+
+    param: torch.Tensor
+    tensor: torch.Tensor
+    start: int
+    optimizer: torch.optim.Optimizer
+
+
+def stepped_parts(optimizer: MegatronOptimizer) -> Iterator[SteppedPart]:
+    """Yield what the torch optimizers inside `optimizer` step on, on this rank.
+
+    With a distributed optimizer a rank steps on parts of some parameters. Raises as
+    `optimizer_members`.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    for _, member in optimizer_members(optimizer):
+        if isinstance(member, DistributedOptimizer):
+            params = [*member.model_float16_groups, *member.model_fp32_groups]
+            tensors = [*member.shard_fp32_from_float16_groups, *member.shard_fp32_groups]
+        elif isinstance(member, FP32Optimizer):
+            params = tensors = [group["params"] for group in member.optimizer.param_groups]
+        else:
+            params = [*member.float16_groups, *member.fp32_from_fp32_groups]
+            tensors = [*member.fp32_from_float16_groups, *member.fp32_from_fp32_groups]
+        pairs = zip(itertools.chain(*params), itertools.chain(*tensors), strict=True)
+        for param, tensor in pairs:
+            start = 0
+            if isinstance(member, DistributedOptimizer):
+                start = member._get_model_param_range_map(param)["param"].start
+            yield SteppedPart(param, tensor, start, member.optimizer)
+
+
 def _param_tensors(
     path: str, param: torch.Tensor, state: dict[str, Any]
 ) -> Iterator[OptimizerTensor]:

@@ -12,7 +12,7 @@ have exchanged their layouts. `planner.plan_sides` does the same for layouts com
     5  buckets.py               tensors in buckets, so that ranks free about as much as they fill
     6  relays.py                relay buffers, in which a box arrives once for several places
     7  coalescing.py            transfers at regular distances become one
-       -> plan.py               ReshardPlan, Bucket, Transfer: executed as planned
+       -> plan.py               ReshardPlan, Bucket, Transfer: executed as planned; Costs of that
 
 Every input is sorted and numbered by position, so ranks that plan the same layouts get the same
 plan without communication. The plan of one rank is made independently of the others and has
@@ -21,7 +21,6 @@ exactly those transfers of the global plan that involve the rank.
 Related to a plan:
 
     summary.py     lower bounds and the bytes of all ranks, counted without creating transfers
-    costs.py       seconds, counts and bytes that a part of a switch took, which add up
     buckets.py     training memory that can be released after each bucket; buckets that stay
     rank_order.py  assignment of inference shards to ranks, so that most bytes are already in place
 

@@ -5,14 +5,14 @@
 
 A box crosses the network once per host. Transports execute the plan without changing it: transfers
 are already as large as possible (planning/coalescing.py). A relay buffer (planning/relays.py)
-belongs to one of the ranks that need its contents.
+belongs to one of the ranks that need its contents. `Costs` counts what carrying it out took.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -219,3 +219,37 @@ def fingerprint_of(
     # The empty part separates the host of every rank from the relaying hosts.
     parts += ["", *sorted(relaying_hosts), *map(str, sharing)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class Costs:
+    """Costs of a bucket, of a fill, or of a switch.
+
+    Attributes:
+        seconds: by phase. Of a bucket: read (locate the sources, pack them), transfer (between
+            ranks, or straight from source to destination), write (unpack). On CUDA queued work
+            counts to the next phase that waits.
+        counts: bytes and numbers, by the field of `ReshardReport` that has them, and
+            "words_compared" and "words_changed", by which deltas were computed.
+        nbytes_by_link: bytes read, by the link that they crossed. Bytes over HOST and NETWORK came
+            from other devices.
+        nbytes_by_peer: the same bytes by transport name and source rank. Relayed bytes count to the
+            relay rank, and from there to each other reader; a message that came as a delta with its
+            own. Bytes of a pull that casts count in the narrower dtype, like those of a message.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[str] = field(default_factory=Counter)
+    nbytes_by_link: Counter[Link] = field(default_factory=Counter)
+    nbytes_by_peer: defaultdict[str, Counter[int]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+
+    def add(self, other: Costs) -> None:
+        """Add the costs of a part."""
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] += seconds
+        self.counts.update(other.counts)
+        self.nbytes_by_link.update(other.nbytes_by_link)
+        for name, by_peer in other.nbytes_by_peer.items():
+            self.nbytes_by_peer[name].update(by_peer)

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Link, link_seconds
+from hybrid_engine.planning.plan import Costs, Link, link_seconds
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.pull import LocalTransport

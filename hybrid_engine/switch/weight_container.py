@@ -23,8 +23,7 @@ from itertools import pairwise
 import torch
 
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError, first_of
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Bucket, ReshardPlan
+from hybrid_engine.planning.plan import Bucket, Costs, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.switch.release_fence import ReleaseFence

@@ -9,8 +9,9 @@
 
     data_parallel.py         the ranks that share a batch
     learning_rate.py         set by the user, or by a schedule
-    checkpoint_directory.py  checkpoints of both trainers: saves, a pointer to the latest, checksums
-    checkpoint_metadata.py   validation of torch's records in a checkpoint
+    training_checkpoint.py   checkpoints of both trainers, for any layout
+    canonical_state.py       boxes of canonical tensors in weights and optimizer state
+    checkpoint_directory.py  saves in a directory, a pointer to the latest, checksums
 
 Data flow of `worker.update(batch, loss_function)`:
 

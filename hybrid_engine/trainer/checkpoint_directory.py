@@ -13,9 +13,9 @@ The planner and storage of torch.distributed.checkpoint are called one after the
 and `load` do. Those functions raise errors that are not Exceptions and do not name files; here all
 ranks agree after every step.
 
-No code of a checkpoint is run. torch would unpickle `.metadata` and values without restrictions;
-here `.metadata` may contain only torch's own records (checkpoint_metadata.py), and values only what
-`torch.load(weights_only=True)` accepts.
+No code of a checkpoint is run: `.metadata` may contain only torch's own records, and values only
+what `torch.load(weights_only=True)` accepts; torch would unpickle both without restrictions. In a
+save it checks that the parts of a tensor cover it once; checksums show that all files are as saved.
 """
 
 from __future__ import annotations
@@ -26,17 +26,30 @@ import pickle
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from hybrid_engine.errors import ConfigError, FileError, StateError, Violation, first_of
+from hybrid_engine.errors import (
+    ConfigError,
+    FileError,
+    HybridEngineError,
+    StateError,
+    Violation,
+    clipped,
+    first_of,
+)
 from hybrid_engine.files.checksums import (
     CHECKSUMS,
     checksum_of,
@@ -49,9 +62,31 @@ from hybrid_engine.files.durable import naming, sync, write_text
 from hybrid_engine.files.reading import open_regular, read_regular
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.trainer.checkpoint_metadata import METADATA, REMEDY, naming_damage, read_metadata
+from hybrid_engine.trainer.canonical_state import Boxes
 
 LATEST = "latest"
+METADATA = ".metadata"
+REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
+
+# bytes; a file of any size could exhaust the host memory
+_MAX_NBYTES = 1 << 32
+_ALLOWED_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"Path", "PosixPath"},
+}
+"""Module -> names that `.metadata` may refer to, in addition to dtypes."""
 
 _SAVE_NAME = re.compile(r"save-(\d{6,})")
 _MAX_PROBLEMS = 5
@@ -75,6 +110,32 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
         (torch.cuda if kind == "cuda" else torch).set_rng_state(state)
 
 
+# -- planners of torch, for boxes of canonical tensors ---------------------------------------------
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.view(index) if isinstance(value, Boxes) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        # torch's would drop values of other types than its own.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value = self.state_dict[index.fqn]
+        return value.view(index) if isinstance(value, Boxes) else super().lookup_tensor(index)
+
+
 # -- saving ----------------------------------------------------------------------------------------
 
 
@@ -86,9 +147,9 @@ def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
 
     Args:
         directory: on a file system that all ranks share.
-        state: this rank's tensors and plain values, by key. The key of a plain tensor must differ
-            from all keys of other ranks; a DTensor has the same key on all ranks, each of which
-            writes its part.
+        state: this rank's `Boxes`, tensors and plain values, by key. Boxes of a tensor on several
+            ranks are equal or apart; a tensor or value of several ranks is written once, by one of
+            them.
         job: of all ranks.
 
     Raises:
@@ -148,7 +209,7 @@ def _make_save(directory: Path) -> Path:
 def _write(new_save: Path, state: Mapping[str, Any], job: Job) -> dict[str, str]:
     """Write this rank's part; return the checksums of all ranks' files."""
     # keys are flat already, and DTensors keep one key
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = FileSystemWriter(new_save)
     with job.agreement.phase("planning the checkpoint"):
         planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
@@ -221,6 +282,54 @@ def _latest_save(directory: Path) -> Path:
     return directory / name
 
 
+# -- torch's records of what is stored where ------------------------------------------------------
+
+
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Turn any exception that damaged contents cause into a FileError that names `path`.
+
+    torch's readers raise exceptions of any type for these.
+    """
+    try:
+        with naming("reading", path, REMEDY):
+            yield
+    except HybridEngineError:
+        raise
+    except Exception as error:
+        first_line = str(error).splitlines()[:1]
+        reason = clipped(": ".join([type(error).__name__, *first_line]))
+        raise FileError(
+            f"reading {path}: damaged ({reason}). {REMEDY}", code="damaged-checkpoint"
+        ) from error
+
+
+def read_metadata(directory: Path, files_with_checksums: Set[str]) -> Metadata:
+    """Return the metadata of a checkpoint, in which all entries are in these files.
+
+    Raises FileError.
+    """
+    with naming_damage(directory / METADATA):
+        contents = read_regular(directory / METADATA, _MAX_NBYTES, follow_links=False)
+        metadata = _RestrictedUnpickler(io.BytesIO(contents)).load()
+        if type(metadata) is not Metadata:
+            raise ValueError(f"it is a {type(metadata).__name__}")
+        files = {info.relative_path for info in metadata.storage_data.values()}
+        if not files <= files_with_checksums - {METADATA}:
+            raise ValueError("entries are stored outside of the checkpoint's files")
+        return metadata
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Unpickler of `_ALLOWED_NAMES` and dtypes only: pickles may otherwise call any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -259,8 +368,7 @@ class SavedCheckpoint:
                     f"reading {self.path / CHECKSUMS}: it has no entry for {unlisted[0]}. {REMEDY}",
                     code="damaged-checkpoint",
                 )
-            nbytes = {name: (self.path / name).stat().st_size for name in checksums}
-            self._metadata = read_metadata(self.path, nbytes)
+            self._metadata = read_metadata(self.path, checksums.keys())
 
     def entries(self, prefix: str) -> dict[str, TensorStorageMetadata | None]:
         """Return the entries whose keys start with `prefix`, by the rest of the key.
@@ -276,11 +384,11 @@ class SavedCheckpoint:
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
         """Fill the tensors of `state`, replace None by the saved value, and return `state`.
 
-        Tensors are in host memory; a DTensor gets this rank's part. Raises FileError.
+        Tensors and boxes are in host memory. Raises FileError.
         """
         stored_parts = self._metadata.storage_data
         with naming_damage(self.path):
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(state, self._metadata, is_coordinator=True)
             items_of_files: dict[str, list[ReadItem]] = {}
             for item in planner.create_local_plan().items:
@@ -349,26 +457,6 @@ def below(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {
         key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
     }
-
-
-def differences(
-    saved: Mapping[str, TensorStorageMetadata | None], live: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield the problems that prevent loading saved entries into live tensors and values."""
-    yield from (f"{key} is missing" for key in live.keys() - saved.keys())
-    yield from (f"{key} is unknown to this model" for key in saved.keys() - live.keys())
-    for key in live.keys() & saved.keys():
-        value = live[key]
-        entry = saved[key]
-        if isinstance(value, torch.Tensor) != (entry is not None):
-            yield f"{key} is {'not ' if entry is None else ''}a tensor in the checkpoint"
-        elif entry is not None:
-            dtype = entry.properties.dtype
-            if value.shape != entry.size or value.dtype != dtype:
-                yield (
-                    f"{key}: {tuple(entry.size)} of {dtype}, expected {tuple(value.shape)} of "
-                    f"{value.dtype}"
-                )
 
 
 class _Slice(io.RawIOBase):

@@ -194,7 +194,7 @@ class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load a checkpoint that `save_checkpoint` wrote, on all ranks or on none.
 
-        In `train_context`. Megatron requires the same layout; FSDP2 takes any number of ranks.
+        In `train_context`, in any layout; bit by bit in the same.
         """
         self.sharding.require(State.TRAIN)
         self.actor.checkpoints.load(directory)

@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.host_pages import round_up
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch

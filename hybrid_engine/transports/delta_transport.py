@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.transports.collective import CollectiveTransport, InFlight, Part
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.copies import FlatBuffers

@@ -22,8 +22,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
 from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Costs, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import TransportContext

@@ -17,8 +17,7 @@ import torch
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Bucket, ReshardPlan, Transfer
+from hybrid_engine.planning.plan import Bucket, Costs, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.records.layout import BufferId

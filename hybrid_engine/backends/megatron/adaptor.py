@@ -109,7 +109,7 @@ class MegatronAdaptor(AdaptorWithSources):
         findings: dict[str, dict[str, None]] = {}
         for name, tensor in self.model.quantised_weights:
             home = self.model.homes[tensor]
-            for shard in self._shards_of(name, tensor, home):
+            for shard in self.shards_of(name, tensor, home):
                 if shard.region.tensor in quantization.weights and shard.region.numel:
                     try:
                         part = scales_of(tensor, shard, home.offset, quantization.format)
@@ -225,14 +225,14 @@ class MegatronAdaptor(AdaptorWithSources):
         findings: list[str] = []
         for name, tensor in self.model.named_weights():
             try:
-                shards += self._shards_of(name, tensor, homes[tensor])
+                shards += self.shards_of(name, tensor, homes[tensor])
             except ValueError as error:
                 findings.append(f"{name}: {error}")
         if findings:
             raise ParameterMismatchError(findings)
         return shards
 
-    def _shards_of(self, name: str, tensor: torch.Tensor, home: Home) -> list[Shard]:
+    def shards_of(self, name: str, tensor: torch.Tensor, home: Home) -> list[Shard]:
         """Return the shards in a tensor of the model that is shown at `home`.
 
         Raises:
@@ -249,6 +249,15 @@ class MegatronAdaptor(AdaptorWithSources):
             start = Home(home.buffer, home.offset + member.start)
             shards += self._records(held, start, member.strides, transposed=packing.transposed)
         return shards
+
+    def names_of(self, name: str, tensor: torch.Tensor) -> list[str]:
+        """Return the canonical tensors that are packed in a tensor of the model, on all ranks."""
+        names = []
+        for member in self.model.members(name, tensor):
+            match = self.model.table.match(member.name)
+            if match is not None:
+                names += [packed.format(**match.indices) for packed in match.packing.tensors()]
+        return [name for name in dict.fromkeys(names) if name in self.model.table.shapes]
 
     def _records(
         self, held: Sequence[Held], home: Home, strides: Strides, transposed: bool = False

@@ -32,6 +32,19 @@ _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 PRIVATE_NAMES = (
     PrivateName(
+        f"{_DISTRIBUTED}._get_model_param_range_map",
+        "locates the part of a parameter that this rank steps on, for checkpoints",
+    ),
+    PrivateName(
+        f"{_DISTRIBUTED}._copy_main_params_to_model_params",
+        "copies float32 weights, read from a checkpoint, to the model as a step does",
+    ),
+    PrivateName(
+        "megatron.core.optimizer.optimizer:"
+        "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
+        "the same, without the distributed optimizer",
+    ),
+    PrivateName(
         "megatron.core.parallel_state:_global_process_group_list",
         "lists Megatron's process groups, which destroy_model_parallel() forgets but does not end",
     ),

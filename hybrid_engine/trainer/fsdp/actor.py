@@ -29,10 +29,11 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.fsdp.distributed_checkpoint import ShardedCheckpoints
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine, copy_weights
+from hybrid_engine.trainer.fsdp.training_state import FsdpState
 from hybrid_engine.trainer.learning_rate import param_scheduler
 from hybrid_engine.trainer.ports import ActorParts
+from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
 
 
 def build_actor(
@@ -80,7 +81,7 @@ def build_actor(
         copy_weights(engine.model, copy.model)
         return copy
 
-    return ActorParts(engine, ShardedCheckpoints(engine, job), frozen_copy)
+    return ActorParts(engine, TrainingCheckpoints(FsdpState(engine, job), job), frozen_copy)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:

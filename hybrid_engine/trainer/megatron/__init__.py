@@ -8,6 +8,6 @@ train    pipeline.py          training and evaluation through Megatron's pipelin
          model_inputs.py      arguments of the forward pass
          router_inputs.py     experts of a batch for routers, and masks of padding
          train_engine.py      `TrainEngine` for language models, `ValueEngine` for value models
-resume   rank_checkpoint.py   checkpoints for the same layout
+resume   training_state.py    what a checkpoint has of the trainer
 worker   actor.py             builds the parts of `ActorHybridWorker`'s trainer, and of the critic
 """

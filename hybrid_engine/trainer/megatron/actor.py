@@ -12,9 +12,10 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.megatron import build
-from hybrid_engine.trainer.megatron.rank_checkpoint import RankCheckpoints
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine, ValueEngine, copy_weights
+from hybrid_engine.trainer.megatron.training_state import MegatronState
 from hybrid_engine.trainer.ports import ActorParts
+from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
 
 
 def build_actor(
@@ -66,7 +67,9 @@ def build_actor(
         return copy
 
     return ActorParts(
-        engine, RankCheckpoints(engine.model, engine.optimizer, actor, job), frozen_copy
+        engine,
+        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job),
+        frozen_copy,
     )
 
 
@@ -81,7 +84,7 @@ class CriticParts:
     """
 
     engine: ValueEngine
-    checkpoints: RankCheckpoints
+    checkpoints: TrainingCheckpoints
     table: ModelTable
 
     def copy_decoder_from(self, actor: Trainer) -> None:
@@ -107,5 +110,7 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
         conclude=job.agreement.conclude,
     )
     return CriticParts(
-        engine, RankCheckpoints(engine.model, engine.optimizer, actor, job), critic.table
+        engine,
+        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job),
+        critic.table,
     )

@@ -70,7 +70,7 @@ def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_secon
         **named(sizes, "groups"),
         get_embedding_ranks=_embedding_ranks(sizes),
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
-        # only megatron-core's checkpoints use them: see rank_checkpoint.py
+        # only megatron-core's checkpoints use them: see training_state.py
         create_gloo_process_groups=False,
     )
     # as in Megatron-LM: equal on tensor and data parallel ranks, different on every pipeline stage

@@ -343,7 +343,7 @@ class ValueModel(AuxiliaryModel):
         self._parts.checkpoints.save(directory, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Load a checkpoint that `save_checkpoint` wrote in the same layout, on all ranks or none.
+        """Load a checkpoint that `save_checkpoint` wrote, on all ranks or none.
 
         In `train_context`.
         """

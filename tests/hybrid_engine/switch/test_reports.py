@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from hybrid_engine.memory.offload_items import KINDS
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import DEVICE_GBPS, Link
+from hybrid_engine.planning.plan import DEVICE_GBPS, Costs, Link
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import SLOWEST_RADIX, SwitchTally
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig

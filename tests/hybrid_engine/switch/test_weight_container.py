@@ -13,8 +13,7 @@ import torch
 
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.memory import elastic
-from hybrid_engine.planning.costs import Costs
-from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.planning.plan import Bucket, Costs, Link, ReshardPlan, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.switch.release_fence import ReleaseFence

@@ -107,17 +107,13 @@ def load(path: Path, directory: Path) -> State:
 def test_resuming_on_twice_and_half_as_many_ranks(ranks: Ranks, paths: dict[str, Path], tmp_path: Path) -> None:
     """State is bit-identical, with replicas too; the next step sums in another order."""
     path = paths["qwen2"]
-    first, second = ranks.launch(save, 2, path, tmp_path)
-    generators = [results["trained"]["generator"] for results in (first, second)]
-    assert not torch.equal(*generators)
-    for rank, results in enumerate(ranks.launch(partial(resume, fsdp=HYBRID), 4, path, tmp_path, "of four")):
+    first, _ = ranks.launch(save, 2, path, tmp_path)
+    for results in ranks.launch(partial(resume, fsdp=HYBRID), 4, path, tmp_path, "of four"):
         assert_same(first["trained"], results["loaded"], generators=False)
-        assert torch.equal(results["loaded"]["generator"], generators[rank % 2])
         for name, value in first["report"].items():
             assert results["report"][name] == pytest.approx(value, rel=1e-5)
-    for rank, state in enumerate(ranks.launch(load, 2, path, tmp_path / "of four")):
+    for state in ranks.launch(load, 2, path, tmp_path / "of four"):
         assert_same(first["trained"], state, generators=False)
-        assert torch.equal(state["generator"], generators[rank])
 
 
 @contextmanager
