@@ -112,8 +112,8 @@ OF_VLLM: Final = "engine argument"
 MAY_CHANGE: Final = "may change in a run"
 """Mark of a key that may differ in a resumed run.
 
-Such keys are locations, times and amounts of memory use, speed, checks. A key without it changes
-the computation or the format of a checkpoint.
+Such keys are locations, times and amounts of memory use, speed, checks, and the training layout,
+which changes the order of sums only. A key without it changes the computation.
 """
 ChangeableFlag = Annotated[bool, MAY_CHANGE]
 Offload = Annotated[bool | Literal["auto"], MAY_CHANGE]
@@ -291,15 +291,15 @@ def _values_of(section: Section, side: type[Parallelism]) -> dict[str, Any]:
 class ActorConfig(Section):
     """`actor_config`, the training side; keys have the names of Megatron-LM's arguments."""
 
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
     """Ranks that split each layer (TP)."""
-    pipeline_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
     """Pipeline stages (PP). The data parallel size is the rest of the world size."""
-    virtual_pipeline_model_parallel_size: Count | None = None
+    virtual_pipeline_model_parallel_size: Annotated[Count | None, MAY_CHANGE] = None
     """Model chunks per stage (VPP)."""
-    num_layers_in_first_pipeline_stage: Count | None = None
+    num_layers_in_first_pipeline_stage: Annotated[Count | None, MAY_CHANGE] = None
     """Layers of the first stage; others share the rest evenly."""
-    num_layers_in_last_pipeline_stage: Count | None = None
+    num_layers_in_last_pipeline_stage: Annotated[Count | None, MAY_CHANGE] = None
     """The same for the last stage."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
@@ -314,20 +314,20 @@ class ActorConfig(Section):
     context_parallel_size: Count = 1
     """Ranks that split the sequence (CP); replicas for a switch. More than 1 needs Transformer
     Engine."""
-    expert_model_parallel_size: Count = 1
+    expert_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
     """Data parallel ranks that share the experts (EP): EP 2 on two ranks with TP 1 is DP 2 for
     other layers."""
-    expert_tensor_parallel_size: Count | None = None
+    expert_tensor_parallel_size: Annotated[Count | None, MAY_CHANGE] = None
     """Ranks that split each expert (ETP); default: TP."""
     make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this times TP."""
-    sequence_parallel: bool = False
+    sequence_parallel: ChangeableFlag = False
     """Split norms and dropout along the sequence; needs TP > 1."""
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: ChangeableFlag = True
     """Split the optimizer state over data parallel ranks."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: ChangeableFlag = False
     """Reduce gradients during the backward pass."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: ChangeableFlag = False
     """Gather parameters during the forward pass; a switch waits for them."""
     params_dtype: Dtype = "bfloat16"
     """Dtype of the training weights; without compress_reshard also of vLLM's. Default with fsdp:

@@ -298,10 +298,11 @@ def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, 
     These are all settings that are not marked MAY_CHANGE. Trained weights come from the checkpoint,
     which also has the digest of the weights from which a KL is measured.
     """
-    # FSDP2's checkpoints can be loaded on any number of ranks.
-    has_any_size = engines.actor_config.fsdp is not None
+    actor = engines.actor_config
+    # Adapters of Megatron's model are read in the layout that wrote them.
+    has_any_layout = actor.fsdp is not None or actor.lora is None
     settings = {
-        "world_size": "any" if has_any_size else world_size,
+        "world_size": "any" if has_any_layout else str(actor.sizes(world_size)),
         **engines.model_dump(exclude=_free_keys(engines)),
     }
     # As JSON has them, because they are compared with the values in run.json.
