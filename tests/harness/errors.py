@@ -1,12 +1,13 @@
-"""Checks of errors by type, key and code, for `pytest.raises(..., check=...)`.
+"""Checks of errors by type, key and code.
 
-    with pytest.raises(StateError, check=has_code("worker-is-closed")):
+    with refused(StateError, "worker-is-closed"):
         worker.update_actor(batch)
-    with pytest.raises(ConfigError, check=has_violations(("actor.lr", "out-of-range"))):
+    with violated(ConfigError, ("actor.lr", "out-of-range")):
         load_config(settings)
 
 Messages are for people, so tests do not compare sentences. A test may look for a number or a name
-that a message must carry, as in ``check=has_code("too-few-ranks", "8")``.
+that a message must carry, as in ``refused(StateError, "too-few-ranks", "8")``; where `pytest.raises`
+has further arguments, `has_code` and `has_violations` are its `check`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -32,6 +33,20 @@ def has_code(code: str, *values: str) -> Callable[[BaseException], bool]:
         return True
 
     return check
+
+
+def refused(
+    kind: type[HybridEngineError], code: str, *values: str
+) -> AbstractContextManager[pytest.ExceptionInfo[HybridEngineError]]:
+    """Expect an error of `kind` in the block, with `code` and each of `values` in its message."""
+    return pytest.raises(kind, check=has_code(code, *values))
+
+
+def violated(
+    kind: type[HybridEngineError], *expected: tuple[str, str]
+) -> AbstractContextManager[pytest.ExceptionInfo[HybridEngineError]]:
+    """Expect an error of `kind` in the block that lists exactly the violations `expected`, as (key, code)."""
+    return pytest.raises(kind, check=has_violations(*expected))
 
 
 def violations_of(error: BaseException) -> list[tuple[str, str]]:

@@ -4,6 +4,9 @@
     def test_a_sum(path: Path) -> None:                       # it creates its own group
         assert sum_over_ranks() == 3                          # on every rank; a failure travels back
 
+    @on_ranks({2: ["even", "odd"], 4: ["even"]})              # cases of each number of ranks
+    def test_a_case(case: str) -> None: ...
+
     def test_a_sum(ranks: Ranks) -> None:                     # or `engines`
         assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module
 
@@ -34,7 +37,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +55,8 @@ from tests.harness.no_pickles import refuse_pickles
 
 T = TypeVar("T")
 Body = Callable[..., None]
+Cases = Mapping[int, Iterable[object]]
+"""Number of ranks -> cases of a test."""
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
@@ -279,28 +284,39 @@ class Launch:
     num_ranks: int
     timeout: float
 
-    def __call__(self, body: Body) -> Body:
-        """Return the test of `body`."""
 
-        @functools.wraps(body)
-        def test(request: pytest.FixtureRequest, bodies: Callable[[Launch], Outcomes], **_: object) -> None:
-            assert bodies(self)[request.node.name]
+def on_ranks(num_ranks: int | Cases, timeout: float = 300) -> Callable[[Body], Body]:
+    """Run the decorated test on ranks without engines.
 
-        names = ("request", "bodies", self.launcher, *inspect.signature(body).parameters)
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        test.launch = self  # type: ignore[attr-defined]
-        return test
+    Args:
+        num_ranks: number of ranks, or the cases of each number; the body takes `case`.
+    """
+    return functools.partial(_test_of, "ranks", num_ranks, timeout)
 
 
-def on_ranks(num_ranks: int, timeout: float = 300) -> Launch:
-    """Run the decorated test on ranks without engines."""
-    return Launch("ranks", num_ranks, timeout)
-
-
-def on_engines(num_ranks: int, timeout: float = 300) -> Launch:
+def on_engines(num_ranks: int | Cases, timeout: float = 300) -> Callable[[Body], Body]:
     """Run the decorated test on ranks that may build engines."""
-    return Launch("engines", num_ranks, timeout)
+    return functools.partial(_test_of, "engines", num_ranks, timeout)
+
+
+def _test_of(launcher: str, num_ranks: int | Cases, timeout: float, body: Body) -> Body:
+    @functools.wraps(body)
+    def test(request: pytest.FixtureRequest, bodies: Callable[[Launch], Outcomes], **_: object) -> None:
+        assert bodies(_launch_of(request.node))[request.node.name]
+
+    names = dict.fromkeys(("request", "bodies", "launch", launcher, *inspect.signature(body).parameters))
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    if isinstance(num_ranks, int):
+        hidden = pytest.param(Launch(launcher, num_ranks, timeout), id=pytest.HIDDEN_PARAM)
+        return pytest.mark.parametrize("launch", [hidden])(test)
+    launches = {Launch(launcher, number, timeout): cases for number, cases in num_ranks.items()}
+    by_case = [pytest.param(launch, case, id=str(case)) for launch, cases in launches.items() for case in cases]
+    return pytest.mark.parametrize(("launch", "case"), by_case)(test)
+
+
+def _launch_of(item: pytest.Item) -> Launch | None:
+    return item.callspec.params.get("launch") if hasattr(item, "callspec") else None
 
 
 def of_all_ranks(value: T) -> list[T]:
@@ -316,20 +332,16 @@ def launched_bodies(request: pytest.FixtureRequest) -> Callable[[Launch], Outcom
     """Return a function that runs the bodies of a launch once; `request` is that of the module."""
 
     def arguments_of(item: pytest.Function) -> Mapping[str, Any]:
-        values = {**item.callspec.params} if hasattr(item, "callspec") else {}
-        for name in inspect.signature(inspect.unwrap(item.function)).parameters:
-            if name == "tmp_path":
-                values[name] = request.getfixturevalue("tmp_path_factory").mktemp("body")
-            elif name not in values:
-                values[name] = request.getfixturevalue(name)
-        return values
+        values = {"tmp_path": request.getfixturevalue("tmp_path_factory").mktemp("body"), **item.callspec.params}
+        names = inspect.signature(inspect.unwrap(item.function)).parameters
+        return {name: values[name] if name in values else request.getfixturevalue(name) for name in names}
 
     @functools.cache
     def launched(launch: Launch) -> Outcomes:
         calls: dict[str, Call] = {
             item.name: (_run_body, (item.module.__name__, item.originalname, arguments_of(item)))
             for item in request.session.items
-            if item.getparent(pytest.Module) is request.node and getattr(item.function, "launch", None) == launch
+            if item.getparent(pytest.Module) is request.node and _launch_of(item) == launch
         }
         launcher = request.getfixturevalue(launch.launcher)
         return launcher.launch_in_turn(launch.num_ranks, calls, launch.timeout)

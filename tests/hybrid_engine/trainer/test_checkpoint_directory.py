@@ -21,7 +21,7 @@ from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, Stat
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, write_checksums
 from hybrid_engine.trainer import checkpoint_directory
 from hybrid_engine.trainer.checkpoint_directory import LATEST, METADATA, SavedCheckpoint
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.small_disks import file_size_limit
 
@@ -108,7 +108,7 @@ def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
         if (directory / LATEST).exists():
             assert load(directory) == 1
         else:
-            with pytest.raises(StateError, check=has_code("no-checkpoint")):
+            with refused(StateError, "no-checkpoint"):
                 load(directory)
 
 
@@ -116,7 +116,7 @@ def test_a_failed_save_leaves_only_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "saved", "old")
     before = read_contents(tmp_path)
     # The data has 1,200 bytes.
-    with file_size_limit(500), pytest.raises(FileError, check=has_code("file-failed", "too large")):
+    with file_size_limit(500), refused(FileError, "file-failed", "too large"):
         save(tmp_path / "saved", "new")
     assert read_contents(tmp_path) == before
 
@@ -180,7 +180,7 @@ def test_entries_outside_of_the_files_are_refused(tmp_path: Path, place: str) ->
         info.relative_path = place
     path.write_bytes(pickle.dumps(metadata))
     write_checksums(path.parent, read_checksums(path.parent, "") | {METADATA: checksum_of(path)})
-    with pytest.raises(FileError, check=has_code("file-failed", METADATA, "ValueError")):
+    with refused(FileError, "file-failed", METADATA, "ValueError"):
         SavedCheckpoint(tmp_path, ALONE)
 
 
@@ -198,7 +198,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
         new = newest(tmp_path / "saved")
         (new / METADATA).write_bytes(pickle.dumps(Code()))
         write_checksums(new, read_checksums(new, "") | {METADATA: checksum_of(new / METADATA)})
-    with pytest.raises(FileError, check=has_code("file-failed", "UnpicklingError")):
+    with refused(FileError, "file-failed", "UnpicklingError"):
         load(tmp_path / "saved")
     assert not Path("was run").exists()
 
@@ -207,14 +207,14 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_invalid_pointer_is_refused(tmp_path: Path, text: str) -> None:
     save(tmp_path)
     (tmp_path / LATEST).write_text(text)
-    with pytest.raises(FileError, check=has_code("damaged-checkpoint", LATEST)):
+    with refused(FileError, "damaged-checkpoint", LATEST):
         load(tmp_path)
 
 
 def test_foreign_files_stay(tmp_path: Path) -> None:
     """A `latest` of another program is refused before any write."""
     (tmp_path / LATEST).write_text("global_step10")
-    with pytest.raises(ConfigError, check=has_violations(("directory", "not-a-checkpoint"))):
+    with violated(ConfigError, ("directory", "not-a-checkpoint")):
         save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LATEST]
     (tmp_path / LATEST).unlink()

@@ -14,13 +14,13 @@ from hybrid_engine.config import OptimizerConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.fsdp.actor import _adam
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, param_scheduler
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
 def test_an_invalid_rate_is_refused_and_changes_nothing(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
-    with pytest.raises(ConfigError, check=has_violations(("learning_rate", "out-of-range"))):
+    with violated(ConfigError, ("learning_rate", "out-of-range")):
         ScheduledOptimizer(SimpleNamespace(param_groups=groups)).set_learning_rate(rate)
     assert groups == [{"lr": 0.5}, {"lr": 0.25}]
 

@@ -15,7 +15,7 @@ from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
 from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_violations, refused
 from tests.zoo.families import served_config, write_config
 
 
@@ -30,7 +30,7 @@ def test_a_job_with_another_timeout_is_refused_before_building(job: None) -> Non
 
 def test_a_schedule_needs_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.optimizer_param_scheduler", None)
-    with pytest.raises(DependencyError, check=has_code("needs-package")):
+    with refused(DependencyError, "needs-package"):
         worker._builder(HybridConfig(model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}))
 
 

@@ -21,7 +21,7 @@ from hybrid_engine.errors import HybridEngineError, ModelError, ParameterMismatc
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
-from tests.harness.errors import failing, has_code
+from tests.harness.errors import failing, refused
 from tests.harness.launch import on_engines
 from tests.zoo.families import read_config, served_config, tiny_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard
@@ -192,7 +192,7 @@ def test_gathered_parameters_are_freed_and_moved_ones_refused(job: None, tmp_pat
         weights.prepare()
         assert isinstance(model.lm_head.weight, DTensor)
         model.to(torch.float64)
-        with pytest.raises(ReshardError, check=has_code("parameters-moved", "21 parameters")):
+        with refused(ReshardError, "parameters-moved", "21 parameters"):
             weights.prepare()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save, save_file
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.files import model_files
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 
 WHOLE = save({"a": torch.ones(2)})
 HEADER = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}
@@ -31,7 +31,7 @@ DAMAGED = {
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / model_files.SINGLE
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(FileError, check=has_code("file-failed", f"reading {path}", "damaged")):
+    with refused(FileError, "file-failed", f"reading {path}", "damaged"):
         files.stored_tensors(tmp_path)
 
 
@@ -40,9 +40,9 @@ def test_duplicate_tensors_and_unsupported_dtypes_are_refused(tmp_path: Path) ->
         save_file({"a": torch.ones(2)}, tmp_path / name)
     weight_map = {"a": "x.safetensors", "b": "y.safetensors"}
     (tmp_path / model_files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigError, check=has_violations(("path", "tensor-in-two-files"))) as caught:
+    with violated(ConfigError, ("path", "tensor-in-two-files")) as caught:
         files.stored_tensors(tmp_path)
     assert all(name in str(caught.value) for name in (" a ", "x.safetensors", "y.safetensors"))
     save_file({"a": torch.ones(2, dtype=torch.uint64)}, tmp_path / "x.safetensors")
-    with pytest.raises(ConfigError, check=has_violations(("model", "unsupported-dtype"))):
+    with violated(ConfigError, ("model", "unsupported-dtype")):
         files.stored_tensors(tmp_path, "model")

@@ -23,7 +23,7 @@ from hybrid_engine.files.model_files import INDEX, SINGLE
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shape, contiguous_strides
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_code, has_violations, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 
 SHAPES: dict[str, Shape] = {"a": (30,), "b": (2, 3), "c": ()}
@@ -175,7 +175,7 @@ def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
     make(tmp_path / place)
     # Files and folders, with contents.
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    with pytest.raises(ConfigError, check=has_violations(("path", code))) as caught:
+    with violated(ConfigError, ("path", code)) as caught:
         save(tmp_path / "hf")
     assert str(tmp_path / place) in str(caught.value)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
@@ -267,7 +267,7 @@ def test_a_full_disk_raises_and_the_old_files_stay(small_disk: Path, monkeypatch
     save(small_disk / "hf")
     before = contents_of(small_disk / "hf")
     monkeypatch.setitem(SHAPES, "a", (1 << 20,))  # more than the disk holds
-    with pytest.raises(ConfigError, check=has_violations(("path", "weights-of-another-model"))):
+    with violated(ConfigError, ("path", "weights-of-another-model")):
         save(small_disk / "hf")
     full = has_code("file-failed", "new.incomplete/model.safetensors", "no space left", "MB free")
     with pytest.raises(FileError, check=full):

@@ -17,7 +17,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ParameterMismatchError, StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.regions import Shapes
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -168,7 +168,7 @@ def test_a_release_from_every_state_frees_everything(adaptor: VllmAdaptor, enter
     enter(adaptor)
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
-    with pytest.raises(StateError, check=has_code("weights-released")):
+    with refused(StateError, "weights-released"):
         adaptor.require_ready()
 
 
@@ -176,7 +176,7 @@ def test_a_release_from_every_state_frees_everything(adaptor: VllmAdaptor, enter
 def test_a_commit_without_allocation_is_refused(adaptor: VllmAdaptor, enter: Callable) -> None:
     enter(adaptor)
     resident = adaptor.resident_nbytes()
-    with pytest.raises(StateError, check=has_code("event-refused", "linear, norm")):
+    with refused(StateError, "event-refused", "linear, norm"):
         adaptor.commit(["linear", "norm"])
     assert adaptor.resident_nbytes() == resident
     if enter is committed:
@@ -186,7 +186,7 @@ def test_a_commit_without_allocation_is_refused(adaptor: VllmAdaptor, enter: Cal
 def test_a_refused_commit_keeps_the_allocated_groups(adaptor: VllmAdaptor) -> None:
     adaptor.release()
     buffers = adaptor.allocate(["linear"])
-    with pytest.raises(StateError, check=has_code("event-refused", "norm")):
+    with refused(StateError, "event-refused", "norm"):
         adaptor.commit(["linear", "norm"])
     write(buffers, weights_of(2))
     adaptor.commit(["linear"])
@@ -212,7 +212,7 @@ def test_void_weights_keep_their_memory() -> None:
     resident = adaptor.resident_nbytes()  # with staging pages of the fill
     adaptor.release()
     assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "pages for staging count as well"
-    with pytest.raises(StateError, check=has_code("weights-uncommitted", "2 of 2")):
+    with refused(StateError, "weights-uncommitted", "2 of 2"):
         adaptor.require_ready()
     fill(adaptor, weights_of(1))
     assert computes(adaptor, weights_of(1))
@@ -227,7 +227,7 @@ def test_kept_groups_stay_committed_and_the_others_can_be_filled(adaptor: VllmAd
     adaptor.release([kept])
     assert list(adaptor.committed()) == [kept]
     assert adaptor.resident_nbytes() == {"linear": LINEAR_NBYTES, "norm": NORM_NBYTES}[kept]
-    with pytest.raises(StateError, check=has_code("weights-uncommitted", "1 of 2", released)):
+    with refused(StateError, "weights-uncommitted", "1 of 2", released):
         adaptor.require_ready()
     write(adaptor.allocate([released]), weights_of(1))
     adaptor.commit([released])
@@ -392,10 +392,10 @@ def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: Group
     allowed = next(before for before, other in TRANSITIONS if other is event)
     for step in PATHS[allowed]:
         states.advance(step, ["a"])
-    with pytest.raises(StateError, check=has_code("event-refused", ": b, c")):
+    with refused(StateError, "event-refused", ": b, c"):
         states.advance(event, ["a", "b", "c"])
     assert states.among(state) == ["b", "c"]
-    with pytest.raises(StateError, check=has_code("unknown-group", "x, y")):
+    with refused(StateError, "unknown-group", "x, y"):
         states.advance(event, ["a", "x", "y"])
 
 
@@ -403,6 +403,6 @@ def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: Group
 def test_only_ranks_without_weights_are_ready_after_a_release(groups: tuple[str, ...]) -> None:
     states = GroupStates(groups)
     states.advance(GroupEvent.RELEASE)
-    is_refused = pytest.raises(StateError, check=has_code("weights-released"))
+    is_refused = refused(StateError, "weights-released")
     with is_refused if groups else contextlib.nullcontext():
         states.require_committed()

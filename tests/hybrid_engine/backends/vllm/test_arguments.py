@@ -23,7 +23,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from hybrid_engine.models.quantization_configs import block_config
-from tests.harness.errors import has_violation, has_violations
+from tests.harness.errors import has_violation, has_violations, violated
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import served_config, write_config
@@ -201,7 +201,7 @@ def test_an_allocator_without_memory_pools_is_refused_with_sleep_mode(
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    with pytest.raises(ConfigError, check=has_violations(("PYTORCH_CUDA_ALLOC_CONF", "no-memory-pools"))):
+    with violated(ConfigError, ("PYTORCH_CUDA_ALLOC_CONF", "no-memory-pools")):
         check_arguments(InferenceSettings(model), 0, "cuda")
     awake = settings_of(model, vllm={"enable_sleep_mode": False})  # sleep mode is on by default
     _check_allocator(awake, "cuda")
@@ -229,9 +229,7 @@ def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
         check_arguments(settings_of(sound, kv_cache_mb=1), 0, "cpu")
     needed = int(re.search(r"Use (\d+) or more", str(caught.value))[1])
     for size, is_enough in ((needed - 1, False), (needed, True)):
-        is_refused = pytest.raises(
-            ConfigError, check=has_violations(("generate_config.kv_cache_mb", "kv-cache-too-small"))
-        )
+        is_refused = violated(ConfigError, ("generate_config.kv_cache_mb", "kv-cache-too-small"))
         with nullcontext() if is_enough else is_refused:
             check_arguments(settings_of(sound, kv_cache_mb=size), 0, "cpu")
     # Four MiB for the one layer of four that has keys and values.
@@ -280,6 +278,6 @@ def test_a_drafter_needs_latent_heads_that_a_cpu_decodes(tmp_path: Path) -> None
 
 
 def test_a_context_longer_than_the_model_is_refused_by_vllm(model: str) -> None:
-    with pytest.raises(ConfigError, check=has_violations(("vLLM", "refused-by-vllm"))) as caught:
+    with violated(ConfigError, ("vLLM", "refused-by-vllm")) as caught:
         check_arguments(settings_of(model, max_model_len=10**6), 0, "cpu")
     assert "max_model_len (1000000)" in str(caught.value)

@@ -15,7 +15,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.server import probing
 from hybrid_engine.backends.vllm.server.gate import close_gate
 from hybrid_engine.errors import StateError
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -225,7 +225,7 @@ def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -
 def test_an_in_process_engine_raises_refusals(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     del core.output_queue
-    with pytest.raises(StateError, check=has_code("request-refused", "none")):
+    with refused(StateError, "request-refused", "none"):
         add_request_for(core, "of a", job="a")
 
 
@@ -237,7 +237,7 @@ def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(cor
     for versions in ((), (3, 4)):
         if versions:
             fill(core, *versions)
-        with pytest.raises(StateError, check=has_code("weights-incomplete")):
+        with refused(StateError, "weights-incomplete"):
             core.resume_scheduler()
         assert core.is_scheduler_paused()
     fill(core, 4, 4)
@@ -255,18 +255,18 @@ def test_weights_cannot_change_while_a_server_generates(core_of: Callable[[str],
     for drawing in ({"state": "drawing"}, {"running": ["request"]}):
         with (
             mock.patch.multiple(core.scheduler, **drawing),
-            pytest.raises(StateError, check=has_code("server-is-generating")),
+            refused(StateError, "server-is-generating"),
         ):
             core.collective_rpc("update_weights")
     core.batch_queue = ["step"]
-    with pytest.raises(StateError, check=has_code("server-is-generating")):
+    with refused(StateError, "server-is-generating"):
         core.collective_rpc("update_weights")
     assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
 
 
 def test_a_generating_server_reports_its_weight_version(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
-    with pytest.raises(StateError, check=has_code("weights-incomplete", "'4'")):
+    with refused(StateError, "weights-incomplete", "'4'"):
         core.set_weight_version("4")
     fill(core, 4, 4)
     for version in ("4", "none"):
@@ -274,7 +274,7 @@ def test_a_generating_server_reports_its_weight_version(core_of: Callable[[str],
         assert core._weight_version == version
     core.resume_scheduler()
     for version, code in (("77", "wrong-version"), ("none", "server-is-generating")):
-        with pytest.raises(StateError, check=has_code(code)):
+        with refused(StateError, code):
             core.set_weight_version(version)
     assert core._weight_version == "4"
 
@@ -283,13 +283,11 @@ def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str]
     core = core_of(OURS)
     first, second = (wrapper.worker for wrapper in core.model_executor.workers)
     for failing, number in ((first, 0), (second, 1)):
-        with pytest.raises(
-            StateError, check=has_code("worker-failed", f"worker {number}: MemoryError: no memory in this worker")
-        ):
+        with refused(StateError, "worker-failed", f"worker {number}: MemoryError: no memory in this worker"):
             core.collective_rpc("start_weight_update", kwargs={"fails": failing})
         # No answer is left over.
         assert core.collective_rpc("finish_weight_update") == ["finish_weight_update"] * 2
-    with pytest.raises(StateError, check=has_code("weights-incomplete")):
+    with refused(StateError, "weights-incomplete"):
         core.resume_scheduler()
 
 
@@ -297,12 +295,12 @@ def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str]
 def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], Any], name: str) -> None:
     core = core_of(OURS)
     fill(core, 0, 0)
-    with pytest.raises(StateError, check=has_code("call-refused")):
+    with refused(StateError, "call-refused"):
         core.collective_rpc(name)
-    with pytest.raises(StateError, check=has_code("call-refused", "save_sharded_state")):
+    with refused(StateError, "call-refused", "save_sharded_state"):
         core.collective_rpc("save_sharded_state", kwargs={"path": "/elsewhere"})
     for call in (core.sleep, core.release_kv_cache_memory):
-        with pytest.raises(StateError, check=has_code("call-refused")):
+        with refused(StateError, "call-refused"):
             call()
     assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"  # level 0 only pauses
     assert all(worker.calls == ["update_max_model_len"] for worker in core.model_executor.workers)
@@ -311,7 +309,7 @@ def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], An
 def test_missing_weights_cannot_be_read(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
     for call in (lambda: core.collective_rpc("compute_weight_checksums"), lambda: core.add_lora("request")):
-        with pytest.raises(StateError, check=has_code("weights-incomplete")):
+        with refused(StateError, "weights-incomplete"):
             call()
     fill(core, 0, 0)
     assert core.collective_rpc("compute_weight_checksums") == ["compute_weight_checksums"] * 2
@@ -322,13 +320,13 @@ def test_an_in_process_engine_can_inspect_its_model(core_of: Callable[[str], Any
     core = core_of(OURS)
     calls = [("get_model_inspection", ()), ("apply_model", (type,))]
     for name, args in calls:
-        with pytest.raises(StateError, check=has_code("weights-incomplete")):
+        with refused(StateError, "weights-incomplete"):
             core.collective_rpc(name, args=args)
     fill(core, 0, 0)
     for name, args in calls:
         assert core.collective_rpc(name, args=args) == [name] * 2
     for wrong_args in ((), ("type",)):
-        with pytest.raises(StateError, check=has_code("call-refused", "apply_model")):
+        with refused(StateError, "call-refused", "apply_model"):
             core.collective_rpc("apply_model", args=wrong_args)
 
 
@@ -339,11 +337,11 @@ def test_a_probe_needs_the_weights_of_all_workers(
     monkeypatch.setattr(probing, "probe", lambda core, tokens: f"of {tokens}")
     first, second = engines_of(core)
     first.is_uncompared = True
-    with pytest.raises(StateError, check=has_code("weights-incomplete")):
+    with refused(StateError, "weights-incomplete"):
         core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],))
     second.is_uncompared = True
     assert core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],)) == ["of [[1, 2]]"]
-    with pytest.raises(StateError, check=has_code("weights-incomplete")):
+    with refused(StateError, "weights-incomplete"):
         core.resume_scheduler()
     first.is_uncompared = second.is_uncompared = False
     fill(core, 3, 3)

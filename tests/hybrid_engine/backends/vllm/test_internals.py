@@ -25,7 +25,7 @@ from hybrid_engine.backends.vllm.internals import ASKED_FOR, READ, internal_name
 from hybrid_engine.backends.vllm.private_names import Internal, Replacement
 from hybrid_engine.backends.vllm.version import ACCEPTED_VERSIONS, TESTED_VERSION, require_vllm
 from hybrid_engine.errors import DependencyError, StateError
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 
 PACKAGE = Path(inspect.getfile(internals)).parent
 
@@ -57,7 +57,7 @@ def test_other_versions_are_refused(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], code: str, values: tuple[str, ...]
 ) -> None:
     set_installed(monkeypatch, versions)
-    with pytest.raises(DependencyError, check=has_code(code, *values)):
+    with refused(DependencyError, code, *values):
         require_vllm()
 
 
@@ -102,7 +102,7 @@ def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
     monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
     monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
-    with pytest.raises(DependencyError, check=has_code("names-are-missing", "lack 5")) as error:
+    with refused(DependencyError, "names-are-missing", "lack 5") as error:
         internals.require_names("cpu")
     _, *lines, _ = str(error.value).splitlines()
     assert [line.rpartition(" (")[2] for line in lines] == [
@@ -186,7 +186,7 @@ def test_replacements_nest_and_are_undone() -> None:
 def test_a_later_replacement_by_other_code_is_kept_and_reported() -> None:
     owner = Owner()
     with (
-        pytest.raises(StateError, check=has_code("replaced-by-other-code")),
+        refused(StateError, "replaced-by-other-code"),
         GREET.replaced(lambda _: lambda: "ours", owner=owner),
     ):
         owner.greet = lambda: "theirs"  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def test_the_alternative_of_a_missing_target_is_replaced(target: str) -> None:
 @pytest.mark.parametrize("target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template"])
 def test_a_missing_target_raises(target: str) -> None:
     with (
-        pytest.raises(DependencyError, check=has_code("name-is-missing", target)),
+        refused(DependencyError, "name-is-missing", target),
         Replacement(target, "tests").replaced(lambda before: before),
     ):
         pass

@@ -32,7 +32,7 @@ from hybrid_engine.backends.vllm.requests import (
 )
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from tests.harness.errors import has_code, has_violations, violations_of
+from tests.harness.errors import has_violations, refused, violated, violations_of
 from tests.harness.values import Values
 from tests.zoo.tokenizers import save_numbers
 
@@ -94,7 +94,7 @@ TOGETHER: list[Values] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.0}]
 @pytest.mark.slow
 @pytest.mark.parametrize("values", TOGETHER, ids=str)
 def test_combinations_of_values_are_checked_by_vllm(values: Values) -> None:
-    with pytest.raises(ArgumentError, check=has_violations(("sampling", "refused-by-vllm"))) as caught:
+    with violated(ArgumentError, ("sampling", "refused-by-vllm")) as caught:
         sampling_params(Sampling(**values))
     assert next(iter(values)) in caught.value.findings[0].problem
 
@@ -303,7 +303,7 @@ def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_id
 def test_all_wrong_arguments_of_templates_are_reported_at_once(
     tokenizer: ModelTokenizer, prompts: Any, chat: Any, expected: list[tuple[str, str]]
 ) -> None:
-    refused = pytest.raises(ArgumentError, check=has_violations(*expected))
+    refused = violated(ArgumentError, *expected)
     with refused if expected else nullcontext():
         token_ids_of(prompts, tokenizer, None, chat)
 
@@ -369,7 +369,7 @@ def test_only_lists_of_token_ids_can_be_scored(prompts: Any, key: str) -> None:
 def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
     # For Qwen2 transformers would build a tokenizer that finds no tokens in any text.
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-    with pytest.raises(ConfigError, check=has_violations(("model", "no-tokenizer"))) as caught:
+    with violated(ConfigError, ("model", "no-tokenizer")) as caught:
         token_ids_of(["1"], ModelTokenizer(str(tmp_path)))
     assert str(tmp_path) in str(caught.value)
 
@@ -377,7 +377,7 @@ def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Pat
 def test_a_tokenizer_without_a_template_refuses_chats(tmp_path: Path) -> None:
     save_numbers(tmp_path, template=None)
     tokenizer = ModelTokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, check=has_violations(("prompts", "no-chat-template"))):
+    with violated(ConfigError, ("prompts", "no-chat-template")):
         token_ids_of([CHAT], tokenizer)
     assert token_ids_of(["1"], tokenizer) == [[1]]
 
@@ -391,7 +391,7 @@ def test_text_is_decoded_on_access(tokenizer: ModelTokenizer) -> None:
     assert Completion((1, 2), (), "length", tokenizer=fresh).text == "1 2"
     assert Completion((1, 2), (), "stop", "2", drawn_text="1 ", tokenizer=fresh).text == "1 "
     assert "loaded" not in vars(pickle.loads(pickle.dumps(fresh))), "a loaded tokenizer was pickled"
-    with pytest.raises(StateError, check=has_code("no-tokenizer")):
+    with refused(StateError, "no-tokenizer"):
         _ = Completion((1,), (), "stop").text
 
 
@@ -432,7 +432,7 @@ def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
 
 def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
     output = SimpleNamespace(prompt_token_ids=[1, 9, 9], outputs=[None])
-    with pytest.raises(ModelError, check=has_code("image-tokens-differ", "has 4 tokens", "3 by vLLM")):
+    with refused(ModelError, "image-tokens-differ", "has 4 tokens", "3 by vLLM"):
         require_answers([output], [ImagePrompt([1, 9, 9, 9], [1, 9], [], {})], [1])
 
 

@@ -22,7 +22,7 @@ from hybrid_engine.errors import ArgumentError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.invitation import DrawnWith
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -130,7 +130,7 @@ def test_single_completions_alternate_between_servers(served: tuple[ServedInfere
     assert [body["prompt"] for body in first.bodies] == [PROMPTS[:1]]
     assert [body["prompt"] for body in second.bodies] == [PROMPTS[1:]]
     assert [body["n"] for body in first.bodies] == [1]
-    with pytest.raises(ArgumentError, check=has_violations(("prompts[0]", "prompt-too-long"))):
+    with violated(ArgumentError, ("prompts[0]", "prompt-too-long")):
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
 
 

@@ -19,7 +19,7 @@ blocks of a sequence | sequence_nbytes | vLLM | tools/plan/test_kv_cache.py::tes
 bytes of a switch | summarize | plans of ranks | planning/test_one_planner.py::test_the_summary_matches_plans_of_any_records
 bytes, state with FSDP2 | plan_job | live switches | backends/fsdp/test_switches.py::test_switches_of_two_ranks
 largest bucket | largest_bucket | plans, memory_plan | tools/plan/test_cluster_plan.py::test_the_peak_counts_the_planners_buckets
-phases with Megatron | memory_plan | live models | trainer/reference_and_critic/test_value_model.py::test_resident_memory_of_each_phase_is_as_planned
+phases with Megatron | memory_plan | live models | trainer/reference_and_critic/test_value_model.py::test_a_critic_and_a_reference_share_devices_with_the_actor
 entropy of a chunk | activation_nbytes | live tensors | tools/plan/test_activations.py::test_the_entropy_keeps_the_planned_bytes_of_a_logit
 activations | activation_nbytes | a paper | tools/plan/test_activations.py::test_activations_match_the_papers_layer
 """  # noqa: E501

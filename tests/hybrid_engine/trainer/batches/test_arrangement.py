@@ -9,7 +9,7 @@ from hybrid_engine.errors import BatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches, positions_in, sequence_ids_of
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 CPU = torch.device("cpu")
 
@@ -160,7 +160,7 @@ def test_mtp_mask_excludes_padding_and_sequence_boundaries() -> None:
 def test_inconsistent_keys_are_refused_by_name(key: str, values: list[list[int]], code: str) -> None:
     key, _, mask = key.partition(" ")
     batch = masked_batch("_abc") if mask else letter_batch("abcd")
-    with pytest.raises(BatchError, check=has_violations((key, code))):
+    with violated(BatchError, (key, code)):
         single_micro_batch({**batch, key: torch.tensor(values)})
 
 

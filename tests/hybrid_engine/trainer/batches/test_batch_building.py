@@ -15,7 +15,7 @@ from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import micro_batches
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 COMPLETIONS = [[9], [1, 2, 3, 4], [5], [6, 7]]
@@ -61,7 +61,7 @@ def test_experts_stand_at_the_tokens_that_they_have_computed() -> None:
         assert torch.equal(row[: len(sequence)], sequence)
     assert "routed_experts" not in build_batch(PROMPTS, [plain] * 4, S)
     other = replace(plain, routed_experts=replace(routed(2, 0), num_layers=3, top_k=2))
-    with pytest.raises(BatchError, check=has_violations(("completions", "different-models"))):
+    with violated(BatchError, ("completions", "different-models")):
         build_batch(PROMPTS, [*completions[1:], other], S)
 
 
@@ -74,7 +74,7 @@ def test_parts_of_a_batch_are_weighted_by_the_whole() -> None:
     assert torch.equal(torch.cat(weights), whole)
     assert not torch.equal(torch.cat([mean_weights(part) for part in parts]), whole)
     assert mean_weights(torch.zeros(2, 3), count=6.0, rows=4).sum() == 0
-    with pytest.raises(ValueError, check=has_violations(("mask", "mask-is-zero"))):
+    with violated(ValueError, ("mask", "mask-is-zero")):
         mean_weights(torch.zeros(2, 3))
 
 
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_arguments_are_refused_by_name(name: str, make: Callable[..., object]) -> None:
     changed, expected = REFUSED[name]
-    with pytest.raises(BatchError, check=has_violations(*expected)):
+    with violated(BatchError, *expected):
         make(**{"prompts": PROMPTS, "completions": COMPLETIONS, "seq_length": S, **changed})
 
 
@@ -177,7 +177,7 @@ def test_token_ids_may_be_tensors_and_arrays() -> None:
 
 def test_packed_rows_refuse_values_of_other_shapes() -> None:
     packed = pack(PROMPTS, COMPLETIONS, S)
-    with pytest.raises(BatchError, check=has_violations(("values", "wrong-shape"))):
+    with violated(BatchError, ("values", "wrong-shape")):
         packed.spread(torch.ones(3))
-    with pytest.raises(BatchError, check=has_violations(("values", "wrong-shape"))):
+    with violated(BatchError, ("values", "wrong-shape")):
         packed.unpack(torch.ones(4))

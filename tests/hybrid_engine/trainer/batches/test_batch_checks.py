@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.errors import BatchError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share, own_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs
-from tests.harness.errors import has_violations, violations_of
-from tests.harness.launch import Ranks
+from tests.harness.errors import has_violations, violated, violations_of
+from tests.harness.launch import on_ranks
 from tests.harness.values import Values
 
 LIMITS = BatchLimits(vocab_size=10, micro_batch_size=2, dp_rank=1, dp_size=2, seq_length=6)
@@ -33,9 +33,9 @@ def test_a_global_batch_is_split_and_a_local_one_is_not() -> None:
     assert own_share(whole, LIMITS)["advantages"].tolist() == [2, 3]
     assert own_share(whole, LIMITS)["text"].shape == (2, 3, 2)
     assert own_share(whole, LIMITS, "local") is whole
-    with pytest.raises(BatchError, check=has_violations(("tokens", "not-divisible"))):
+    with violated(BatchError, ("tokens", "not-divisible")):
         own_share(whole, replace(LIMITS, micro_batch_multiple=2))
-    with pytest.raises(BatchError, check=has_violations(("data", "unknown-value"))):
+    with violated(BatchError, ("data", "unknown-value")):
         own_share(whole, LIMITS, "shared")  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_violations_are_reported_at_once(name: str) -> None:
     make, expected = REFUSED[name]
-    with pytest.raises(BatchError, check=has_violations(*expected)):
+    with violated(BatchError, *expected):
         own_share(make(), LIMITS)
 
 
@@ -110,9 +110,9 @@ def test_ignored_labels_are_allowed_and_trainer_limits_checked() -> None:
 
 
 def test_outputs_are_checked() -> None:
-    with pytest.raises(BatchError, check=has_violations(("top_k", "out-of-range"))):
+    with violated(BatchError, ("top_k", "out-of-range")):
         own_share(batch(), LIMITS, outputs=Outputs(top_k=11))
-    with pytest.raises(BatchError, check=has_violations(("entropy", "key-in-use"))):
+    with violated(BatchError, ("entropy", "key-in-use")):
         own_share(batch(entropy=torch.zeros(4, 6)), LIMITS, outputs=Outputs(entropy=True))
     own_share(batch(entropy=torch.zeros(4, 6)), LIMITS)
 
@@ -145,6 +145,7 @@ class Case:
         second: batch of rank 1; rank 0 passes BATCH.
         here, there: further arguments of rank 0 and rank 1.
         key, code: violation that both ranks report; empty if they agree. No key: code of the error.
+        share: tokens of each rank's share, if all are compared.
     """
 
     together: bool
@@ -153,11 +154,12 @@ class Case:
     there: Values = field(default_factory=dict)
     key: str = ""
     code: str = ""
+    share: tuple[list[int], list[int]] | None = None
 
 
 LOCAL = {"data": "local"}
 CASES = {
-    "the same": Case(True, BATCH),
+    "the same": Case(True, BATCH, share=(list(range(8)), list(range(8)))),
     "another reward": Case(True, changed_batch("rewards"), key="rewards", code=DIFFERS),
     "another flag": Case(True, changed_batch("is_done"), key="is_done", code=DIFFERS),
     "other tokens of a part": Case(True, changed_batch("tokens"), LOCAL, LOCAL, "tokens", DIFFERS),
@@ -174,60 +176,34 @@ CASES = {
     ),
     "nothing to train on one": Case(True, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}),
     "another call": Case(True, BATCH, {}, {"call": "scoring"}, code="different-calls"),
-    "own parts": Case(False, changed_batch("tokens"), LOCAL, LOCAL),
+    "own parts": Case(False, changed_batch("tokens"), LOCAL, LOCAL, share=(list(range(8)), [0, 1, 2, 3] * 2)),
     "other rewards of its own rows": Case(False, changed_batch("rewards")),
     "all rows, other rows": Case(False, changed_batch("tokens"), key="tokens", code=DIFFERS),
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Tokens of a rank's share, or its error: message, code and (key, code) of the violations."""
-
-    tokens: list[int]
-    message: str = ""
-    code: str = ""
-    violations: tuple[tuple[str, str], ...] = ()
+@functools.cache
+def job() -> Job:
+    """Return the job of all cases. Collective at the first call."""
+    return Job.join(60)
 
 
-def compare() -> dict[str, Outcome]:
-    """Return the outcome of each case on this rank."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    agreement = Job.join(60).agreement
-    outcomes = {}
-    for name, case in CASES.items():
-        together = BatchLimits(vocab_size=8, micro_batch_size=1, dp_rank=0, dp_size=1)
-        apart = BatchLimits(vocab_size=8, micro_batch_size=1, dp_rank=rank, dp_size=2)
-        try:
-            share = agreed_share(
-                *(case.second if rank else BATCH, together if case.together else apart, agreement),
-                **{"call": "training step", **(case.there if rank else case.here)},
-            )
-            outcomes[name] = Outcome(share["tokens"].flatten().tolist())
-        except (BatchError, StateError) as error:
-            outcomes[name] = Outcome([], str(error), error.code, tuple(violations_of(error)))
-    dist.destroy_process_group()
-    return outcomes
-
-
-@pytest.fixture(scope="module")
-def outcomes(ranks: Ranks) -> list[dict[str, Outcome]]:
-    return ranks.launch(compare, 2, timeout=120)
-
-
+@on_ranks(2, timeout=120)
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_report_the_same_difference(outcomes: list[dict[str, Outcome]], name: str) -> None:
+def test_all_ranks_get_their_share_or_report_the_same_difference(name: str) -> None:
     case = CASES[name]
-    first, second = (by_case[name] for by_case in outcomes)
-    assert first.message == second.message
-    assert bool(first.message) == bool(case.code)
-    assert bool(first.tokens) == (not case.code)
-    assert first.code == second.code == ("" if case.key else case.code)
+    rank = job().rank
+    agreement = job().agreement
+    limits = BatchLimits(8, micro_batch_size=1, dp_rank=0 if case.together else rank, dp_size=2 - case.together)
+    rows, arguments = (case.second, case.there) if rank else (BATCH, case.here)
+    call = {"call": "training step", **arguments}
+    if not case.code:
+        tokens = agreed_share(rows, limits, agreement, **call)["tokens"].flatten().tolist()
+        assert tokens == case.share[rank] if case.share else tokens
+        return
+    with pytest.raises(BatchError if case.key else StateError) as caught:
+        agreed_share(rows, limits, agreement, **call)
+    assert case.key or caught.value.code == case.code
     # More violations may follow: with another number of rows, all tensors differ.
-    assert not case.key or (case.key, case.code) in first.violations
-
-
-def test_each_rank_gets_its_share(outcomes: list[dict[str, Outcome]]) -> None:
-    assert [by_case["the same"].tokens for by_case in outcomes] == [list(range(8))] * 2
-    assert [by_case["own parts"].tokens for by_case in outcomes] == [list(range(8)), [0, 1, 2, 3] * 2]
+    assert not case.key or (case.key, case.code) in violations_of(caught.value)
+    assert len({*agreement.gather(str(caught.value), str, "comparing")}) == 1

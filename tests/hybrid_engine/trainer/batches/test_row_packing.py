@@ -14,7 +14,7 @@ from hybrid_engine.errors import BatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import mean_weights, pack_rows
 from hybrid_engine.trainer.batches.arrangement import sequence_ids_of
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 WIDTH = 9
 
@@ -130,13 +130,13 @@ def refused() -> dict[str, tuple[dict[str, Any], tuple[str, str]]]:
 @pytest.mark.parametrize("name", refused())
 def test_other_batches_are_refused(name: str) -> None:
     batch, violation = refused()[name]
-    with pytest.raises(BatchError, check=has_violations(violation)):
+    with violated(BatchError, violation):
         pack_rows(batch)
 
 
 def test_sequences_need_room_in_the_packed_rows() -> None:
     tokens = torch.ones(2, 4, dtype=torch.int64)
-    with pytest.raises(BatchError, check=has_violations(("tokens", "sequence-too-long"))):
+    with violated(BatchError, ("tokens", "sequence-too-long")):
         pack_rows({"tokens": tokens}, 3)
     packed = pack_rows({"tokens": tokens}, 9)
     assert packed.batch["tokens"].shape == (1, 9)

@@ -17,7 +17,7 @@ from hybrid_engine.trainer.batches import build_batch, pack
 from hybrid_engine.trainer.batches.arrangement import positions_in
 from hybrid_engine.trainer.reference_and_critic import explained_variance, generalized_advantages, value_loss
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 SHAPE = (5, 9)
 
@@ -87,7 +87,7 @@ def test_packed_sequences_are_independent() -> None:
 )
 def test_keys_of_sequences_are_checked(keys: TensorDict, code: str) -> None:
     rewards, values, mask = random_tensors(3)
-    with pytest.raises(BatchError, check=has_violations(("sequence_ids", code))):
+    with violated(BatchError, ("sequence_ids", code)):
         generalized_advantages(rewards, values, {"mask": mask, **keys})
 
 
@@ -102,9 +102,9 @@ def test_a_mask_without_its_batch_is_refused() -> None:
         loss_weights,
     ]
     for call in calls:
-        with pytest.raises(BatchError, check=has_violations(("batch", "no-mask"))):
+        with violated(BatchError, ("batch", "no-mask")):
             call(mask)
-        with pytest.raises(BatchError, check=has_violations(("batch", "no-mask"))):
+        with violated(BatchError, ("batch", "no-mask")):
             call({"tokens": mask})
 
 
@@ -213,5 +213,5 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str, st
 def test_wrong_arguments_are_named(name: str) -> None:
     call, key, code = REFUSED[name]
     _, values, mask = random_tensors(4)
-    with pytest.raises(BatchError, check=has_violations((key, code))):
+    with violated(BatchError, (key, code)):
         call(values, mask)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine import ReferenceModel, ValueModel
 from hybrid_engine.config.job_rules import memory_plan
-from hybrid_engine.errors import HybridEngineError, StateError
+from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
 from tests.zoo import workers
 
@@ -24,52 +26,11 @@ TP2 = {"tensor_model_parallel_size": 2, "params_dtype": "bfloat16"}
 NUM_STEPS = 12
 
 
-@dataclass
-class Recorded:
-    """Results of one rank.
-
-    Attributes:
-        resident: phase -> bytes by model. planned: the same, from the plan.
-        losses: losses of the critic's steps.
-        resumed: True if a step repeated after loading gives bit-identical values.
-        actor_is_untouched: True if the critic's steps did not change the actor.
-        completions: before and after a context of the critic, in one rollout.
-        decoders: digests of the actor's decoder and of the critic copied from it, by name.
-        loaded: the same of a saved actor, and of a critic loaded from its files.
-        states: states of the worker around contexts of the critic.
-        refused: codes of wrong calls.
-        scores: by the reference, sharing the device with the actor and alone.
-        stayed: True if the actor stayed resident while the reference scored.
-    """
-
-    resident: dict[str, dict[str, int]] = field(default_factory=dict)
-    planned: dict[str, dict[str, int]] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    resumed: bool = False
-    actor_is_untouched: bool = False
-    completions: list[Any] = field(default_factory=list)
-    decoders: list[dict[str, str]] = field(default_factory=list)
-    loaded: list[dict[str, str]] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    scores: list[torch.Tensor] = field(default_factory=list)
-    stayed: bool = False
-
-
 def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
     """Regress to 1 for tokens in the upper half of the vocabulary, 0 for the others."""
     target = (micro_batch["tokens"] > 64).float()
     loss = (values - target).square().mean()
     return loss, {"loss": loss}
-
-
-def code_of(call: Any) -> str:
-    """Return the code of the error that `call` raises."""
-    try:
-        call()
-    except HybridEngineError as error:
-        return error.code
-    return "no error"
 
 
 def decoder_digests(model: Any) -> dict[str, str]:
@@ -78,141 +39,89 @@ def decoder_digests(model: Any) -> dict[str, str]:
     return {name: digest(weight) for name, weight in weights if not name.startswith("output_layer.")}
 
 
-def run_job(model: Path, directory: Path) -> Recorded:
-    recorded = Recorded()
+@on_engines(2, timeout=500)
+def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    if os.environ["RANK"] == "0":
+        workers.write_model(model, "qwen3", tie_word_embeddings=True, vocab_size=128)
+    join_process_group(60)
+    dist.barrier()
     critic_config = {"micro_batch_size": 4, "optimizer": {"lr": 3e-3}}
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1}, critic_config=critic_config)
+    plan = memory_plan(worker.config, worker.world_size)
     # Token ids are below the model's vocab_size of 128.
     batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}
 
-    def record_resident(phase: str) -> None:
-        recorded.resident[phase] = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
+    def check_memory(phase: str) -> None:
+        """Check that one model is resident; padded buffers and whole pages are a few per cent of so small a model."""
+        resident = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
+        planned = plan.phases[phase].by_model
+        assert resident == pytest.approx({name: nbytes[worker.rank] for name, nbytes in planned.items()}, rel=0.05)
+        assert len(resident) == 1
 
     with worker.train_context():
         worker.update(batch, workers.cross_entropy)
         critic = ValueModel(worker)
-        recorded.states.append(worker.sharding.state)
-        recorded.decoders.append(decoder_digests(worker.train))
+        assert worker.sharding.state == "train"
+        copied = decoder_digests(worker.train)
+        assert len(copied) > 10
         critic.copy_actor()
-        recorded.states.append(worker.sharding.state)
+        assert worker.sharding.state == "train"
         # Zeroed gradients take no memory on the CPU until they are written.
         worker.update(batch, workers.cross_entropy)
         before = training_state(worker.train)
-        record_resident("train")
+        check_memory("train")
     with worker.forward_context():
         reference = ReferenceModel(worker)
-        record_resident("forward")
+        check_memory("forward")
     with reference.forward_context():
         reference.compute_log_probs(batch)
-        record_resident("reference")
+        check_memory("reference")
     with worker.rollout_context():
-        record_resident("generate")
-        recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
+        check_memory("generate")
+        completions = worker.generate_sequences([[1, 2, 3]], workers.GREEDY)
         with critic.forward_context():
             first = critic.values(batch)
-            recorded.decoders.append(decoder_digests(critic.engine.model))
-            record_resident("critic forward")
-        recorded.states.append(worker.sharding.state)
-        recorded.completions.append(worker.generate_sequences([[1, 2, 3]], workers.GREEDY))
+            assert decoder_digests(critic.engine.model) == copied
+            check_memory("critic forward")
+        assert worker.sharding.state == "infer"
+        assert worker.generate_sequences([[1, 2, 3]], workers.GREEDY) == completions
     with critic.train_context():
-        recorded.losses = [critic.update(batch, regression)["loss"] for _ in range(NUM_STEPS)]
-        record_resident("critic train")
-        recorded.refused.append(code_of(lambda: worker.update(batch, workers.cross_entropy)))
-        critic.save_checkpoint(directory / "critic")
+        losses = [critic.update(batch, regression)["loss"] for _ in range(NUM_STEPS)]
+        assert losses[-1] < 0.6 * losses[0]
+        assert of_all_ranks(losses) == [losses, losses]
+        check_memory("critic train")
+        with refused(StateError, "wrong-state"):
+            worker.update(batch, workers.cross_entropy)
+        critic.save_checkpoint(tmp_path / "critic")
         critic.update(batch, regression)
-        values_before_loading = critic.values(batch)
-        critic.load_checkpoint(directory / "critic")
+        values = critic.values(batch)
+        assert not torch.equal(first, values)
+        critic.load_checkpoint(tmp_path / "critic")
         critic.update(batch, regression)
-        recorded.resumed = torch.equal(critic.values(batch), values_before_loading)
-        recorded.resumed = recorded.resumed and not torch.equal(first, values_before_loading)
-    recorded.states.append(worker.sharding.state)
-    recorded.refused.append(code_of(lambda: critic.values(batch)))
+        assert torch.equal(critic.values(batch), values)
+    assert worker.sharding.state == "idle"  # the device stays empty
+    with refused(StateError, "not-on-the-device"):
+        critic.values(batch)
     with critic.forward_context():
-        recorded.refused.append(code_of(lambda: critic.update(batch, regression)))
-        with pytest.raises(StateError, check=has_code("inside-another-context", "critic")):
-            critic.train_context()
-        with pytest.raises(StateError, check=has_code("inside-another-context", "critic")):
-            reference.forward_context()
+        with refused(StateError, "not-on-the-device"):
+            critic.update(batch, regression)
+        for context in (critic.train_context, reference.forward_context):
+            with refused(StateError, "inside-another-context", "critic"):
+                context()
     with worker.train_context():
-        recorded.actor_is_untouched = training_state(worker.train) == before
-        worker.save_hf_checkpoint(directory / "hf")
-        recorded.loaded.append(decoder_digests(worker.train))
+        assert training_state(worker.train) == before
+        worker.save_hf_checkpoint(tmp_path / "hf")
+        saved = decoder_digests(worker.train)
         before_scoring = worker.sharding.last_report
-        recorded.scores.append(reference.compute_log_probs(batch))
-        recorded.stayed = worker.sharding.last_report is before_scoring
-        recorded.states.append(worker.sharding.state)
+        scores = reference.compute_log_probs(batch)
+        assert worker.sharding.last_report is before_scoring  # the actor stayed
+        assert worker.sharding.state == "train"
         with reference.forward_context():
-            recorded.scores.append(reference.compute_log_probs(batch))
-    plan = memory_plan(worker.config, worker.world_size)
-    for name in recorded.resident:
-        phase = plan.phases[name]
-        recorded.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
+            assert torch.equal(reference.compute_log_probs(batch), scores)
     # A critic without a model loads the files of the worker's model.
-    worker.config = worker.config.model_copy(update={"random_weights": False, "model": directory / "hf"})
+    worker.config = worker.config.model_copy(update={"random_weights": False, "model": tmp_path / "hf"})
     from_files = ValueModel(worker)
     with from_files.forward_context():
-        recorded.loaded.append(decoder_digests(from_files.engine.model))
+        assert decoder_digests(from_files.engine.model) == saved != copied
     worker.shutdown()
-    return recorded
-
-
-@pytest.fixture(scope="module")
-def recorded(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
-    directory = tmp_path_factory.mktemp("critic")
-    model = workers.write_model(directory / "model", "qwen3", tie_word_embeddings=True, vocab_size=128)
-    return engines.launch(run_job, 2, model, directory, timeout=500)
-
-
-def test_resident_memory_of_each_phase_is_as_planned(recorded: list[Recorded]) -> None:
-    """The tolerance covers padded buffers and whole pages, a few per cent of so small a model."""
-    for rank in recorded:
-        assert rank.resident.keys() == rank.planned.keys()
-        for phase, resident in rank.resident.items():
-            assert resident == pytest.approx(rank.planned[phase], rel=0.05), phase
-
-
-def test_only_one_model_is_resident_at_a_time(recorded: list[Recorded]) -> None:
-    assert {len(resident) for rank in recorded for resident in rank.resident.values()} == {1}
-
-
-def test_the_critic_learns(recorded: list[Recorded]) -> None:
-    for rank in recorded:
-        assert rank.losses[-1] < 0.6 * rank.losses[0]
-        assert rank.losses == recorded[0].losses
-
-
-def test_a_critic_can_copy_the_actor(recorded: list[Recorded]) -> None:
-    for rank in recorded:
-        assert len(rank.decoders[0]) > 10
-        assert rank.decoders[0] == rank.decoders[1]
-
-
-def test_a_critic_loads_the_weights_of_its_model(recorded: list[Recorded]) -> None:
-    for rank in recorded:
-        assert rank.loaded[0] == rank.loaded[1] != rank.decoders[0]
-
-
-def test_a_resumed_critic_is_bit_identical(recorded: list[Recorded]) -> None:
-    assert all(rank.resumed for rank in recorded)
-
-
-def test_the_critic_does_not_change_the_actor(recorded: list[Recorded]) -> None:
-    assert all(rank.actor_is_untouched for rank in recorded)
-    assert all(rank.completions[0] == rank.completions[1] for rank in recorded)
-
-
-def test_the_state_around_a_critic_context_is_restored(recorded: list[Recorded]) -> None:
-    """The worker's context is restored; after the critic alone, the device stays empty."""
-    assert [rank.states[:4] for rank in recorded] == [["train", "train", "infer", "idle"]] * 2
-
-
-def test_a_reference_scores_with_the_actor_resident_or_alone(recorded: list[Recorded]) -> None:
-    for rank in recorded:
-        assert rank.stayed
-        assert rank.states[4:] == ["train"]
-        assert torch.equal(*rank.scores)
-
-
-def test_calls_outside_their_context_are_refused(recorded: list[Recorded]) -> None:
-    for rank in recorded:
-        assert rank.refused == ["wrong-state", "not-on-the-device", "not-on-the-device"]
