@@ -9,6 +9,14 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.harness.late_copies import LateCopies
+    from tests.zoo.tiny_models import Zoo
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    from tests.zoo.tiny_models import Zoo
+
+    return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 families.py            registry of families with published configs and sizes; tiny_config, served_config
 published_configs.*    config.json of published models, for the matrix and for sizes of real models
 sizes.py               short names of parallel sizes
-tiny_models.py         models in transformers: save_model, train_hf_model, mtp_losses
+tiny_models.py         models in transformers: save_model, train_by_torch, mtp_losses
 megatron_models.py     models in Megatron, on ranks: running, load_canonical, whole_weights
 checkpoint_shapes.py   names, shapes and dtypes of a checkpoint on disk, to write random ones
 tokenizers.py          tokenizers of numbers and of characters, with chat templates

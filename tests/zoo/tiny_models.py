@@ -1,12 +1,16 @@
 """Tiny Hugging Face models, written and computed by transformers.
 
-path = save_model(directory, "qwen3", tie_word_embeddings=True)
-path = save_model(directory, "deepseek_v3", mtp_layers=1)   # transformers has no MTP layers; their tensors are random
+path = zoo.path("qwen3", tie_word_embeddings=True)      # `zoo` is a fixture
+path = zoo.path("deepseek_v3", mtp_layers=1)            # transformers has no MTP layers; their tensors are random
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.models import table_for
+from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.processes import wait_until
+from tests.harness.values import Values
 from tests.zoo.families import FAMILIES, SIZES, read_config, tiny_config
 
 
@@ -71,6 +78,38 @@ def save_model(directory: Path, family: str, mtp_layers: int = 0, **overrides: A
     return directory
 
 
+@dataclass(frozen=True)
+class TinyModel:
+    """A family with changes of its config, or `mtp_layers`."""
+
+    family: str
+    changes: Values = field(default_factory=dict)
+
+    def build(self) -> torch.nn.Module:
+        return build_hf_model(self.family, **self.changes)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Tiny models on disk, shared by all tests: they only read them.
+
+    A model is saved when it is first asked for; on ranks all of them, or rank 0 alone, must ask.
+    """
+
+    root: Path
+
+    def path(self, family: str, **changes: Any) -> Path:
+        path = self.root / f"{family}-{text_digest(json.dumps(changes, sort_keys=True)):x}"
+        if os.environ.get("RANK", "0") == "0" and not path.exists():
+            with tempfile.TemporaryDirectory(dir=self.root) as directory:
+                save_model(Path(directory) / "model", family, **changes).rename(path)
+        wait_until(path.exists)  # transformers saves on rank 0 alone
+        return path
+
+    def saved(self, model: TinyModel) -> Path:
+        return self.path(model.family, **model.changes)
+
+
 def read_canonical(path: Path) -> TensorDict:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
@@ -86,32 +125,37 @@ def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
-def train_hf_model(
-    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], num_steps: int, weight_decay: float, eps: float = 1e-8
-) -> tuple[list[float], list[float], torch.Tensor]:
-    """Train with torch's AdamW at learning rate 3e-3; return losses, gradient norms and final
-    log-probabilities.
+def adamw(
+    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, eps: float = 1e-8
+) -> torch.optim.Optimizer:
+    """Return torch's AdamW with Megatron's betas; as in Megatron, norms and biases have no weight decay."""
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if parameter.dim() > 1 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
 
-    As in Megatron, norms and biases have no weight decay and gradients are clipped to norm 1.
+
+def train_by_torch(
+    parameters: Sequence[torch.nn.Parameter], loss_of: Callable[[], torch.Tensor], num_steps: int, **settings: float
+) -> tuple[list[float], list[float]]:
+    """Train at learning rate 3e-3 with gradients clipped to norm 1; return losses and norms before clipping.
+
+    Args:
+        settings: of `adamw`.
     """
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=3e-3,
-        betas=(0.9, 0.95),
-        eps=eps,
-    )
-    losses, norms = [], []
+    optimizer = adamw(parameters, lr=3e-3, **settings)
+    losses = []
+    norms = []
     for _ in range(num_steps):
-        loss = -label_log_probs(model(batch["tokens"]).logits, batch["labels"]).mean()
         optimizer.zero_grad()
+        loss = loss_of()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
         optimizer.step()
         losses.append(loss.item())
-    with torch.no_grad():
-        return losses, norms, label_log_probs(model(batch["tokens"]).logits, batch["labels"])
+    return losses, norms
 
 
 def build_mtp_layer(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], layer: int) -> torch.nn.Module:

@@ -15,12 +15,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, reshard
 from hybrid_engine.backends.training_side import WholeTensors, guard_model
 from hybrid_engine.compute_check.fingerprint import Fingerprint
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
 from tests.harness.errors import has_code
 from tests.zoo.families import read_config, tiny_config, write_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.megatron_models import actor_config, parallel_state_of
 from tests.zoo.sharded_models import from_config, shard
 
 pytestmark = pytest.mark.slow  # imports the training engines
@@ -241,7 +240,7 @@ def megatron(path: Path) -> Live:
     from hybrid_engine.backends.megatron.model_tensors import ModelTensors
     from hybrid_engine.trainer.megatron.build import build_model
 
-    config = ActorConfig(**DENSE_FLOAT32)
+    config = actor_config()
     table = table_for(read_config(path))
     chunks, _ = build_model(config, table, read_config(path), 1, weights_only=True)
     return Live(chunks[0], ModelTensors(chunks, table).fingerprint, MEGATRON)
@@ -257,7 +256,7 @@ def transformers(path: Path, is_sharded: bool) -> Live:
 @pytest.fixture
 def live(kind: str, paths: Callable[[str], Path], job: None) -> Iterator[Live]:
     if kind.startswith("megatron"):
-        with parallel_state_of(ActorConfig(**DENSE_FLOAT32)):
+        with parallel_state_of(actor_config()):
             yield megatron(paths("qwen3" if kind == "megatron" else "qwen3_moe"))
     else:
         family = "deepseek_v3" if kind in ("deepseek_v3", "sharded experts") else "llama"

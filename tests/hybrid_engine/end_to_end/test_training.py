@@ -100,7 +100,7 @@ def _num_gloo_threads() -> int:
 
 def train_without(model: Path, actor: Values) -> Values:
     """Run the same updates by Megatron alone."""
-    with running(model, workers.configuration(model, actor).actor_config) as run:
+    with running(model, **dict(workers.configuration(model, actor).actor_config)) as run:
         losses = [
             run.engine.train_step(share_of(run.engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
@@ -20,7 +19,7 @@ from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.layouts.cases import regions_by_tensor
 from tests.zoo.families import served_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.megatron_models import actor_config, parallel_state_of
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -69,7 +68,7 @@ LIVE: list[tuple[str, Values, Values]] = [
 def live_regions(cases: list[tuple[str, Values, Values]]) -> list[dict[str, list[Region]]]:
     regions = []
     for family, changes, settings in cases:
-        actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
+        actor = actor_config(**settings)
         with parallel_state_of(actor):
             from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
             from hybrid_engine.backends.megatron.model_tensors import ModelTensors
@@ -85,7 +84,7 @@ def live_regions(cases: list[tuple[str, Values, Values]]) -> list[dict[str, list
 def test_every_rank_matches_the_live_model(engines: Ranks) -> None:
     by_rank = engines.launch(live_regions, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
-        actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
+        actor = actor_config(**settings)
         table = table_for({**served_config(family), **changes})
         side = training_side(table, actor.sizes(world_size=4, cuts_whole_projections=True))
         for rank in range(4):

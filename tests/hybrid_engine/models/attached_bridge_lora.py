@@ -149,17 +149,16 @@ def merged(directory: Path) -> dict[str, tuple[float, float]]:
 
     The differences of a model with adapters: from the model with sums, and from the model without adapters.
     """
-    from hybrid_engine.config import ActorConfig
     from hybrid_engine.models import table_for
     from tests.hybrid_engine.models.bridge_lora_ranks import fill
     from tests.zoo.families import read_config
-    from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+    from tests.zoo.megatron_models import actor_config, parallel_state_of
 
     config = read_config(directory)
     table = table_for(config)
     gaps = {}
     for (layout, sizes), number in itertools.product(LAYOUTS.items(), range(2)):
-        actor = ActorConfig(**{**DENSE_FLOAT32, **sizes})
+        actor = actor_config(**sizes)
         # Expert tensor parallelism splits the columns of `linear_fc2`.
         with parallel_state_of(actor), methods("linear_fc2" if layout == "tp2 etp2" else "") as applied:
             from hybrid_engine.backends.megatron.live_model import LiveModel

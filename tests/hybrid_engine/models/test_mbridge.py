@@ -31,7 +31,7 @@ from tests.harness.values import Values
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.families import read_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, view_of
+from tests.zoo.megatron_models import actor_config, view_of
 from tests.zoo.tiny_models import save_model
 
 
@@ -97,7 +97,7 @@ def compare(case: Case, path: Path) -> Comparison:
         start += count
     total = Comparison(0, [], [], {})
     for world_size, actor in case.layouts:
-        config = ActorConfig(**{**DENSE_FLOAT32, **actor})
+        config = actor_config(**actor)
         for rank in range(world_size):
             with fake_rank(config, rank, world_size):
                 comparison = compare_rank(config, table, path, numbers)

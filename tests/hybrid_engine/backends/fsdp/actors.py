@@ -18,6 +18,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.ports import ActorParts
+from tests.hybrid_engine.end_to_end.digests import digest
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import token_batch
 
@@ -53,28 +54,23 @@ def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Te
     return loss, {"loss": loss}
 
 
+def weights_of(engine: FsdpTrainEngine) -> TensorDict:
+    return {name: whole(tensor) for name, tensor in engine.model.weights.tensors.tensors.items()}
+
+
 def state_of(engine: FsdpTrainEngine) -> State:
-    """Return the whole state that a resumed run needs."""
-    tensors = {name: whole(tensor) for name, tensor in engine.model.weights.tensors.tensors.items()}
+    """Return the whole state that a resumed run needs; tensors as digests."""
+    state: State = {name: digest(tensor) for name, tensor in weights_of(engine).items()}
     for name, tensor in engine.model.model.named_parameters():
         for key, value in engine.optimizer.inner.state.get(tensor, {}).items():
-            tensors[f"{name}: {key}"] = whole(value)
+            state[f"{name}: {key}"] = digest(whole(value))
     # Parameters are compared by name, above.
-    groups = [
+    state["groups"] = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.inner.param_groups
     ]
-    return {"tensors": tensors, "groups": groups, "version": engine.model.version, "generator": torch.get_rng_state()}
+    return {**state, "version": engine.model.version, "generator": digest(torch.get_rng_state())}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def assert_same(first: State, second: State, *, generators: bool = True) -> None:
-    assert first["groups"] == second["groups"]
-    assert first["version"] == second["version"]
-    assert first["tensors"].keys() == second["tensors"].keys()
-    different = [name for name, tensor in first["tensors"].items() if not torch.equal(tensor, second["tensors"][name])]
-    assert not different
-    assert not generators or torch.equal(first["generator"], second["generator"])

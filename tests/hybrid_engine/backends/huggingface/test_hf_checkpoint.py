@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,6 @@ from hybrid_engine.backends.huggingface import (
 )
 from hybrid_engine.backends.huggingface.loading import HEAD
 from hybrid_engine.backends.huggingface.weights_digest import _box_hash
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -38,42 +36,27 @@ from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.errors import failing, has_violation, has_violations
+from tests.harness.errors import failing, has_violation, violated
 from tests.harness.launch import on_engines
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
-from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, view_of
-from tests.zoo.tiny_models import read_canonical, save_model
+from tests.zoo.megatron_models import PP2, TP2, VPP2, region_slices, running, view_of
+from tests.zoo.tiny_models import TinyModel, Zoo, read_canonical, save_model
 
-TP2 = {"tensor_model_parallel_size": 2}
 SMALL_FILES = 20_000  # bytes, so that a model takes several files
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model on disk and the layout that reads and writes it."""
-
-    family: str
-    actor: Values
-    model: Values = field(default_factory=dict)
-
-
-CASES = {
-    "qwen3 tp2": Case("qwen3", TP2),
-    "qwen2 tied pp2": Case("qwen2", {"pipeline_model_parallel_size": 2}, {"tie_word_embeddings": True}),
-    "llama dp2": Case("llama", {}),
-    "llama dp2 replicated": Case("llama", {"use_distributed_optimizer": False}),
-    "qwen3 bf16 tp2 one kv head": Case("qwen3", {**TP2, "params_dtype": "bfloat16"}, {"num_key_value_heads": 1}),
-    "qwen2 pp2 vpp2": Case(
-        "qwen2",
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        {"num_hidden_layers": 4},
+CASES: dict[str, tuple[TinyModel, Values]] = {
+    "qwen3 tp2": (TinyModel("qwen3"), TP2),
+    "qwen2 tied pp2": (TinyModel("qwen2", {"tie_word_embeddings": True}), PP2),
+    "llama dp2": (TinyModel("llama"), {}),
+    "llama dp2 replicated": (TinyModel("llama"), {"use_distributed_optimizer": False}),
+    "qwen3 bf16 tp2 one kv head": (
+        TinyModel("qwen3", {"num_key_value_heads": 1}),
+        {**TP2, "params_dtype": "bfloat16"},
     ),
+    "qwen2 pp2 vpp2": (TinyModel("qwen2", {"num_hidden_layers": 4}), VPP2),
 }
-
-
-def configured(actor: Values) -> ActorConfig:
-    return ActorConfig(**{**DENSE_FLOAT32, **actor})
 
 
 @contextmanager
@@ -83,26 +66,14 @@ def unchanged(weights: Any) -> Iterator[None]:
     assert all(map(torch.equal, before, weights.buffers().values()))
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        name: save_model(tmp_path_factory.mktemp("case"), case.family, **case.model) for name, case in CASES.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
 @on_engines(2)
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_is_loaded_and_saved_bitwise(paths: dict[str, Path], tmp_path: Path, name: str) -> None:
-    path = paths[name]
-    actor = CASES[name].actor
+def test_a_checkpoint_is_loaded_and_saved_bitwise(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    model, actor = CASES[name]
+    path = zoo.saved(model)
     dtype = getattr(torch, actor.get("params_dtype", "float32"))
     canonical = read_canonical(path)
-    with running(path, configured(actor)) as run:
+    with running(path, **actor) as run:
         job = Job.join(60)
         weights = run.engine.model.weights
         for tensor in weights.buffers().values():
@@ -121,7 +92,7 @@ def test_a_checkpoint_is_loaded_and_saved_bitwise(paths: dict[str, Path], tmp_pa
         save_hf_checkpoint(tmp_path / "out", weights, run.table, job, path, file_nbytes=SMALL_FILES)
         save_hf_checkpoint(tmp_path / "half", weights, run.table, job, path, dtype=torch.bfloat16)
         for refused in ("bf16", torch.int8, 16):
-            with pytest.raises(ConfigError, check=has_violations(("dtype", "unsupported-dtype"))):
+            with violated(ConfigError, ("dtype", "unsupported-dtype")):
                 save_hf_checkpoint(tmp_path / "refused", weights, run.table, job, path, dtype=refused)
     saved = read_canonical(tmp_path / "out")
     assert saved.keys() == canonical.keys()
@@ -207,8 +178,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @on_engines(2)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_checkpoint_is_refused_and_weights_stay(model: Path, broken: dict[str, Path], name: str) -> None:
-    with running(model, configured(TP2)) as run:
+def test_a_wrong_checkpoint_is_refused_and_weights_stay(zoo: Zoo, broken: dict[str, Path], name: str) -> None:
+    with running(zoo.path("qwen3"), **TP2) as run:
         weights = run.engine.model.weights
         with unchanged(weights), failing(*BROKEN[name][:3]):
             load_hf_checkpoint(broken[name], weights, run.table, Job.join(60))
@@ -222,8 +193,8 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_engines(2)
-def test_a_tied_head_other_than_the_embedding_is_refused(paths: dict[str, Path], two_heads: Path) -> None:
-    with running(paths["qwen2 tied pp2"], configured(TP2)) as run:
+def test_a_tied_head_other_than_the_embedding_is_refused(zoo: Zoo, two_heads: Path) -> None:
+    with running(zoo.path("qwen2", tie_word_embeddings=True), **TP2) as run:
         weights = run.engine.model.weights
         differs = failing(ParameterMismatchError, "", rf"{HEAD}: 6 elements .* model\.embed_tokens\.weight", on=0)
         with unchanged(weights), differs:
@@ -245,8 +216,9 @@ def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_engines(2)
-def test_load_pretrained_accepts_a_checkpoint_without_a_head(model: Path, headless: Path) -> None:
-    with running(model, configured(TP2)) as run:
+def test_load_pretrained_accepts_a_checkpoint_without_a_head(zoo: Zoo, headless: Path) -> None:
+    model = zoo.path("qwen3")
+    with running(model, **TP2) as run:
         weights = run.engine.model.weights
         (head,) = (shard for shard in weights.layout().shards if shard.region.tensor == HEAD)
         before = view_of(weights.buffers(), head).clone()
@@ -281,44 +253,37 @@ def test_one_rank_of_each_host_downloads(tmp_path: Path) -> None:
                 fetch_weights(snapshots[job.rank], job, key)
 
 
-# name -> (code, part of the message, only rank that reads the damage, damage to the last file)
-DAMAGED: dict[str, tuple[str, str, int | None, Callable[[bytearray], object]]] = {
-    "cut": ("file-failed", "file not fully covered", None, lambda contents: contents.__delitem__(slice(-9, None))),
-    "flipped": ("different-checksum", "checksum ", 1, lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
-    "header": ("file-failed", "header too large", None, lambda contents: contents.__setitem__(6, 255)),
-}
-
-
 @on_engines(2)
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused_and_weights_stay(model: Path, tmp_path: Path, name: str) -> None:
-    code, message, reader, damage = DAMAGED[name]
-    with running(model, configured(TP2)) as run:
+def test_a_damaged_file_is_refused_and_weights_stay(zoo: Zoo, tmp_path: Path) -> None:
+    """A flipped bit, which rank 1 alone reads; test_safetensors_files.py has other damage."""
+    model = zoo.path("qwen3")
+    with running(model, **TP2) as run:
         job = Job.join(60)
         weights = run.engine.model.weights
         save_hf_checkpoint(tmp_path, weights, run.table, job, model, file_nbytes=SMALL_FILES)
         path = sorted(tmp_path.glob("*.safetensors"))[-1]
         if job.rank == 0:
             contents = bytearray(path.read_bytes())
-            damage(contents)
+            contents[-9] ^= 1
             path.write_bytes(contents)
         job.agreement.conclude("the file is damaged")
         for tensor in weights.buffers().values():
             tensor.fill_(7)
-        with unchanged(weights), failing(FileError, code, rf"{path.name}.*{message}", on=reader):
+        with unchanged(weights), failing(FileError, "different-checksum", rf"{path.name}.*checksum ", on=1):
             load_hf_checkpoint(tmp_path, weights, run.table, job)
 
 
 @on_engines(2)
 def test_a_failed_save_raises_on_all_ranks_and_changes_nothing(
-    model: Path, broken: dict[str, Path], tmp_path: Path
+    zoo: Zoo, broken: dict[str, Path], tmp_path: Path
 ) -> None:
+    model = zoo.path("qwen3")
     other = broken["other sizes"]
 
     def contents() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (*tmp_path.iterdir(), *other.iterdir())}
 
-    with running(model, configured(TP2)) as run:
+    with running(model, **TP2) as run:
         job = Job.join(60)
         before = contents()
         weights = run.engine.model.weights

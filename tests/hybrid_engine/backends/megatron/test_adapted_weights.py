@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.megatron.adapted_weights import Adapters, Factors, unsupported_adapters
 from hybrid_engine.ranks.job import join_process_group
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 
 ALPHA, DIM = 10, 4
 SCALE = ALPHA / DIM
@@ -112,28 +112,22 @@ def test_experts_have_one_adapter_together_or_one_each(monkeypatch: pytest.Monke
     assert len(num_products) == 1 + 3  # the adapter of all experts is multiplied once
 
 
-def sum_of_split_matrices() -> list[bool]:
-    """Compare sums of A and B that are split over two ranks."""
+@on_engines(2)
+def test_split_matrices_are_gathered() -> None:
+    """A and B are split over two ranks."""
     join_process_group(120)
-    group = dist.group.WORLD
     torch.manual_seed(0)
     weight, a, b = torch.randn(6, 5), torch.randn(DIM, 5), torch.randn(6, DIM)
     rank = dist.get_rank()
     whole = weight + SCALE * (b @ a)
-    results = []
     for rows_of_b, rows in ((b, slice(None)), (b.chunk(2)[rank], slice(None)), (b.chunk(2)[rank], None)):
         # Of a column-parallel layer a rank has rows of W and B; A is split by its rows in all.
         own = slice(3 * rank, 3 * rank + 3) if rows is None else rows
-        part = adapter(6, 5, tp_group=group)
+        part = adapter(6, 5, tp_group=dist.group.WORLD)
         part.linear_in.weight = torch.nn.Parameter(a.chunk(2)[rank])
         part.linear_out.weight = torch.nn.Parameter(rows_of_b)
         (total,) = sums_of(wrapped("LoRALinear", layer(weight[own]), adapter=part))
-        results.append(torch.allclose(total, whole[own], atol=1e-6))
-    return results
-
-
-def test_split_matrices_are_gathered(engines: Ranks) -> None:
-    assert engines.launch(sum_of_split_matrices, 2) == [[True] * 3] * 2
+        torch.testing.assert_close(total, whole[own], atol=1e-6, rtol=0)
 
 
 class Group:

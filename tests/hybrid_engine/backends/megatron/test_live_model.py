@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,16 @@ from hybrid_engine.backends.megatron.forward_probe import hide_padding
 from hybrid_engine.backends.megatron.internals import PRIVATE_NAMES
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
 from tests.harness.core_versions import INSTALLED
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_violations, refused
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, parallel_state_of, running
-from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch
+from tests.zoo.megatron_models import OVERLAP, TP2, actor_config, loaded, parallel_state_of, running
+from tests.zoo.tiny_models import Zoo, build_hf_model, label_log_probs, token_batch
 
 
 def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
@@ -45,12 +43,11 @@ def test_all_settings_that_prevent_a_switch_are_reported_at_once() -> None:
         LiveModel([chunk], None, table_for(served_config("llama")))
 
 
-def test_layers_keep_the_numbers_of_the_checkpoint(job: None, tmp_path: Path) -> None:
+def test_layers_keep_the_numbers_of_the_checkpoint(job: None, zoo: Zoo) -> None:
     """Layers that do nothing are not counted, and those that predict more tokens come last."""
-    path = save_model(tmp_path, "deepseek_v3", mtp_layers=2)
+    path = zoo.path("deepseek_v3", mtp_layers=2)
     batch = token_batch(0, num_sequences=2, length=12)
-    with running(path, ActorConfig(**DENSE_FLOAT32, noop_layers=(1,))) as run:
-        load_canonical(run, path)
+    with loaded(path, noop_layers=(1,)) as run:
         log_probs = run.engine.log_probs(batch)
         names = {name for name, _ in run.engine.model.weights.model.named_parameters()}
     expected = label_log_probs(build_hf_model("deepseek_v3")(batch["tokens"]).logits, batch["labels"])
@@ -58,9 +55,8 @@ def test_layers_keep_the_numbers_of_the_checkpoint(job: None, tmp_path: Path) ->
     assert {name.split(".")[2] for name in names if name.startswith("mtp.")} == {"3", "4"}
 
 
-def test_padding_and_adapters_are_zero_after_loading(job: None, tmp_path: Path) -> None:
-    path = save_model(tmp_path, "qwen3")
-    with running(path, ActorConfig(**DENSE_FLOAT32, lora={"rank": 4})) as run:
+def test_padding_and_adapters_are_zero_after_loading(job: None, zoo: Zoo) -> None:
+    with running(zoo.path("qwen3"), lora={"rank": 4}) as run:
         weights = run.engine.model.weights
         for flat in weights.base.buffers().values():
             flat.fill_(7)
@@ -70,15 +66,13 @@ def test_padding_and_adapters_are_zero_after_loading(job: None, tmp_path: Path) 
             expected = [0, 7] if is_padded else [0] if name.endswith("linear_out.weight") else [7]
             assert parameter.unique().tolist() == expected, name
         run.actor.chunks[0].to(torch.float64)
-        with pytest.raises(ReshardError, check=has_code("parameters-moved")):
+        with refused(ReshardError, "parameters-moved"):
             weights.prepare()
 
 
-def test_factors_of_norms_are_exact_in_both_directions(job: None, tmp_path: Path) -> None:
+def test_factors_of_norms_are_exact_in_both_directions(job: None, zoo: Zoo) -> None:
     """A norm around 1 in a model whose norms Megatron stores minus 1; here Gemma's, as if its checkpoint had it."""
-    path = save_model(tmp_path, "gemma2")
-    with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
-        load_canonical(run, path)
+    with loaded(zoo.path("gemma2")) as run:
         rules = [replace(rule, around_one="decoder.final_layernorm.weight" in rule.names) for rule in run.table.rules]
         model = ModelTensors(run.actor.chunks, replace(run.table, rules=rules))
         weights = MegatronAdaptor(model)
@@ -89,9 +83,6 @@ def test_factors_of_norms_are_exact_in_both_directions(job: None, tmp_path: Path
         weights.finish_loading()
         assert weight.unique().tolist() == [0.25]
 
-
-TP2 = {"tensor_model_parallel_size": 2}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MLP_WEIGHTS = [f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in range(2) for half in (1, 2)]
 # Change of config.json that the Megatron model lacks -> parameters the error must name.
@@ -106,18 +97,13 @@ MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
 def differing_names(left: TensorDict, right: TensorDict) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
 @on_engines(2)
-def test_prepare_finishes_pending_gathers(path: Path) -> None:
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
+def test_prepare_finishes_pending_gathers(zoo: Zoo) -> None:
+    with running(zoo.path("qwen3"), **OVERLAP) as run:
         weights = run.engine.model.weights
         batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.data_parallel.rank}
         batch["labels"] = batch["tokens"] + 1
@@ -140,8 +126,8 @@ def test_prepare_finishes_pending_gathers(path: Path) -> None:
 
 
 @on_engines(2)
-def test_non_finite_values_are_reported_with_rank_and_count(path: Path) -> None:
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+def test_non_finite_values_are_reported_with_rank_and_count(zoo: Zoo) -> None:
+    with running(zoo.path("qwen3"), **TP2) as run:
         weights = run.engine.model.weights
         weights.check_values()
         named = dict(weights.model.named_parameters())
@@ -167,12 +153,12 @@ def test_non_finite_values_are_reported_with_rank_and_count(path: Path) -> None:
 
 
 @on_engines(2)
-def test_every_parameter_of_another_model_is_named(path: Path) -> None:
-    config = ActorConfig(**{**DENSE_FLOAT32, **TP2})
+def test_every_parameter_of_another_model_is_named(zoo: Zoo) -> None:
+    config = actor_config(**TP2)
     with parallel_state_of(config):
         from hybrid_engine.trainer.megatron.build import build_model
 
-        hf_config = read_config(path)
+        hf_config = read_config(zoo.path("qwen3"))
         chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())
 
         def check(change: dict[str, Any], parameters: list[str]) -> None:

@@ -9,44 +9,41 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import failing
 from tests.harness.launch import on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
-from tests.zoo.tiny_models import save_model, token_batch
+from tests.zoo.megatron_models import (
+    EP2,
+    PP2,
+    SP2,
+    TP2,
+    loaded,
+    negative_log_likelihood,
+    reference_of,
+    running,
+)
+from tests.zoo.tiny_models import Zoo, token_batch
 
 BATCH = token_batch(0, 4, 12)
-LORA = {"rank": 4, "alpha": 8.0}
-TP2 = {"tensor_model_parallel_size": 2}
+LORA: Values = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
 LAYOUTS: dict[str, Values] = {
     "dp2": {},
     "tp2": TP2,
-    "tp2 sequence parallel": {**TP2, "sequence_parallel": True},
+    "tp2 sequence parallel": SP2,
     "tp2 replicated": {**TP2, "use_distributed_optimizer": False},
-    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2": PP2,
 }
 # megatron-core's own experts train with tensor parallelism only if the sequence is split.
-SPLIT = {**TP2, "sequence_parallel": True}
 EXPERT_LAYOUTS: dict[str, Values] = {
     "dp2": {},
-    "ep2": {"expert_model_parallel_size": 2},
-    "tp2 etp2": SPLIT,
-    "tp2 ep2 etp1": {**SPLIT, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    "tp2 etp2 replicated": {**SPLIT, "use_distributed_optimizer": False},
+    "ep2": EP2,
+    "tp2 etp2": SP2,
+    "tp2 ep2 etp1": {**SP2, **EP2, "expert_tensor_parallel_size": 1},
+    "tp2 etp2 replicated": {**SP2, "use_distributed_optimizer": False},
 }
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_model(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3_moe")}
-
-
-def configured(**settings: Any) -> ActorConfig:
-    return ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}, **settings})
 
 
 def parameters_of(run: Any) -> TensorDict:
@@ -63,12 +60,11 @@ def changed_in(run: Any, before: TensorDict) -> set[str]:
 
 @on_engines(2)
 @pytest.mark.parametrize(("family", "layouts"), [("qwen3", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS)])
-def test_adapters_train_and_are_merged(paths: dict[str, Path], family: str, layouts: dict[str, Values]) -> None:
+def test_adapters_train_and_are_merged(zoo: Zoo, family: str, layouts: dict[str, Values]) -> None:
     """Every layout trains the same."""
     expected: dict[str, list[float]] = {}
     for layout in layouts.values():
-        with running(paths[family], configured(lora=LORA, **layout)) as run:
-            load_canonical(run, paths[family])
+        with loaded(zoo.path(family), **LORA, **layout) as run:
             _start_alike(run)
             before = copies_of(parameters_of(run))
             steps = [run.engine.train_step(BATCH, negative_log_likelihood) for _ in range(3)]
@@ -130,16 +126,14 @@ def _check_that_a_nan_is_found(run: Any) -> None:
 
 @on_engines(2)
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", {}), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])])
-def test_checkpoints_and_references_hold_merged_weights(
-    paths: dict[str, Path], tmp_path: Path, family: str, layout: Values
-) -> None:
+def test_checkpoints_and_references_hold_merged_weights(zoo: Zoo, tmp_path: Path, family: str, layout: Values) -> None:
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
-    path = paths[family]
+    path = zoo.path(family)
     tokens = BATCH["tokens"]
-    with running(path, configured(lora=LORA, **layout)) as run:
+    with running(path, **LORA, **layout) as run:
         weights = run.engine.model.weights
         job = Job.join(60)
         for _ in range(3):
@@ -161,8 +155,8 @@ def test_checkpoints_and_references_hold_merged_weights(
 
 
 @on_engines(2)
-def test_frozen_parameters_stay(paths: dict[str, Path]) -> None:
-    with running(paths["qwen3"], configured(frozen_parameters=["embedding.*", "decoder.layers.1.*"])) as run:
+def test_frozen_parameters_stay(zoo: Zoo) -> None:
+    with running(zoo.path("qwen3"), frozen_parameters=["embedding.*", "decoder.layers.1.*"]) as run:
         before = copies_of(parameters_of(run))
         frozen = {name for name in before if name.startswith(("embedding.", "decoder.layers.1."))}
         assert {name for name, parameter in parameters_of(run).items() if not parameter.requires_grad} == frozen
@@ -179,6 +173,6 @@ def test_frozen_parameters_stay(paths: dict[str, Path]) -> None:
     ],
     ids=["frozen", "adapted"],
 )
-def test_unknown_names_are_refused(paths: dict[str, Path], settings: Values, pattern: str) -> None:
-    with failing(ConfigError, pattern=pattern), running(paths["qwen3"], configured(**settings)):
+def test_unknown_names_are_refused(zoo: Zoo, settings: Values, pattern: str) -> None:
+    with failing(ConfigError, pattern=pattern), running(zoo.path("qwen3"), **settings):
         pass

@@ -14,18 +14,17 @@ from megatron.core.transformer.enums import AttnBackend
 
 from hybrid_engine.backends.megatron import megatron_config
 from hybrid_engine.backends.megatron.megatron_config import MegatronConfigs, megatron_configs, train_sizes
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from tests.harness.errors import has_violations
 from tests.zoo.families import tiny_config
-from tests.zoo.megatron_models import DENSE_FLOAT32
+from tests.zoo.megatron_models import actor_config
 
 pytestmark = pytest.mark.slow  # imports Megatron
 
 
 def configs_of(**actor: Any) -> MegatronConfigs:
-    config = ActorConfig(**{**DENSE_FLOAT32, **actor})
+    config = actor_config(**actor)
     return megatron_configs(config, train_sizes(config, 1), table_for(tiny_config("llama")))
 
 
@@ -89,7 +88,7 @@ FUSED = ("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation
 
 
 def config_of(family: str) -> TransformerConfig:
-    actor = ActorConfig(**DENSE_FLOAT32)
+    actor = actor_config()
     return megatron_config.transformer_config(
         actor, megatron_config.train_sizes(actor, 1), table_for(tiny_config(family))
     )

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offload_items import storage_of
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.layout import Layout
@@ -32,11 +31,9 @@ from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.families import read_config
-from tests.zoo.megatron_models import DENSE_FLOAT32
-from tests.zoo.tiny_models import save_model
+from tests.zoo.megatron_models import EP2, SP2, actor_config
+from tests.zoo.tiny_models import Zoo
 
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 
 
@@ -76,24 +73,24 @@ LATENT_NAMES = (
     "mlp.shared_experts.linear_fc1.weight",
 )
 CASES = {
-    **{family: Case(family, actor=TP2, names=DENSE_NAMES) for family in ("llama", "qwen2", "qwen3", "glm", "glm4")},
-    **{family: Case(family, actor=TP2) for family in ("gemma2", "gemma3", "gpt2")},
+    **{family: Case(family, actor=SP2, names=DENSE_NAMES) for family in ("llama", "qwen2", "qwen3", "glm", "glm4")},
+    **{family: Case(family, actor=SP2) for family in ("gemma2", "gemma3", "gpt2")},
     "qwen3_moe ep2": Case("qwen3_moe", actor=EP2, names=EXPERT_NAMES),
-    "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=TP2, names=EXPERT_NAMES),
-    "qwen3_moe tp2 etp2 interleaved": Case("qwen3_moe", actor=TP2, settings={"moe_mlp_glu_interleave_size": 2}),
+    "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=SP2, names=EXPERT_NAMES),
+    "qwen3_moe tp2 etp2 interleaved": Case("qwen3_moe", actor=SP2, settings={"moe_mlp_glu_interleave_size": 2}),
     "qwen3_moe ep2 one parameter": Case("qwen3_moe", actor=EP2, grouped=True),
     "qwen3_moe ep2 one parameter in a buffer": Case("qwen3_moe", actor=EP2, grouped=True, buffered=True),
     "qwen2_moe tp2 ep2 etp1": Case(
-        "qwen2_moe", actor={**TP2, **EP2, **ETP1}, names=(*EXPERT_NAMES, "mlp.shared_experts.gate_weight")
+        "qwen2_moe", actor={**SP2, **EP2, **ETP1}, names=(*EXPERT_NAMES, "mlp.shared_experts.gate_weight")
     ),
     "mixtral ep2": Case("mixtral", actor=EP2, names=EXPERT_NAMES),
     "deepseek_v2 tp2": Case(
-        "deepseek_v2", {"q_lora_rank": None}, TP2, (*LATENT_NAMES, "self_attention.linear_q_proj.weight")
+        "deepseek_v2", {"q_lora_rank": None}, SP2, (*LATENT_NAMES, "self_attention.linear_q_proj.weight")
     ),
     "deepseek_v3 tp2 ep2 etp1": Case(
         "deepseek_v3",
         {"mtp_layers": 2},
-        {**TP2, **EP2, **ETP1},
+        {**SP2, **EP2, **ETP1},
         (*LATENT_NAMES, "self_attention.linear_q_up_proj.layer_norm_weight", "mlp.router.expert_bias"),
     ),
 }
@@ -130,7 +127,7 @@ def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, 
 
 
 def view_of(case: Case, path: Path, rank: int) -> RankView:
-    config = ActorConfig(**{**DENSE_FLOAT32, **case.actor})
+    config = actor_config(**case.actor)
     with fake_rank(config, rank, NUM_RANKS):
         from hybrid_engine.backends.megatron import megatron_config
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
@@ -216,11 +213,9 @@ def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter
 
 
 @pytest.fixture(scope="module")
-def views(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
+def views(engines: Ranks, zoo: Zoo) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Map each case to its table and the views of the ranks."""
-    paths = {
-        name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in CASES.items()
-    }
+    paths = {name: zoo.path(case.family, **case.model) for name, case in CASES.items()}
     ranks = engines.run_alone(views_of_ranks, CASES, paths)
     return {name: (table_for(read_config(path)), ranks[name]) for name, path in paths.items()}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
@@ -24,17 +23,17 @@ from hybrid_engine.backends.vllm.positions import (
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.compute_check.attention import POSITIONS, Attention, attention_differences, grouped, unread_layers
 from hybrid_engine.compute_check.config_reads import Read
-from hybrid_engine.config import ActorConfig, GenerateConfig
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
-from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.families import FAMILIES, SERVED_SIZES, write_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, running
+from tests.zoo.megatron_models import running
 
 # Longer than the sequences of `check_compute`, so log-probabilities would not show windows.
 WINDOW = {"use_sliding_window": True, "sliding_window": 100}
@@ -70,7 +69,6 @@ DIFFERENT: dict[str, tuple[str, Values, str]] = {
     "qwen2_moe with windows": ("qwen2_moe", WINDOW, f"in layer 0, {ONLY_TRAINER}"),
     "qwen3_moe, one layer": ("qwen3_moe", {**WINDOW, **MIXED}, f"in layers 0 to 1, {ONLY_TRAINER}"),
 }
-CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in DIFFERENT.items()}}
 
 
 def config_of(family: str, changes: Mapping[str, Any]) -> Values:
@@ -125,7 +123,7 @@ def read_transformers(directory: Path, change: Change = lambda model: None) -> d
 def read_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
     from megatron.core.utils import unwrap_model
 
-    with running(directory, ActorConfig(**DENSE_FLOAT32)) as run:
+    with running(directory) as run:
         change(unwrap_model(run.actor.chunks[0]))
         return dict(run.engine.model.attention())
 
@@ -146,39 +144,13 @@ def slower_in_megatron(model: Any) -> None:
     model.decoder.layers[0].self_attention.rotary_pos_emb.inv_freq /= 8
 
 
-Sides = dict[str, dict[int, Attention]]
 Change = Callable[[Any], None]
+READERS = {"transformers": read_transformers, "Megatron": read_megatron}
 # Changes of a single layer of Gemma 3: its scale; rotary frequencies of the layer with a window.
-CHANGES = {
-    "transformers": (read_transformers, scaled_in_transformers, slower_in_transformers),
-    "Megatron": (read_megatron, scaled_in_megatron, slower_in_megatron),
+CHANGES: dict[str, tuple[Change, Change]] = {
+    "transformers": (scaled_in_transformers, slower_in_transformers),
+    "Megatron": (scaled_in_megatron, slower_in_megatron),
 }
-
-
-def sides(root: str) -> dict[str, Sides]:
-    """Read every side that can be built from each config."""
-    dist.init_process_group("gloo")
-    directories = {
-        name: write_config(Path(root) / str(number), config_of(family, changes))
-        for number, (name, (family, changes)) in enumerate(CONFIGS.items())
-    }
-    # vLLM first: it modifies some classes of transformers.
-    readers = {"vLLM": read_vllm, "transformers": read_transformers, "Megatron": read_megatron}
-    attention: dict[str, Sides] = {name: {} for name in CONFIGS}
-    for read_changed, *changes in CHANGES.values():
-        for change in changes:
-            attention["gemma3"][change.__name__] = read_changed(directories["gemma3"], change)
-    for side, read in readers.items():
-        for name, directory in directories.items():
-            attention[name][side] = read(directory)
-    dist.destroy_process_group()
-    return attention
-
-
-@pytest.fixture(scope="module")
-def attention(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sides]:
-    (sides_of_rank,) = engines.launch(sides, 1, str(tmp_path_factory.mktemp("configs")))
-    return sides_of_rank
 
 
 def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention]) -> list[str]:
@@ -188,29 +160,29 @@ def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention
     return unreached
 
 
-@pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
-@pytest.mark.parametrize("name", SAME)
-def test_all_sides_read_the_same_attention(attention: dict[str, Sides], name: str, trainer: str) -> None:
-    assert compared(attention[name][trainer], attention[name]["vLLM"]) == []
-    assert len(attention[name]["vLLM"]) == len(attention[name][trainer]) >= 2
-
-
-@pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_a_window_of_only_one_side_is_found(attention: dict[str, Sides], name: str, trainer: str) -> None:
-    *_, difference = DIFFERENT[name]
-    assert compared(attention[name][trainer], attention[name]["vLLM"]) == [difference]
-
-
-@pytest.mark.parametrize("trainer", CHANGES)
-def test_a_changed_layer_is_found(attention: dict[str, Sides], trainer: str) -> None:
-    _, *changes = CHANGES[trainer]
-    scaled, slower = (attention["gemma3"][change.__name__] for change in changes)
-    (text,) = compared(scaled, attention["gemma3"]["vLLM"])
+@on_engines(1)
+@pytest.mark.parametrize("trainer", READERS)
+def test_a_changed_layer_is_found(tmp_path: Path, trainer: str) -> None:
+    write_config(tmp_path, config_of("gemma3", {}))
+    scaled, slower = (READERS[trainer](tmp_path, change) for change in CHANGES[trainer])
+    served = read_vllm(tmp_path)
+    (text,) = compared(scaled, served)
     values = "0.353553 for the trainer and 0.176777 for vLLM"
     assert text == f"in layer 1, the scale of attention scores is {values}"
-    (text,) = compared(slower, attention["gemma3"]["vLLM"])
+    (text,) = compared(slower, served)
     assert text.startswith("in layer 0, rotary frequency 15 is ")
+
+
+@on_engines(1)
+@pytest.mark.parametrize("name", [*SAME, *DIFFERENT])
+def test_both_trainers_read_the_attention_of_vllm_and_find_a_window_of_one_side(tmp_path: Path, name: str) -> None:
+    family, changes, *differences = SAME.get(name) or DIFFERENT[name]
+    write_config(tmp_path, config_of(family, changes))
+    served = read_vllm(tmp_path)
+    for read in READERS.values():
+        read_by_trainer = read(tmp_path)
+        assert compared(read_by_trainer, served) == differences
+        assert len(served) == len(read_by_trainer) >= 2
 
 
 @pytest.mark.slow  # imports vLLM's and transformers' models
@@ -221,5 +193,5 @@ def test_rotary_tables_shorter_than_a_sequence_are_named() -> None:
         rotary.register_buffer("cos_sin_cache", torch.empty(length, 32, device="meta"))
         model.add_module(name, rotary)
     require_positions(model, 64)
-    with pytest.raises(ModelError, check=has_code("rotary-table-too-short", "short, shorter", "128", "201", "64")):
+    with refused(ModelError, "rotary-table-too-short", "short, shorter", "128", "201", "64"):
         require_positions(model, 201)

@@ -17,21 +17,22 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import chunked_scores
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.launch import Ranks, of_all_ranks, on_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import (
     TIED_WITH_ODD_ROWS,
     actor,
-    assert_same,
     batch,
     cross_entropy,
     state_of,
     train,
+    weights_of,
 )
 from tests.zoo import padded_batches
-from tests.zoo.families import FAMILIES, tiny_config, write_config
+from tests.zoo.families import FAMILIES
 from tests.zoo.shares import share_of, spoiled
+from tests.zoo.tiny_models import Zoo, adamw, label_log_probs
 
 # family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers;
 # gpt2: dropout and learned positions
@@ -48,11 +49,11 @@ def skip(engine: FsdpTrainEngine) -> None:
     """Check that gradients that are not finite change nothing, and end training after some steps."""
     before = state_of(engine)
     skipped = []
-    with pytest.raises(LossError, check=has_code("every-step-skipped")):
+    with refused(LossError, "every-step-skipped"):
         while True:
             skipped.append(engine.train_step(share_of(engine, batch(5)), spoiled(cross_entropy))["skipped"])
     assert skipped == [1.0] * (MAX_SKIPPED - 1)
-    assert_same(before, state_of(engine))
+    assert state_of(engine) == before
 
 
 def unsharded_model(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
@@ -64,27 +65,19 @@ def unsharded_model(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn
 
 
 def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(whole_batch["tokens"], use_cache=False).logits.float()
-    return logits.log_softmax(-1).gather(-1, whole_batch["labels"][..., None])[..., 0]
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **changes))
-        for family, changes in MODELS.items()
-    }
+    return label_log_probs(model(whole_batch["tokens"], use_cache=False).logits.float(), whole_batch["labels"])
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("family", MODELS)
-def test_steps_equal_the_unsharded_model(paths: dict[str, Path], family: str) -> None:
+def test_steps_equal_the_unsharded_model(zoo: Zoo, family: str) -> None:
     """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches, with skipped ones."""
-    with actor(paths[family]) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
+    path = zoo.path(family, **MODELS[family])
+    with actor(path) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
         engine = parts.engine
-        initial = state_of(engine)["tensors"]
+        initial = weights_of(engine)
         check_random_weights(initial)
-        model = unsharded_model(paths[family], initial)
+        model = unsharded_model(path, initial)
 
         def check_scores(atol: float) -> torch.Tensor:
             scores = whole_log_probs(engine, batch(9))
@@ -92,7 +85,7 @@ def test_steps_equal_the_unsharded_model(paths: dict[str, Path], family: str) ->
             return scores
 
         check_scores(2e-5)
-        optimizer = reference_optimizer(model)
+        optimizer = adamw(model.parameters(), lr=1e-2, weight_decay=0.1)
         for step in range(3):
             if step == 1:
                 skip(engine)
@@ -109,7 +102,7 @@ def test_steps_equal_the_unsharded_model(paths: dict[str, Path], family: str) ->
         rescored = check_scores(1e-2)
         reference = parts.frozen_copy()
         assert torch.equal(whole_log_probs(reference, batch(9)), rescored)
-        with pytest.raises(StateError, check=has_code("no-optimizer")):
+        with refused(StateError, "no-optimizer"):
             train(reference, 0)
         assert engine.logits(batch(9)["tokens"]).shape == (8, 12, 130)
 
@@ -124,23 +117,16 @@ def check_random_weights(initial: TensorDict) -> None:
         assert all(torch.equal(tensor, weights[name]) for name, tensor in initial.items())
 
 
-def reference_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-
-
 @on_ranks(2)
-def test_ranks_report_the_same_names_or_none(paths: dict[str, Path]) -> None:
+def test_ranks_report_the_same_names_or_none(zoo: Zoo) -> None:
     """A loss with another name on each rank is refused, and no weight changes."""
-    with actor(paths["qwen2"]) as parts:
+    with actor(zoo.path("qwen2")) as parts:
         engine = parts.engine
         report = engine.train_step(share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {}))
         assert report.keys() == {"skipped", "learning_rate", "grad_norm"}
         before = whole_log_probs(engine, batch(9))
         name = f"of rank {engine.data_parallel.rank}"
-        with pytest.raises(LossError, check=has_code("other-names-reported", name)):
+        with refused(LossError, "other-names-reported", name):
             engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
         assert torch.equal(whole_log_probs(engine, batch(9)), before)
 
@@ -148,23 +134,24 @@ def test_ranks_report_the_same_names_or_none(paths: dict[str, Path]) -> None:
 def initial_weights(path: Path) -> TensorDict:
     with actor(path) as parts:
         engine = parts.engine
-        return state_of(engine)["tensors"]
+        return weights_of(engine)
 
 
-def test_random_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, paths: dict[str, Path]) -> None:
-    (weights,) = ranks.launch(initial_weights, 1, paths["qwen2"])
-    first, _ = ranks.launch(initial_weights, 2, paths["qwen2"])
+def test_random_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, zoo: Zoo) -> None:
+    path = zoo.path("qwen2", **TIED_WITH_ODD_ROWS)
+    (weights,) = ranks.launch(initial_weights, 1, path)
+    first, _ = ranks.launch(initial_weights, 2, path)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in first.items())
 
 
 @on_ranks(1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_built(tmp_path: Path, family: str) -> None:
+def test_every_family_is_built(zoo: Zoo, family: str) -> None:
     """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits, also in chunks."""
-    path = write_config(tmp_path, tiny_config(family))
+    path = zoo.path(family)
     with actor(path) as parts, torch.no_grad():
         engine = parts.engine
-        model = unsharded_model(path, state_of(engine)["tensors"])
+        model = unsharded_model(path, weights_of(engine))
         tokens = batch(0)["tokens"]
         torch.testing.assert_close(engine.logits(tokens), model(tokens).logits, atol=1e-5, rtol=0)
         sizes: list[int] = []
@@ -184,12 +171,12 @@ def test_every_family_is_built(tmp_path: Path, family: str) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("family", PADDED)
-def test_padding_and_packing_do_not_change_values_of_tokens(tmp_path: Path, family: str) -> None:
+def test_padding_and_packing_do_not_change_values_of_tokens(zoo: Zoo, family: str) -> None:
     """Neither log-probabilities nor gradients of a token change."""
-    path = write_config(tmp_path, tiny_config(family))
+    path = zoo.path(family)
     with actor(path, seq_length=padded_batches.WIDTH) as parts:
         engine = parts.engine
-        model = unsharded_model(path, state_of(engine)["tensors"])
+        model = unsharded_model(path, weights_of(engine))
         reads = padded_batches.read_all(engine)
         padded_batches.assert_is_that_of_logits(reads["right"], model)
         padded_batches.assert_all_ways_agree(reads, atol=1e-5)

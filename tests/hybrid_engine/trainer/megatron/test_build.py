@@ -5,7 +5,6 @@ test_experts.py and the matrix have models that compute.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,18 +17,16 @@ from packaging.version import Version
 
 from hybrid_engine.backends.megatron.megatron_config import train_sizes, transformer_config
 from hybrid_engine.backends.megatron.model_tensors import GlobalNames
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, ModelError
 from hybrid_engine.models import table_for
 from tests.harness.core_versions import INSTALLED
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_violations, refused
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import read_config, served_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
-from tests.zoo.tiny_models import read_canonical, save_model
+from tests.zoo.megatron_models import SP2, TP2, actor_config, parallel_state_of
+from tests.zoo.tiny_models import Zoo, read_canonical
 
-TP2 = {"tensor_model_parallel_size": 2}
 # name -> (actor_config of a model with experts on two ranks, part of the error, least and largest
 # share of the elements that a rank holds; (): it cannot be built). A tensor parallel rank holds
 # about half of them, a context parallel rank all.
@@ -39,7 +36,7 @@ REFUSED: dict[str, tuple[Values, str, tuple[float, ...]]] = {
     "positions": ({"noop_layers": (1, 1)}, r"noop_layers: \[1, 1\] names a position twice", ()),
 }
 if Version("0.19.0") > INSTALLED:
-    CUT_OTHERWISE = {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    CUT_OTHERWISE = {**SP2, "expert_tensor_parallel_size": 1}
     REFUSED["experts cut otherwise"] = (
         CUT_OTHERWISE,
         "expert_tensor_parallel_size 1, tensor_model_parallel_size 2",
@@ -47,18 +44,14 @@ if Version("0.19.0") > INSTALLED:
     )
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "deepseek_v2")
-
-
 @on_engines(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_unsupported_model_is_refused_for_training_but_can_hold_weights(path: Path, name: str) -> None:
+def test_an_unsupported_model_is_refused_for_training_but_can_hold_weights(zoo: Zoo, name: str) -> None:
     from hybrid_engine.trainer.megatron.build import build_model
 
     settings, pattern, share = REFUSED[name]
-    config = ActorConfig(**{**DENSE_FLOAT32, **settings})
+    config = actor_config(**settings)
+    path = zoo.path("deepseek_v2")
     model = read_config(path)
     table = table_for(model)
     whole = sum(tensor.numel() for tensor in read_canonical(path).values())
@@ -114,13 +107,13 @@ def test_attention_and_mlp_are_numbered_by_layer_of_the_checkpoint() -> None:
 
 
 def test_a_live_model_with_mamba_layers_is_refused() -> None:
-    with pytest.raises(ModelError, check=has_code("unsupported-layers", "Mamba layers (M) in 'M*-'")):
+    with refused(ModelError, "unsupported-layers", "Mamba layers (M) in 'M*-'"):
         GlobalNames(stand_in_chunk("M*-", range(3)), 1, frozenset())
 
 
 def test_hybrid_layers_are_refused_in_an_older_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
-    actor = ActorConfig(**{**DENSE_FLOAT32, "hybrid_layer_pattern": "*-*-"})
+    actor = actor_config(hybrid_layer_pattern="*-*-")
     expected = has_violations(("actor_config.hybrid_layer_pattern", "megatron-core-too-old"))
     with pytest.raises(ConfigError, match=r"0\.18\.2", check=expected):
         transformer_config(actor, train_sizes(actor, 1), table_for(served_config("llama")))

@@ -17,35 +17,24 @@ from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.actors import actor
 from tests.hybrid_engine.backends.fsdp.actors import train as train_sharded
-from tests.hybrid_engine.trainer.megatron.test_checkpoint import (
-    BFLOAT16,
-    PLAIN,
-    PP2,
-    TP2,
-    checkpoints_of,
-    configured,
-    state_of,
-    train,
-)
-from tests.zoo.megatron_models import running, whole_weights
-from tests.zoo.tiny_models import save_model
+from tests.hybrid_engine.trainer.megatron.test_checkpoint import BFLOAT16, PLAIN, checkpoints_of, state_of, train
+from tests.zoo.megatron_models import EP2, PP2, SP2, TP2, VPP2, running, whole_weights
+from tests.zoo.tiny_models import TinyModel, Zoo
 
-VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-SP2 = {**TP2, "sequence_parallel": True}
 UNEVEN = {**PP2, "num_layers_in_first_pipeline_stage": 1}
 BUCKETS = {"overlap_grad_reduce": True, "overrides": {"ddp": {"bucket_size": 2000}}}
 PADDED = {"make_vocab_size_divisible_by": 512}
-EP2 = {"expert_model_parallel_size": 2}
+FOUR = {"num_hidden_layers": 4}
 
-# name -> (family, model changes, layouts): saved in each, loaded in the next, and at last in the first.
-CHAINS: dict[str, tuple[str, Values, list[Values]]] = {
-    "dense": ("qwen3", {"num_hidden_layers": 4}, [TP2, VPP2, {}, BUCKETS, {**TP2, **PLAIN}, PADDED, PP2, PLAIN]),
-    "tied": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}, [VPP2, TP2, {}, PP2]),
-    "bfloat16": ("llama", {}, [{**BFLOAT16, **layout} for layout in ({}, TP2, PLAIN, PP2)]),
-    "experts": ("deepseek_v3", {}, [EP2, {}, SP2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}, UNEVEN]),
-    "shared gate": ("qwen2_moe", {}, [EP2, SP2]),
-    "few experts": ("qwen3_moe", {}, [SP2, EP2, {**EP2, **PLAIN}]),
-    "transposed": ("gpt2", {}, [TP2, {}]),
+# name -> model, and layouts: saved in each, loaded in the next, and at last in the first.
+CHAINS: dict[str, tuple[TinyModel, list[Values]]] = {
+    "dense": (TinyModel("qwen3", FOUR), [TP2, VPP2, {}, BUCKETS, {**TP2, **PLAIN}, PADDED, PP2, PLAIN]),
+    "tied": (TinyModel("qwen3", {"tie_word_embeddings": True, **FOUR}), [VPP2, TP2, {}, PP2]),
+    "bfloat16": (TinyModel("llama"), [{**BFLOAT16, **layout} for layout in ({}, TP2, PLAIN, PP2)]),
+    "experts": (TinyModel("deepseek_v3"), [EP2, {}, SP2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}, UNEVEN]),
+    "shared gate": (TinyModel("qwen2_moe"), [EP2, SP2]),
+    "few experts": (TinyModel("qwen3_moe"), [SP2, EP2, {**EP2, **PLAIN}]),
+    "transposed": (TinyModel("gpt2"), [TP2, {}]),
 }
 
 
@@ -70,24 +59,16 @@ def whole_state(run: Any) -> TensorDict:
     return state
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
-        for name, (family, changes, _) in CHAINS.items()
-    }
-
-
 @on_engines(2)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_state_is_equal_in_every_layout(paths: dict[str, Path], tmp_path: Path, chain: str) -> None:
-    _, _, layouts = CHAINS[chain]
+def test_state_is_equal_in_every_layout(zoo: Zoo, tmp_path: Path, chain: str) -> None:
+    model, layouts = CHAINS[chain]
     job = Job.join(60)
-    path = paths[chain]
+    path = zoo.saved(model)
     expected: TensorDict = {}
     losses: list[float] = []
     for number, layout in enumerate([*layouts, layouts[0]]):
-        with running(path, configured(layout, seed=number)) as run:
+        with running(path, **layout, seed=number) as run:
             checkpoints = checkpoints_of(run, job)
             if number:
                 checkpoints.load(tmp_path / str(number - 1))
@@ -115,12 +96,12 @@ def steps_of(run: Any) -> list[float]:
 
 
 @on_engines(2)
-@pytest.mark.parametrize("model", ["dense", "few experts", "shared gate"])
-def test_each_trainer_reads_the_checkpoint_of_the_other(paths: dict[str, Path], tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("chain", ["dense", "few experts", "shared gate"])
+def test_each_trainer_reads_the_checkpoint_of_the_other(zoo: Zoo, tmp_path: Path, chain: str) -> None:
     job = Job.join(60)
-    path = paths[model]
-    layout = CHAINS[model][2][0]
-    with running(path, configured(layout)) as run:
+    model, (layout, *_) = CHAINS[chain]
+    path = zoo.saved(model)
+    with running(path, **layout) as run:
         for step in range(2):
             train(run, step)
         checkpoints_of(run, job).save(tmp_path / "megatron")
@@ -133,7 +114,7 @@ def test_each_trainer_reads_the_checkpoint_of_the_other(paths: dict[str, Path], 
         parts.checkpoints.save(tmp_path / "fsdp2")
         parts.checkpoints.load(tmp_path / "fsdp2")
         train_sharded(parts.engine, 2)
-    with running(path, configured(layout, seed=7)) as run:
+    with running(path, **layout, seed=7) as run:
         checkpoints_of(run, job).load(tmp_path / "fsdp2")
         assert run.engine.model.version == 2
         train(run, 2)
@@ -143,17 +124,16 @@ def test_each_trainer_reads_the_checkpoint_of_the_other(paths: dict[str, Path], 
 
 
 @on_engines(2)
-def test_adapters_are_read_in_their_layout_only(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_are_read_in_their_layout_only(zoo: Zoo, tmp_path: Path) -> None:
     job = Job.join(60)
-    path = paths["dense"]
+    path = zoo.path("qwen3")
     adapted = {**TP2, "lora": {"rank": 4}}
-    with running(path, configured(adapted)) as run:
+    with running(path, **adapted) as run:
         train(run, 0)
         checkpoints_of(run, job).save(tmp_path / "adapted")
     for layout in (TP2, {"lora": {"rank": 4}}):
-        with running(path, configured(layout)) as run:
+        with running(path, **layout) as run:
             before = state_of(run)
             with failing(StateError, "checkpoint-of-another-layout", "resume with that layout"):
                 checkpoints_of(run, job).load(tmp_path / "adapted")
-            after = state_of(run)
-        assert all(torch.equal(tensor, after["tensors"][name]) for name, tensor in before["tensors"].items())
+            assert state_of(run) == before

@@ -10,19 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.ports import Batch
-from tests.harness.launch import Ranks
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, running
+from tests.harness.launch import on_engines
+from tests.zoo.megatron_models import EP2, PP2, SP2, loaded
 from tests.zoo.padded_batches import LENGTHS, batches
 from tests.zoo.shares import share_of
-from tests.zoo.tiny_models import save_model
+from tests.zoo.tiny_models import Zoo
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2, recomputed": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **FULL},
-    "pp2": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
-    "ep2": {"expert_model_parallel_size": 2},
+    "tp2, recomputed": {**SP2, **FULL},
+    "pp2": {**PP2, "num_layers_in_last_pipeline_stage": 1},
+    "ep2": EP2,
 }
 TOP_K = 4
 
@@ -39,8 +38,7 @@ def step(path: Path, rows: Mapping[str, Batch], settings: dict[str, Any]) -> lis
         finalize(*args, **kwargs)
 
     results = []
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, "seq_length": 24, **settings})) as run:
-        load_canonical(run, path)
+    with loaded(path, seq_length=24, **settings) as run:
         run.engine.optimizer.set_learning_rate(0.0)
         routers = [module for chunk in run.actor.chunks for module in chunk.modules() if hasattr(module, "expert_bias")]
         config = run.actor.transformer_config
@@ -56,33 +54,31 @@ def step(path: Path, rows: Mapping[str, Batch], settings: dict[str, Any]) -> lis
     return results
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "deepseek_v3", mtp_layers=1)
-
-
+@on_engines(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_padding_and_micro_batches_change_neither_counts_nor_biases(engines: Ranks, path: Path, layout: str) -> None:
+def test_padding_and_micro_batches_change_neither_counts_nor_biases(zoo: Zoo, layout: str) -> None:
     ways = {name: batches()[name] for name in ("right", "left", "packed")}
-    for results in engines.launch(step, 2, path, ways, {**LAYOUTS[layout], "micro_batch_size": 2}):
-        ((loss, _), state), *others = results
-        # an MTP layer has nothing to predict from the last token of a sequence
-        counts, biases = state.chunk(2)
-        assert {*counts.sum(1).tolist()} <= {TOP_K * sum(LENGTHS), TOP_K * (sum(LENGTHS) - len(LENGTHS))}
-        assert biases.any()
-        for (other_loss, _), other in others:
-            assert torch.equal(state, other)
-            assert other_loss == pytest.approx(loss, abs=1e-5)
+    path = zoo.path("deepseek_v3", mtp_layers=1)
+    ((loss, _), state), *others = step(path, ways, {**LAYOUTS[layout], "micro_batch_size": 2})
+    # an MTP layer has nothing to predict from the last token of a sequence
+    counts, biases = state.chunk(2)
+    assert {*counts.sum(1).tolist()} <= {TOP_K * sum(LENGTHS), TOP_K * (sum(LENGTHS) - len(LENGTHS))}
+    assert biases.any()
+    for (other_loss, _), other in others:
+        assert torch.equal(state, other)
+        assert other_loss == pytest.approx(loss, abs=1e-5)
 
 
+@on_engines(1)
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_auxiliary_losses_ignore_padding(engines: Ranks, path: Path, kind: str) -> None:
+def test_auxiliary_losses_ignore_padding(zoo: Zoo, kind: str) -> None:
     """Also in a micro batch of padding: they divide by its number of tokens."""
     right = batches()["right"]
     alone = {name: values[:1, : LENGTHS[0]] for name, values in right.items() if name != "temperature"}
     padded = {name: torch.cat([right[name][:1], torch.zeros_like(right[name][:1])]) for name in alone}
     losses = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 3.0, "moe_z_loss_coeff": 1.0}
     settings = {"overrides": {"transformer": losses}}
-    (((expected, _), (figures, _)),) = engines.launch(step, 1, path, {"alone": alone, "padded": padded}, settings)
+    path = zoo.path("deepseek_v3", mtp_layers=1)
+    ((expected, _), (figures, _)) = step(path, {"alone": alone, "padded": padded}, settings)
     # means of two micro batches
     assert [2 * figure for figure in figures] == pytest.approx(expected, rel=1e-4)

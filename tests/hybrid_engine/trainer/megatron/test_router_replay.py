@@ -7,50 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import pack_rows
 from tests.harness.core_versions import INSTALLED
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
+from tests.zoo.megatron_models import ATOL, EP2, PP2, SP2, VPP2, loaded, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
-from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch
+from tests.zoo.tiny_models import TinyModel, Zoo, label_log_probs, token_batch
 
-MODELS: dict[str, tuple[str, Values]] = {
-    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
-    "qwen3_moe, some layers dense": (
+MODELS: dict[str, TinyModel] = {
+    "qwen3_moe": TinyModel("qwen3_moe", {"num_hidden_layers": 4}),
+    "qwen3_moe, some layers dense": TinyModel(
         "qwen3_moe",
         {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False},
     ),
-    "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3, one mtp layer": ("deepseek_v3", {"mtp_layers": 1}),
-    "qwen3": ("qwen3", {}),
+    "deepseek_v3": TinyModel("deepseek_v3"),
+    "deepseek_v3, one mtp layer": TinyModel("deepseek_v3", {"mtp_layers": 1}),
+    "qwen3": TinyModel("qwen3"),
 }
-PP2 = {"pipeline_model_parallel_size": 2}
-VPP2 = {"virtual_pipeline_model_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2}
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 # name -> (model, layout)
 CASES: dict[str, tuple[str, Values]] = {
     "ep2, dense layers": ("qwen3_moe, some layers dense", EP2),
-    "tp2 ep2 etp1": ("qwen3_moe", {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
-    "tp2, experts recomputed": ("qwen3_moe", {**TP2, **MOE}),
-    "pp2 vpp2": ("qwen3_moe", {**PP2, **VPP2}),
-    "pp2 vpp2, layers recomputed": ("qwen3_moe", {**PP2, **VPP2, **FULL}),
-    "pp2 vpp2, dense layers": ("qwen3_moe, some layers dense", {**PP2, **VPP2}),
+    "tp2 ep2 etp1": ("qwen3_moe", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "tp2, experts recomputed": ("qwen3_moe", {**SP2, **MOE}),
+    "pp2 vpp2": ("qwen3_moe", {**VPP2}),
+    "pp2 vpp2, layers recomputed": ("qwen3_moe", {**VPP2, **FULL}),
+    "pp2 vpp2, dense layers": ("qwen3_moe, some layers dense", {**VPP2}),
     "pp2, groups, mtp": (
         "deepseek_v3, one mtp layer",
         {**PP2, "num_layers_in_last_pipeline_stage": 1},
@@ -61,7 +55,6 @@ if Version("0.19.0") <= INSTALLED:
     CASES["HybridModel pp2"] = "qwen3_moe", {**PP2, "hybrid_layer_pattern": "*E*E*|E*E"}
 NUM_SEQUENCES, LENGTH = 4, 8
 PADDING = 6
-ATOL = 2e-5
 
 
 def batch_of(num_layers: int, num_experts: int, top_k: int) -> TensorDict:
@@ -75,13 +68,9 @@ def batch_of(num_layers: int, num_experts: int, top_k: int) -> TensorDict:
 
 
 def batch_for(model: str) -> TensorDict:
-    config = build_hf_model(*_family(model)[:1], **_family(model)[1]).config
+    config = MODELS[model].build().config
     num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
     return batch_of(config.num_hidden_layers, num_experts, config.num_experts_per_tok)
-
-
-def _family(model: str) -> tuple[str, Values]:
-    return MODELS[model]
 
 
 def ways_of(batch: Mapping[str, torch.Tensor]) -> dict[str, TensorDict]:
@@ -102,15 +91,6 @@ def by_token(values: torch.Tensor, way: str) -> torch.Tensor:
     return (values[:, PADDING:] if way == "left" else values).flatten()
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("models")
-    return {
-        name: save_model(directory / str(number), family, **changes)
-        for number, (name, (family, changes)) in enumerate(MODELS.items())
-    }
-
-
 @dataclass(frozen=True)
 class Expected:
     """Results of transformers."""
@@ -122,8 +102,7 @@ class Expected:
 
 
 def with_transformers(model: str) -> Expected:
-    family, changes = MODELS[model]
-    module = build_hf_model(family, **changes)
+    module = MODELS[model].build()
     batch = batch_for(model)
     with torch.no_grad():
         own = label_log_probs(module(batch["tokens"]).logits, batch["labels"])
@@ -159,14 +138,14 @@ def _choosing(experts: torch.Tensor, config: Any) -> Callable[..., Any]:
 
 @on_engines(2, timeout=600)
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_transformers_with_the_same_experts(paths: dict[str, Path], name: str) -> None:
+def test_results_are_those_of_transformers_with_the_same_experts(zoo: Zoo, name: str) -> None:
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
     model, layout = CASES[name]
     expected = with_transformers(model)
     assert (expected.log_probs - expected.own).abs().max() > 0.1
-    with running(paths[model], ActorConfig(**{**DENSE_FLOAT32, "seq_length": 16, **layout})) as run:
-        load_canonical(run, paths[model])
+    path = zoo.saved(MODELS[model])
+    with loaded(path, seq_length=16, **layout) as run:
         engine = run.engine
         settings = run.actor.transformer_config
         settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
@@ -182,7 +161,7 @@ def test_results_are_those_of_transformers_with_the_same_experts(paths: dict[str
             check(engine, rows, expected.log_probs, way)
         check(engine, {key: batch[key] for key in ("tokens", "labels")}, expected.own, "the routers' own selection")
         # A reference is another policy, which selects experts itself.
-        reference = reference_of(run, paths[model])
+        reference = reference_of(run, path)
         copy_weights(engine.model, reference.model)
         check(reference, batch, expected.own, "reference")
         engine.optimizer.set_learning_rate(0.0)
@@ -193,7 +172,7 @@ def test_results_are_those_of_transformers_with_the_same_experts(paths: dict[str
 
 
 @on_engines(1)
-def test_experts_that_routers_cannot_take_are_refused(paths: dict[str, Path]) -> None:
+def test_experts_that_routers_cannot_take_are_refused(zoo: Zoo) -> None:
     batch = batch_for("qwen3_moe")
     experts = batch["routed_experts"]
     for model, routed, code in (
@@ -202,20 +181,18 @@ def test_experts_that_routers_cannot_take_are_refused(paths: dict[str, Path]) ->
         ("qwen3_moe", experts.float(), "wrong-shape"),
         ("qwen3", experts, "replay-unsupported"),  # a model without experts
     ):
-        refused = pytest.raises(BatchError, check=has_violations(("routed_experts", code)))
-        with running(paths[model], ActorConfig(**DENSE_FLOAT32)) as run, refused:
+        refused = violated(BatchError, ("routed_experts", code))
+        with running(zoo.saved(MODELS[model])) as run, refused:
             share_of(run.engine, {**batch, "routed_experts": routed})
 
 
 @on_engines(1)
-def test_the_replay_of_a_user_stays_where_groups_have_scores(paths: dict[str, Path]) -> None:
+def test_the_replay_of_a_user_stays_where_groups_have_scores(zoo: Zoo) -> None:
     """Record with Megatron's own RouterReplay, and replay other experts with it."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    path = paths["deepseek_v3"]
     overrides = {"transformer": {"moe_enable_routing_replay": True}}
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, "overrides": overrides})) as run:
-        load_canonical(run, path)
+    with loaded(zoo.path("deepseek_v3"), overrides=overrides) as run:
         batch = share_of(run.engine, token_batch(3, 1, LENGTH))
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
         log_probs = run.engine.log_probs(batch)

@@ -13,42 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError, HybridEngineError, ReshardError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.batch_checks import own_share
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
+from tests.zoo.megatron_models import TP2, loaded, make_batch, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
-from tests.zoo.tiny_models import save_model, token_batch
-
-BATCH = 4
-LENGTH = 12
-
-TP2 = {"tensor_model_parallel_size": 2}
-
-
-def make_batch() -> TensorDict:
-    """Return a whole batch; token 129 is the last before Megatron's padding."""
-    batch = token_batch(3, BATCH, LENGTH)
-    batch["tokens"][0, 0] = batch["tokens"][0, 5] = batch["labels"][0, 4] = 129
-    return batch
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
+from tests.zoo.tiny_models import Zoo
 
 
 @on_engines(2)
-def test_ranks_report_the_same_names_or_none(path: Path) -> None:
+def test_ranks_report_the_same_names_or_none(zoo: Zoo) -> None:
     from hybrid_engine.backends.megatron.internals import process_groups
 
-    with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
-        load_canonical(run, path)
+    with loaded(zoo.path("qwen3")) as run:
         share = share_of(run.engine, make_batch())
         name = f"of rank {run.engine.data_parallel.rank}"
         before = run.engine.log_probs(share)
@@ -63,12 +44,12 @@ def test_ranks_report_the_same_names_or_none(path: Path) -> None:
 
 
 @on_engines(2)
-def test_a_reference_does_not_change_when_the_actor_is_trained(path: Path) -> None:
+def test_a_reference_does_not_change_when_the_actor_is_trained(zoo: Zoo) -> None:
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
 
     batch = make_batch()
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16"})) as run:
-        load_canonical(run, path)
+    path = zoo.path("qwen3")
+    with loaded(path, **TP2, params_dtype="bfloat16") as run:
         log_probs = run.engine.log_probs(batch)
         reference = reference_of(run, path)
         copy_weights(run.engine.model, reference.model)
@@ -82,11 +63,10 @@ def test_a_reference_does_not_change_when_the_actor_is_trained(path: Path) -> No
 
 
 @on_engines(2)
-def test_an_overflow_in_float16_skips_the_step(path: Path) -> None:
+def test_an_overflow_in_float16_skips_the_step(zoo: Zoo) -> None:
     """The loss scale starts at 2**32."""
     batch = make_batch()
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "float16"})) as run:
-        load_canonical(run, path)
+    with loaded(zoo.path("qwen3"), **TP2, params_dtype="float16") as run:
         before = run.engine.log_probs(batch)
         assert run.engine.train_step(batch, negative_log_likelihood)["skipped"] == 1
         assert run.engine.model.version == 0
@@ -94,12 +74,12 @@ def test_an_overflow_in_float16_skips_the_step(path: Path) -> None:
 
 
 @on_engines(2)
-def test_batches_that_do_not_fit_are_refused(path: Path) -> None:
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": 3})) as run:
-        with pytest.raises(BatchError, check=has_violations(("tokens", "not-divisible"))):
+def test_batches_that_do_not_fit_are_refused(zoo: Zoo) -> None:
+    with running(zoo.path("qwen3"), **TP2, micro_batch_size=3) as run:
+        with violated(BatchError, ("tokens", "not-divisible")):
             run.engine.log_probs(make_batch())
-        batch = {**make_batch(), IMAGES: ImageRows([{"pixel_values": torch.zeros(1, 2)}] * BATCH)}
-        with pytest.raises(BatchError, check=has_violations(("images", "images-unsupported"))):
+        batch = {**make_batch(), IMAGES: ImageRows([{"pixel_values": torch.zeros(1, 2)}] * 4)}
+        with violated(BatchError, ("images", "images-unsupported")):
             own_share(batch, run.engine.limits)
         dist.barrier()
 
@@ -140,7 +120,7 @@ def step(path: Path, settings: Values) -> Stepped:
         ends.append(len(kept))  # the forward pass ends here
         return negative_log_likelihood(batch, log_probs)
 
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": BATCH, **settings})) as run:
+    with running(path, **TP2, micro_batch_size=4, **settings) as run:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             report = run.engine.train_step(make_batch(), loss)
         gradients = {
@@ -153,8 +133,9 @@ def step(path: Path, settings: Values) -> Stepped:
 
 @on_engines(2)
 @pytest.mark.parametrize("base", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
-def test_recomputation_changes_no_bit(path: Path, base: Values) -> None:
+def test_recomputation_changes_no_bit(zoo: Zoo, base: Values) -> None:
     """Adapters alone require gradients; the embedding and later weights then do not."""
+    path = zoo.path("qwen3")
     plain = step(path, base)
     assert any(gradient.any() for gradient in plain.gradients.values())
     for name, settings in RECOMPUTED.items():
@@ -165,13 +146,12 @@ def test_recomputation_changes_no_bit(path: Path, base: Values) -> None:
         assert recomputed.kept_nbytes < plain.kept_nbytes, name
 
 
-def test_scores_have_no_dropout_and_need_the_weights_in_their_place(job: None, tmp_path: Path) -> None:
-    path = save_model(tmp_path, "qwen3")
+def test_scores_have_no_dropout_and_need_the_weights_in_their_place(job: None, zoo: Zoo) -> None:
     dropout = {"transformer": {"hidden_dropout": 0.5}}
-    with running(path, ActorConfig(**DENSE_FLOAT32, overrides=dropout)) as run:
+    with running(zoo.path("qwen3"), overrides=dropout) as run:
         run.engine.train_step(make_batch(), negative_log_likelihood)
         scores = [run.engine.log_probs(make_batch()) for _ in range(2)]
         assert torch.equal(*scores)
         run.actor.chunks[0].to(torch.float64)
-        with pytest.raises(ReshardError, check=has_code("parameters-moved")):
+        with refused(ReshardError, "parameters-moved"):
             run.engine.log_probs(make_batch())

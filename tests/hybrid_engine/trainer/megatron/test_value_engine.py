@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,34 +18,32 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.backends.huggingface import load_hf_checkpoint
-from hybrid_engine.config import ActorConfig, load_config
+from hybrid_engine.config import load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import VALUE_HEAD, value_table
-from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.job import Job, join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import read_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.megatron_models import EP2, PP2, SP2, TP2, VPP2, actor_config, parallel_state_of
 from tests.zoo.shares import share_of, spoiled
-from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
+from tests.zoo.tiny_models import TinyModel, Zoo, token_batch, train_by_torch
 
 BATCH = 4
 LENGTH = 12
 NUM_STEPS = 3
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-MODELS: dict[str, tuple[str, Values]] = {
-    "qwen3": ("qwen3", {}),
-    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
-    "qwen3_moe": ("qwen3_moe", {}),
+MODELS = {
+    "qwen3": TinyModel("qwen3"),
+    "qwen3 tied": TinyModel("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "qwen3_moe": TinyModel("qwen3_moe"),
 }
 LAYOUTS: dict[str, tuple[str, Values]] = {
     "tp2": ("qwen3", TP2),
-    "tp2 sp": ("qwen3", {**TP2, "sequence_parallel": True}),
+    "tp2 sp": ("qwen3", SP2),
     "pp2": ("qwen3", PP2),
-    "tied pp2 vpp2": ("qwen3 tied", {**PP2, "virtual_pipeline_model_parallel_size": 2}),
-    "experts ep2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
+    "tied pp2 vpp2": ("qwen3 tied", VPP2),
+    "experts ep2": ("qwen3_moe", EP2),
 }
 
 
@@ -66,31 +65,24 @@ def head_weights(hidden_size: int) -> torch.Tensor:
     return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
 
 
-def save_with_head(directory: Path, family: str, changes: Values) -> tuple[Path, Path]:
-    """Save a language model and the same with a value head; returns (with, without) the head."""
-    without = save_model(directory / "without", family, **changes)
-    path = save_model(directory / "with", family, **changes)
-    tensors = load_file(path / "model.safetensors")
-    tensors.pop("lm_head.weight", None)  # tied models have none
-    save_file({**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])}, path / "model.safetensors")
-    return path, without
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Models with and without a value head, by name."""
-    return {name: save_with_head(tmp_path_factory.mktemp("model"), *model) for name, model in MODELS.items()}
+def with_head(zoo: Zoo, model: TinyModel, path: Path) -> Path:
+    """Save the model with a value head on rank 0. Collective."""
+    if dist.get_rank() == 0:
+        shutil.copytree(zoo.saved(model), path)
+        tensors = load_file(path / "model.safetensors")
+        tensors.pop("lm_head.weight", None)  # tied models have none
+        save_file({**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])}, path / "model.safetensors")
+    dist.barrier()
+    return path
 
 
 @functools.cache
 def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float], torch.Tensor]:
     """Return values, losses and gradient norms of the steps, and final values."""
-    family, changes = MODELS[model]
-    decoder = build_hf_model(family, **changes).model
+    decoder = MODELS[model].build().model
     head = torch.nn.Parameter(head_weights(decoder.config.hidden_size))
     batch = make_batch()
     parameters = [*decoder.parameters(), head]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
 
     def values() -> torch.Tensor:
         hidden = decoder(batch["tokens"]).last_hidden_state
@@ -98,32 +90,27 @@ def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float],
 
     with torch.no_grad():
         before = values()
-    losses = []
-    norms = []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = (values() - batch["targets"]).pow(2).mean()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
-        optimizer.step()
-        losses.append(loss.item())
+    losses, norms = train_by_torch(
+        parameters, lambda: (values() - batch["targets"]).pow(2).mean(), NUM_STEPS, weight_decay=0.0
+    )
     with torch.no_grad():
         return before, losses, norms, values()
 
 
 @on_engines(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_steps_equal_transformers(paths: dict[str, tuple[Path, Path]], layout: str) -> None:
+def test_values_and_steps_equal_transformers(zoo: Zoo, tmp_path: Path, layout: str) -> None:
     """A new head is zero and logged."""
     from hybrid_engine.trainer.megatron.build import build_actor, end_training
     from hybrid_engine.trainer.megatron.train_engine import ValueEngine
 
     name, settings = LAYOUTS[layout]
-    path, without_head = paths[name]
+    without_head = zoo.saved(MODELS[name])
     values, losses, norms, final = by_transformers(name)
     assert losses[-1] < losses[0] - 0.1
-    config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3}})
+    config = actor_config(**settings, optimizer={"lr": 3e-3})
     with parallel_state_of(config):
+        path = with_head(zoo, MODELS[name], tmp_path / "with_head")
         table = value_table(table_for(read_config(path)))
         actor = build_actor(config, table, read_config(path), dist.get_world_size())
         engine = ValueEngine(actor, table, config.micro_batch_size)
@@ -154,7 +141,10 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
     """Return losses of a data parallel critic, with values read between its steps."""
     from hybrid_engine import ValueModel
 
-    actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    actor = {
+        **{"params_dtype": "float32", "make_vocab_size_divisible_by": 8},
+        **{"overlap_grad_reduce": overlap, "overlap_param_gather": overlap},
+    }
     values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
     config = load_config(values, int(os.environ["WORLD_SIZE"]))
     batch = make_batch()
@@ -177,9 +167,10 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
 
 
 @on_engines(2)
-def test_reading_a_critic_completes_the_previous_step(paths: dict[str, tuple[Path, Path]]) -> None:
+def test_reading_a_critic_completes_the_previous_step(zoo: Zoo, tmp_path: Path) -> None:
     """Reading gathers parameters with overlap_param_gather, and they stay gathered."""
-    path, _ = paths["qwen3"]
+    join_process_group(60)
+    path = with_head(zoo, MODELS["qwen3"], tmp_path / "with_head")
     losses = step_in_contexts(path, overlap=False)
     assert step_in_contexts(path, overlap=True) == losses
     assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
