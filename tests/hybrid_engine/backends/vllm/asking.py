@@ -21,7 +21,6 @@ from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.isolation import destroy_groups
 from hybrid_engine.backends.vllm.process_state import random_state_kept, seeded_state
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Shapes
@@ -54,15 +53,6 @@ class Answers:
 
     completions: list[Scored]
     prompts: list[list[float]]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Type, message and code of an error."""
-
-    kind: str
-    message: str
-    code: str
 
 
 @functools.cache
@@ -143,15 +133,6 @@ def restart(engine: InferenceEngine, seed: int) -> None:
     """Restart the generator of requests without a seed."""
     with random_state_kept():
         engine._generator_state = seeded_state(seed)
-
-
-def refusal_of(call: Callable[[], Any]) -> Refusal:
-    """Return the error of a call as a `Refusal`, or "no error"."""
-    try:
-        call()
-    except HybridEngineError as error:
-        return Refusal(type(error).__name__, str(error), error.code)
-    return Refusal("no error", "", "")
 
 
 def gap(left: torch.Tensor, right: torch.Tensor) -> float:

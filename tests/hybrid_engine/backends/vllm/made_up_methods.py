@@ -12,7 +12,6 @@ import torch
 
 from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
-from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.postload import module_tensors
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
@@ -279,14 +278,6 @@ def load(processing: Callable[[Any, Any], None], seed: int) -> Model:
     model.load_weights(model.weights(seed).items())
     model.process()
     return model
-
-
-def differing_paths(actual: TensorDict, expected: TensorDict) -> list[str]:
-    return [
-        path
-        for path in sorted({*actual, *expected})
-        if path not in actual or path not in expected or not derivations.same_bytes(actual[path], expected[path])
-    ]
 
 
 def addresses(tensors: TensorDict) -> dict[str, tuple[int, tuple[int, ...]]]:

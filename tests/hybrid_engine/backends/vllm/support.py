@@ -161,16 +161,16 @@ def misread_layers(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> 
 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the parameters that are missing on one side or differ bitwise."""
+    """Return the names of tensors that are missing on one side or differ bitwise."""
     # Bytes are compared, so that equal NaN are no difference.
     return [
         name
         for name in sorted({*ours, *native})
-        if name not in ours or name not in native or not _same_bits(ours[name], native[name])
+        if name not in ours or name not in native or not same_bits(ours[name], native[name])
     ]
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (left.dtype, left.shape) == (right.dtype, right.shape) and torch.equal(
         left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
     )

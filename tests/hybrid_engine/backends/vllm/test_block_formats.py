@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 
 from hybrid_engine.backends.vllm import InferenceSettings, layout_of_position, quantised_at_position
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.models import table_for
 from hybrid_engine.models.block_quantization import BlockQuantization, fp8
 from hybrid_engine.models.quantization_configs import block_config, format_in
-from hybrid_engine.ranks.job import Job
-from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
+from tests.harness.launch import on_engines
+from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS, quantised, weights
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import job
 from tests.zoo import block_formats
 from tests.zoo.families import served_config
 
@@ -29,63 +27,45 @@ SIZES = {
 }
 
 
-def trace_experts(directory: str, method: str) -> dict[str, Any]:
-    """Return the quantised tensors of a model with experts, and the dtypes that vLLM has for its tensors."""
-    dist.init_process_group("gloo")
+@on_engines(1, timeout=600)
+@pytest.mark.parametrize("method", FORMATS)
+def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, method: str) -> None:
     config = served_config("qwen3_moe", **SIZES)
     table = table_for(config)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
-    path = support.write_config(Path(directory), config)
+    path = support.write_config(tmp_path, config)
     chosen = block_config(config, method)  # config.json has none
     settings = InferenceSettings(path, generate=generate, quantization_config=chosen)
-    with (
-        closing(Job.join(120)) as job,
-        block_formats.kernels_in_torch(),
-        block_formats.experts_in_torch(),
-    ):
-        fused = quantised_at_position(settings, job, table.shapes, table.dtypes)
+    with block_formats.kernels_in_torch(), block_formats.experts_in_torch():
+        fused = quantised_at_position(settings, job(), table.shapes, table.dtypes)
         groups = {name: names[0] for names in fused for name in names}
         served = BlockQuantization(groups, format_in(chosen)).served(table)
-        layout = layout_of_position(settings, job, served.shapes, served.dtypes)
+        layout = layout_of_position(settings, job(), served.shapes, served.dtypes)
     dtypes = {shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards}
-    return {"fused": fused, "dtypes": dtypes, "shapes": dict(served.shapes), "plain": dict(table.shapes)}
-
-
-@pytest.mark.parametrize("method", FORMATS)
-def test_experts_are_quantised_and_routers_are_not(engines: Ranks, tmp_path: Path, method: str) -> None:
-    (traced,) = engines.launch(trace_experts, 1, str(tmp_path), method, timeout=600)
-    weights = {name for names in traced["fused"] for name in names}
+    in_blocks = {name for names in fused for name in names}
     expert = "model.layers.0.mlp.experts.3"
-    assert [f"{expert}.down_proj.weight"] in traced["fused"]
-    assert [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"] in traced["fused"]
+    assert [f"{expert}.down_proj.weight"] in fused
+    assert [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"] in fused
     attention = "model.layers.0.self_attn"
-    assert [f"{attention}.{name}_proj.weight" for name in "kqv"] in traced["fused"]
-    assert traced["dtypes"].keys() == traced["shapes"].keys()
-    for name in weights:
-        for stored, (shape, dtype) in FORMATS[method].tensors_of(name, traced["plain"][name]).items():
-            assert (traced["dtypes"][stored], traced["shapes"][stored]) == (dtype, shape)
-    rest = traced["plain"].keys() - weights
-    assert all(traced["dtypes"][name] == "bfloat16" for name in rest)
+    assert [f"{attention}.{name}_proj.weight" for name in "kqv"] in fused
+    assert dtypes.keys() == served.shapes.keys()
+    for name in in_blocks:
+        for stored, (shape, dtype) in FORMATS[method].tensors_of(name, table.shapes[name]).items():
+            assert (dtypes[stored], served.shapes[stored]) == (dtype, shape)
+    rest = table.shapes.keys() - in_blocks
+    assert all(dtypes[name] == "bfloat16" for name in rest)
     assert not any(name.endswith("_proj.weight") for name in rest)
 
 
-def cast_by_vllm() -> list[bool]:
-    """Return whether elements and scales in powers of two are those of vLLM's copy of DeepGEMM's quantiser."""
-    import torch
+@on_engines(1, timeout=600)
+@pytest.mark.parametrize("largest", [1, 1e3, 1e30])
+def test_scales_in_powers_of_two_are_those_of_deepgemm(largest: float) -> None:
+    """vLLM has a copy of DeepGEMM's quantiser."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    from tests.hybrid_engine.backends.test_block_arithmetic import quantised, weights
-
-    equal = []
-    for largest in (1, 1e3, 1e30):
-        weight = weights(torch.bfloat16, largest)
-        own = quantised(weight, fp8(128, 128, powers_of_two=True))
-        with torch.compiler.set_stance("force_eager"):
-            elements, scales = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=True)
-        equal.append(torch.equal(own["weight"].view(torch.uint8), elements.view(torch.uint8)))
-        equal.append(torch.equal(own["weight_scale_inv"], scales))
-    return equal
-
-
-def test_scales_in_powers_of_two_are_those_of_deepgemm(engines: Ranks) -> None:
-    assert engines.launch(cast_by_vllm, 1, timeout=600) == [[True] * 6]
+    weight = weights(torch.bfloat16, largest)
+    own = quantised(weight, fp8(128, 128, powers_of_two=True))
+    with torch.compiler.set_stance("force_eager"):
+        elements, scales = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=True)
+    assert torch.equal(own["weight"].view(torch.uint8), elements.view(torch.uint8))
+    assert torch.equal(own["weight_scale_inv"], scales)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
@@ -20,10 +18,10 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, RemoteError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.ranks.job import Job
-from tests.harness.errors import has_violations
-from tests.harness.launch import Ranks
+from tests.harness.errors import violated
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import job
 from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo.families import served_config
 
@@ -62,54 +60,40 @@ ACCEPTED: list[Case] = [
 ]
 
 
-def refusals(directory: str) -> dict[str, str]:
-    """Return the error of each case on this rank, and of an engine."""
-    dist.init_process_group("gloo")
-    with closing(Job.join(120)) as job:
-        errors = {
-            str(case): _refusal(job, Path(directory, str(number)), case)
-            for number, case in enumerate([*REFUSED, *ACCEPTED])
-        }
-        return errors | {"engine": _refusal(job, Path(directory, "engine"), REFUSED[1], is_engine=True)}
-
-
-def _refusal(job: Job, directory: Path, case: Case, *, is_engine: bool = False) -> str:
-    """Return the error on this rank, or ""."""
+def trace(case: Case, directory: Path, *, is_engine: bool = False) -> None:
+    """Trace the positions of a model, or build an engine of it, on two ranks."""
     config = served_config(case[0]) | case[1]
     table = table_for(config)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
+    job()
     # Two stages, because some keys are read by the last stage only.
     settings = InferenceSettings(support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate)
-    try:
-        if is_engine:
-            InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
-        else:
-            gather_positions(settings, table, job)
-    except (ConfigError, RemoteError) as error:
-        return str(error)
-    return ""
+    if is_engine:
+        InferenceEngine(settings, table.shapes, job(), dtypes=table.dtypes)
+    else:
+        gather_positions(settings, table, job())
 
 
-@pytest.fixture(scope="module")
-def by_rank(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return engines.launch(refusals, 2, str(tmp_path_factory.mktemp("reads")))
-
-
+@on_engines(2)
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_keys_read_only_by_vllm_are_refused_on_all_ranks(by_rank: list[dict[str, str]], case: Case) -> None:
+def test_keys_read_only_by_vllm_are_refused_on_all_ranks(tmp_path: Path, case: Case) -> None:
     keys = ["rope_scaling.alpha"] if "rope_scaling" in case[1] else case[1]
-    for errors in by_rank:
-        for key in keys:
-            assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", errors[str(case)])
+    with pytest.raises((ConfigError, RemoteError)) as caught:
+        trace(case, tmp_path)
+    for key in keys:
+        assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", str(caught.value))
 
 
-def test_an_engine_refuses_keys_read_only_by_vllm(by_rank: list[dict[str, str]]) -> None:
-    assert all("- logit_scale: 1.002 is read by vLLM" in errors["engine"] for errors in by_rank)
+@on_engines(2)
+def test_an_engine_refuses_keys_read_only_by_vllm(tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, RemoteError), match=r"- logit_scale: 1\.002 is read by vLLM"):
+        trace(REFUSED[1], tmp_path, is_engine=True)
 
 
+@on_engines(2)
 @pytest.mark.parametrize("case", ACCEPTED, ids=str)
-def test_keys_without_effect_are_accepted(by_rank: list[dict[str, str]], case: Case) -> None:
-    assert [errors[str(case)] for errors in by_rank] == ["", ""]
+def test_keys_without_effect_are_accepted(tmp_path: Path, case: Case) -> None:
+    trace(case, tmp_path)
 
 
 class Scaled(torch.nn.Module):
@@ -138,7 +122,7 @@ def test_a_config_is_plain_when_recording_has_stopped(tmp_path: Path) -> None:
     directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
     reads = ConfigReads(directory)
     config = copy.deepcopy(reads(AutoConfig.from_pretrained(directory)))
-    with pytest.raises(ConfigError, check=has_violations(("llama_4_scaling", "read-by-vllm-alone"))):
+    with violated(ConfigError, ("llama_4_scaling", "read-by-vllm-alone")):
         reads.require_known(Scaled(config))
     reads.stop()
     assert (type(config), type(config.rope_parameters)) == (DeepseekV3Config, dict)

@@ -16,7 +16,7 @@ from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBar
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.errors import has_code
+from tests.harness.errors import has_code, refused
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
     COLUMNS,
     DERIVED,
@@ -27,7 +27,6 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     Model,
     addresses,
     build_adaptor,
-    differing_paths,
     fill,
     layer_of,
     load,
@@ -42,6 +41,7 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     with_as_many_as_there_are,
     with_halves_swapped,
 )
+from tests.hybrid_engine.backends.vllm.support import differences
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -80,7 +80,7 @@ def test_a_fill_equals_a_fresh_load(processing: Processing, keeps_addresses: boo
     before = addresses(model.held())
     for seed in range(2):
         fill(adaptor, model, seed)
-        assert differing_paths(model.held(), load(processing, seed).held()) == []
+        assert differences(model.held(), load(processing, seed).held()) == []
         assert not keeps_addresses or addresses(model.held()) == before
 
 
@@ -122,7 +122,7 @@ def test_all_weights_that_cannot_be_renewed_are_refused_at_once() -> None:
 def test_a_reference_that_cannot_be_updated_is_refused() -> None:
     model = Model(layer=transposed)
     model.layer.pair = (model.layer.weight,)
-    with pytest.raises(ModelError, check=has_code("weights-not-renewable", "layer.pair[0]")):
+    with refused(ModelError, "weights-not-renewable", "layer.pair[0]"):
         build_adaptor(model, keeps_addresses=True)
 
 
@@ -132,7 +132,7 @@ def test_numbers_and_sizes_may_change_where_addresses_may() -> None:
         adaptor = build_adaptor(model, keeps_addresses=False)
         fill(adaptor, model, 3)
         fresh = load(processing, 3)
-        assert differing_paths(model.held(), fresh.held()) == []
+        assert differences(model.held(), fresh.held()) == []
         assert model.numbers() == fresh.numbers()
 
 
@@ -213,7 +213,7 @@ def test_attention_repeats_only_derivations_that_are_not_views(
     assert model.attention.kv_cache is kv_cache
     assert model.layer.dispatch is torch.nn.functional.linear
     del model.attention.kv_cache
-    assert differing_paths(model.held(), fresh.held()) == []
+    assert differences(model.held(), fresh.held()) == []
     assert addresses(model.held()).items() <= before.items()
     assert len(runs) == num_runs
 
@@ -243,7 +243,7 @@ def test_a_method_wrapped_after_loading_stays_wrapped(processing: Processing) ->
     fill(adaptor, model, 2)
     assert model.layer.quant_method is wrapper
     model.layer.quant_method = wrapper.old_quant_method
-    assert differing_paths(model.held(), load(processing, 2).held()) == []
+    assert differences(model.held(), load(processing, 2).held()) == []
 
 
 def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.Mon
         adaptor.commit(["layer"])
     assert addresses(model.held()) == before
     fill(adaptor, model, 1)
-    assert differing_paths(model.held(), load(quantised, 1).held()) == []
+    assert differences(model.held(), load(quantised, 1).held()) == []
 
 
 def test_nothing_is_processed_together_with_a_failed_rank(job: None) -> None:
@@ -273,7 +273,7 @@ def test_nothing_is_processed_together_with_a_failed_rank(job: None) -> None:
         fill(adaptor, model, 1)
         adaptor.allocate(["layer"])
         adaptor.abandon()
-        with pytest.raises(StateError, check=has_code("processing-is-over", "processing layer")):
+        with refused(StateError, "processing-is-over", "processing layer"):
             adaptor.commit(["layer"])
 
 
@@ -320,7 +320,7 @@ def test_weights_kept_in_staging_memory_are_not_overwritten_by_the_next_group() 
             alone.load_weights([(name, model.weights(seed)[name])])
             alone.process()
             held = {path: tensor for path, tensor in model.held().items() if path.startswith(f"{name}.")}
-            assert differing_paths(held, alone.held()) == []
+            assert differences(held, alone.held()) == []
 
 
 @pytest.mark.usefixtures("keeping")
@@ -349,7 +349,7 @@ def test_a_live_weight_keeps_its_address_if_its_parameter_moves(turn: int) -> No
     weight = model.layer.weight
     address = model.layer.weight.data_ptr()
     if turn == 2:
-        with pytest.raises(ModelError, check=has_code("weights-not-renewable", "layer.weight")):
+        with refused(ModelError, "weights-not-renewable", "layer.weight"):
             build_adaptor(model, keeps_addresses=True)
     else:
         fill(build_adaptor(model, keeps_addresses=True), model, 1)

@@ -21,15 +21,13 @@ from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import differences
-from tests.harness.launch import Ranks
+from hybrid_engine.records.layout import Layout, differences
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import job
 from tests.zoo.families import served_config
-
-pytestmark = pytest.mark.engines
 
 MODEL = served_config("deepseek_v3", num_nextn_predict_layers=1, kv_lora_rank=512, qk_rope_head_dim=64)
 TABLE = table_for(MODEL)
@@ -45,7 +43,7 @@ def _engine(path: str, vllm: Values, left_out: str = "nothing") -> InferenceEngi
     num_ranks = dist.get_world_size()
     settings = InferenceSettings(path, InferenceParallelism(num_ranks, tensor=num_ranks), generate, dtype="float32")
     shapes = {name: shape for name, shape in TABLE.shapes.items() if name != left_out}
-    return InferenceEngine(settings, shapes, Job.join(120), dtypes=TABLE.dtypes)
+    return InferenceEngine(settings, shapes, job(), dtypes=TABLE.dtypes)
 
 
 def _weights(seed: int) -> TensorDict:
@@ -58,99 +56,59 @@ def _tokens(engine: InferenceEngine) -> list[list[int]]:
     return [list(answers[0].token_ids) for answers in engine.generate(PROMPTS, greedy)]
 
 
-def fill(directory: str) -> Values:
-    """Fill an engine with a drafter, and one without."""
-    dist.init_process_group("gloo")
-    results: Values = {"plain": [], "drafted": [], "different": [], "compared": [], "resident": []}
-    checkpoints = []
-    for seed in range(NUM_SWITCHES):
-        path = Path(directory) / f"version{seed}"
-        checkpoints.append(support.write_checkpoint(path, MODEL, _weights(seed)))
+@on_engines({1: ["alone"], 2: ["tp2"]})
+def test_a_drafter_is_filled_with_its_model(tmp_path: Path, case: str) -> None:
+    """Fill an engine without a drafter, and one with it, and compare them."""
+    job()
+    checkpoints = [
+        support.write_checkpoint(tmp_path / f"version{seed}", MODEL, _weights(seed)) for seed in range(NUM_SWITCHES)
+    ]
     engine = _engine(checkpoints[0], {})
+    plain = []
     for seed in range(NUM_SWITCHES):
         support.fill_by_records(engine.adaptor, _weights(seed))
         engine.reset_caches()
-        results["plain"].append(_tokens(engine))
+        plain.append(_tokens(engine))
         engine.adaptor.release()
     layout = engine.adaptor.layout()
-    results["unread"] = set(layout.tensors) - {shard.region.tensor for shard in layout.shards}
     engine.shutdown()
+    of_drafter = {name for name in TABLE.shapes if name.startswith(MTP_LAYER)}
+    assert _unread(layout) == of_drafter
 
     engine = _engine(checkpoints[0], MTP)
-    runner = internals.model_runner_of(engine.llm)
+    adaptor = engine.adaptor
     for seed, checkpoint in enumerate(checkpoints):
-        filled = support.fill_by_records(engine.adaptor, _weights(seed))
+        filled = support.fill_by_records(adaptor, _weights(seed))
         native = support.native_parameters(engine, checkpoint)
-        results["different"] += support.differences(filled, native)
-        results["compared"].append(sorted(name for name in native if name.startswith("drafter.")))
+        assert support.differences(filled, native) == []
+        compared = [name for name in native if name.startswith("drafter.")]
+        assert sum(".enorm." in name or ".experts." in name for name in compared) == 3
+        assert len(compared) > 12
         engine.reset_caches()
-        results["drafted"].append(_tokens(engine))
-        results["resident"].append(engine.adaptor.resident_nbytes())
-        engine.adaptor.release()
-        results["resident"].append(engine.adaptor.resident_nbytes())
-    drafted = engine.adaptor.layout()
-    results["without drafter"] = differences(without_drafter(drafted), layout)
-    results["buffers"] = [buffer.name for buffer in drafted.buffers]
-    results["drafter unread"] = set(drafted.tensors) - {shard.region.tensor for shard in drafted.shards}
-    results["nbytes"] = engine.adaptor.nbytes
-    side = inference_side(engine.settings.generate.served(TABLE), engine.settings.sizes, "float32")
-    results["planned"] = differences(side.layout_of(engine.rank), drafted)
-    results["planned nbytes"] = int(side.num_elements[engine.rank]) * 4
+        assert _tokens(engine) == plain[seed]
+        assert adaptor.resident_nbytes() == adaptor.nbytes
+        adaptor.release()
+        assert adaptor.resident_nbytes() == 0
+    drafted = adaptor.layout()
+    assert differences(without_drafter(drafted), layout) == []
+    assert not _unread(drafted) & of_drafter
+    # The embedding and the head are shared with the main model, and filled once.
+    model = internals.model_runner_of(engine.llm).model
     drafter = internals.worker_of(engine.llm).get_draft_model()
-    layer = drafter.model.layers[str(MODEL["num_hidden_layers"])]
-    results["shared"] = (
-        layer.shared_head.head is runner.model.lm_head,
-        drafter.model.embed_tokens is runner.model.model.embed_tokens,
-    )
+    assert drafter.model.embed_tokens is model.model.embed_tokens
+    assert drafter.model.layers[str(MODEL["num_hidden_layers"])].shared_head.head is model.lm_head
+    of_both = [buffer.name for buffer in drafted.buffers if "drafter" in buffer.name]
+    assert not [name for name in of_both if "embed_tokens" in name or ".head." in name]
+    side = inference_side(engine.settings.generate.served(TABLE), engine.settings.sizes, "float32")
+    assert differences(side.layout_of(engine.rank), drafted) == []
+    assert int(side.num_elements[engine.rank]) * 4 == adaptor.nbytes
     engine.shutdown()
     with pytest.raises(ParameterMismatchError, match=r"drafter.*enorm.*without a source"):
         _engine(checkpoints[0], MTP, left_out=f"{MTP_LAYER}enorm.weight")
-    return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "tp2"])
-def outcomes(engines: Ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return engines.launch(fill, request.param, str(tmp_path_factory.mktemp("drafter")))
-
-
-def test_every_parameter_of_the_drafter_is_as_vllm_loads_it(outcomes: list[Values]) -> None:
-    for outcome in outcomes:
-        assert outcome["different"] == []
-        (first, *others) = outcome["compared"]
-        assert others == [first] * (NUM_SWITCHES - 1)
-        assert sum(".enorm." in name or ".experts." in name for name in first) == 3
-        assert len(first) > 12
-
-
-def test_greedy_tokens_with_a_drafter_are_those_without(outcomes: list[Values]) -> None:
-    for outcome in outcomes:
-        assert outcome["drafted"] == outcome["plain"]
-
-
-def test_shared_embedding_and_head_are_filled_once(outcomes: list[Values]) -> None:
-    for outcome in outcomes:
-        assert outcome["shared"] == (True, True)
-        assert not [name for name in outcome["buffers"] if "drafter" in name and "embed_tokens" in name]
-        assert not [name for name in outcome["buffers"] if "drafter" in name and ".head." in name]
-
-
-def test_only_a_drafter_reads_the_mtp_layer(outcomes: list[Values]) -> None:
-    expected = {name for name in TABLE.shapes if name.startswith(MTP_LAYER)}
-    for outcome in outcomes:
-        assert outcome["unread"] == expected
-        assert not outcome["drafter unread"] & expected
-        assert outcome["without drafter"] == []
-
-
-def test_a_plan_counts_the_drafter(outcomes: list[Values]) -> None:
-    for outcome in outcomes:
-        assert outcome["planned"] == []
-        assert outcome["planned nbytes"] == outcome["nbytes"]
-
-
-def test_a_release_frees_the_drafter(outcomes: list[Values]) -> None:
-    for outcome in outcomes:
-        assert outcome["resident"] == [outcome["nbytes"], 0] * NUM_SWITCHES
+def _unread(layout: Layout) -> set[str]:
+    return set(layout.tensors) - {shard.region.tensor for shard in layout.shards}
 
 
 @dataclass
@@ -204,15 +162,15 @@ class Pair:
         return support.tensors_of(torch.nn.ModuleDict({"main": self.main, "drafter": self.drafter}))
 
 
-def fill_in_place(directory: str) -> list[str]:
-    """Fill both models like on a GPU, where tensors stay at their addresses; return what is wrong."""
+@on_engines(1)
+def test_tensors_of_both_models_are_filled_in_place(tmp_path: Path) -> None:
+    """Like on a GPU, where tensors stay at their addresses."""
     from vllm.model_executor.layers import utils
 
-    dist.init_process_group("gloo")
+    job()
     seeds = (1, 0)
-    paths = [support.write_checkpoint(Path(directory) / f"v{seed}", MODEL, _weights(seed)) for seed in seeds]
+    paths = [support.write_checkpoint(tmp_path / f"v{seed}", MODEL, _weights(seed)) for seed in seeds]
     engine = _engine(paths[0], MTP)
-    faults = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
         patch.setattr(utils.ops, "_supports_onednn", False)
@@ -233,11 +191,6 @@ def fill_in_place(directory: str) -> list[str]:
             native.process()
             native.share()
             tensors = pair.tensors()
-            faults += support.differences(tensors, native.tensors())
-            faults += [f"{name} moved" for name, place in places.items() if tensors[name].data_ptr() != place]
+            assert support.differences(tensors, native.tensors()) == []
+            assert not [name for name, place in places.items() if tensors[name].data_ptr() != place]
     engine.shutdown()
-    return faults
-
-
-def test_tensors_of_both_models_are_filled_in_place(engines: Ranks, tmp_path: Path) -> None:
-    assert engines.launch(fill_in_place, 1, str(tmp_path)) == [[]]

@@ -23,10 +23,10 @@ from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ModelError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.errors import has_code
-from tests.harness.launch import Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
-from tests.hybrid_engine.backends.vllm.asking import SMALL_BLOCKS, Answers, answers_of, build, job
+from tests.hybrid_engine.backends.vllm.asking import SMALL_BLOCKS, answers_of, build, job
 from tests.hybrid_engine.backends.vllm.test_switches import native_answers
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -197,7 +197,7 @@ def test_state_in_captured_graphs_is_refused(first: Callable[[Any], None]) -> No
     adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     adaptor.release()
-    with pytest.raises(ModelError, check=has_code("state-not-renewable", "layer.", "(Layer)")):
+    with refused(ModelError, "state-not-renewable", "layer.", "(Layer)"):
         adaptor.allocate(["layer"])
 
 
@@ -223,7 +223,7 @@ def test_a_refused_model_is_not_read_after_its_release(monkeypatch: pytest.Monke
     monkeypatch.setattr(ForwardState, "forget", read)
     adaptor.release()
     for _ in range(2):
-        with pytest.raises(ModelError, check=has_code("state-not-renewable")):
+        with refused(ModelError, "state-not-renewable"):
             adaptor.allocate(["layer"])
 
 
@@ -239,8 +239,8 @@ def test_a_workspace_shared_by_vllm_is_accepted(is_shared: bool, monkeypatch: py
     model = Model(use, lambda layer: layer.weight)
     adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
-    refused = pytest.raises(ModelError, check=has_code("state-not-renewable", "layer.kernel.workspace"))
-    with contextlib.nullcontext() if is_shared else refused:
+    refusal = refused(ModelError, "state-not-renewable", "layer.kernel.workspace")
+    with contextlib.nullcontext() if is_shared else refusal:
         fill(adaptor, torch.ones(SIZE))
 
 
@@ -313,8 +313,9 @@ def gaining_qwen3() -> type:
     return GainingQwen3
 
 
-def switched(directory: str) -> tuple[list[Answers], list[Answers]]:
-    """Return the answers after three switches, and of vLLMs that load the same weights."""
+@on_engines(1)
+@pytest.mark.timeout(300)
+def test_a_model_that_merges_weights_in_its_first_forward_equals_a_native_load(tmp_path: Path) -> None:
     from vllm import ModelRegistry
 
     job()
@@ -326,21 +327,13 @@ def switched(directory: str) -> tuple[list[Answers], list[Answers]]:
         generator = torch.Generator().manual_seed(seed)
         gains = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in GAINS.items()}
         weights.append(support.random_weights(support.QWEN3, seed) | gains)
-        checkpoint = support.write_checkpoint(Path(directory) / str(seed), config, weights[-1])
+        checkpoint = support.write_checkpoint(tmp_path / str(seed), config, weights[-1])
         native.append(native_answers(checkpoint, 1, GAINS))
+    assert native[0] != native[1] != native[2] != native[0]
     engine = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS)
-    answers = []
     assert engine.adaptor.staged == ("gains.decay",)  # computed by the loader
-    for values in weights:
+    for values, answers in zip(weights, native, strict=True):
         support.write_by_records(engine.adaptor, values)
         engine.reset_caches()
-        answers.append(answers_of(engine))
+        assert answers_of(engine) == answers
     engine.shutdown()
-    return answers, native
-
-
-@pytest.mark.timeout(300)
-def test_a_model_that_merges_weights_in_its_first_forward_equals_a_native_load(engines: Ranks, tmp_path: Path) -> None:
-    ((answers, native),) = engines.launch(switched, 1, str(tmp_path))
-    assert answers == native
-    assert len({str(answer) for answer in native}) == 3

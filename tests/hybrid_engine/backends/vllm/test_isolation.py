@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from tests.harness.errors import has_violations
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 
 ORDER = [0, 2, 1, 3]
 
@@ -92,28 +93,22 @@ def test_import_errors_kept_by_vllm_release_the_importing_frames(name: str) -> N
 # -- groups ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-@pytest.mark.engines
-def test_addresses_are_registered_in_the_order_of_the_group(engines: Ranks) -> None:
-    expected = ([[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER])
-    assert engines.launch(registered_buffers, 4) == [expected] * 4
-
-
-def registered_buffers() -> tuple[list[list[int]], list[list[int]]]:
-    """Return the handles and offsets passed to the kernel on this rank."""
+@on_engines(4)
+def test_addresses_are_registered_in_the_order_of_the_group() -> None:
     dist.init_process_group("gloo")
     group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)  # group order is not rank order
     rank = dist.get_rank()
-    calls = []
     ops = internals.CUSTOM_OPS.load()
     ops.get_graph_buffer_ipc_meta = lambda pointer: ([10 * rank], [10 * rank + 1, rank])
-    ops.register_graph_buffers = lambda pointer, handles, offsets: calls.append((handles, offsets))
-    with internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers):
+    with (
+        mock.patch.object(ops, "register_graph_buffers") as registered,
+        internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers),
+    ):
         register = internals.REGISTER_GRAPH_BUFFERS.load()
         register(SimpleNamespace(group=group, rank=dist.get_rank(group), _ptr=0))
+    # Handles and offsets that the kernel gets.
+    registered.assert_called_once_with(0, [[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER])
     dist.destroy_process_group()
-    (call,) = calls
-    return call
 
 
 def test_a_torch_without_sort_ranks_gets_no_such_argument() -> None:
@@ -136,19 +131,13 @@ def test_other_rank_orders_need_a_torch_with_sort_ranks(monkeypatch: pytest.Monk
     check(InferenceParallelism(4, tensor=2), 4)
 
 
-@pytest.mark.ranks
-@pytest.mark.engines
-def test_vllm_uses_the_device_of_the_job(engines: Ranks) -> None:
-    assert engines.launch(local_ranks, 1) == [("5", "0")]
-
-
-def local_ranks() -> tuple[str, str]:
-    """Return LOCAL_RANK while vLLM is built for a job on GPU 5, and afterwards."""
+@on_engines(1)
+def test_vllm_uses_the_device_of_the_job() -> None:
     job = Job.join(60, device=torch.device("cuda", 5))
     with building_groups(InferenceSettings("model"), job):
-        inside = os.environ["LOCAL_RANK"]
+        assert os.environ["LOCAL_RANK"] == "5"
     job.close()
-    return inside, os.environ["LOCAL_RANK"]
+    assert os.environ["LOCAL_RANK"] == "0"
 
 
 # -- process settings ------------------------------------------------------------------------------

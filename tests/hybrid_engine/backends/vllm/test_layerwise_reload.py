@@ -7,7 +7,6 @@ kernel computes with a packed copy. oneDNN packs float32 on every x86 CPU, bfloa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,12 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import PROMPTS, gap, job, plain_llm
 from tests.zoo.families import served_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@dataclass(frozen=True)
-class Reload:
-    """Results for one model.
-
-    Attributes:
-        gap: largest difference from a fresh load.
-        is_head_copied: whether the head's kernel computes with a copy made after loading.
-    """
-
-    gap: float
-    is_head_copied: bool
 
 
 def distributions(checkpoint: str, reload_from: str | None = None) -> tuple[list[torch.Tensor], bool]:
@@ -59,32 +45,15 @@ def outlives_its_weight(head: Any) -> bool:
     return torch.equal(head.quant_method.apply(head, ones), before)
 
 
-def reloads(directory: str) -> dict[str, Reload]:
-    """Return the results by model."""
+@on_engines(1)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_only_a_tied_head_whose_kernel_has_a_copy_is_lost(tmp_path: Path, is_tied: bool) -> None:
+    """If this fails, vLLM reloads tied heads: try its reload instead of derivation.py."""
     job()
-    results = {}
-    for name, is_tied in (("untied", False), ("tied", True)):
-        config = served_config("qwen3", tie_word_embeddings=is_tied, torch_dtype="float32")
-        weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
-        before = support.write_checkpoint(Path(directory, f"{name} 0"), config, weights[0])
-        after = support.write_checkpoint(Path(directory, f"{name} 1"), config, weights[1])
-        fresh, is_head_copied = distributions(after)
-        reloaded, _ = distributions(before, reload_from=after)
-        results[name] = Reload(max(gap(*pair) for pair in zip(fresh, reloaded, strict=True)), is_head_copied)
-    return results
-
-
-@pytest.fixture(scope="module")
-def by_model(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reload]:
-    (results,) = engines.launch(reloads, 1, str(tmp_path_factory.mktemp("reload")), timeout=300)
-    return results
-
-
-def test_an_untied_head_is_reloaded(by_model: dict[str, Reload]) -> None:
-    assert by_model["untied"].gap == 0
-
-
-def test_a_tied_head_is_lost_if_its_kernel_has_a_copy(by_model: dict[str, Reload]) -> None:
-    # If this fails, vLLM reloads tied heads: try its reload instead of derivation.py.
-    tied = by_model["tied"]
-    assert tied.gap > 0.1 if tied.is_head_copied else tied.gap == 0
+    config = served_config("qwen3", tie_word_embeddings=is_tied, torch_dtype="float32")
+    weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
+    before, after = (support.write_checkpoint(tmp_path / str(number), config, weights[number]) for number in range(2))
+    fresh, is_head_copied = distributions(after)
+    reloaded, _ = distributions(before, reload_from=after)
+    largest_gap = max(gap(*pair) for pair in zip(fresh, reloaded, strict=True))
+    assert largest_gap > 0.1 if is_tied and is_head_copied else largest_gap == 0

@@ -5,21 +5,21 @@ Several LoRAs over new versions, switches and releases. The ranks assert.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling, internals
+from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
-from tests.hybrid_engine.backends.vllm.asking import build, gap, job, refusal_of, sizes
+from tests.hybrid_engine.backends.vllm.asking import build, gap, job, sizes
 from tests.zoo.checkpoint_shapes import checkpoint_shapes
 from tests.zoo.families import served_config
 
@@ -35,16 +35,13 @@ NARROW = LoraSettings(4, 2.0, ("q_proj", "down_proj"))
 Tensors = Mapping[str, torch.Tensor]
 
 
-def test_loras_compute_the_same_as_merged_weights(engines: Ranks, tmp_path: Path) -> None:
-    engines.launch(run, 2, str(tmp_path), 2)
-
-
-def run(directory: str, num_tp: int) -> None:
-    """Run all checks with two LoRAs and a single slot, so that each evicts the other."""
+@on_engines(2)
+def test_loras_compute_the_same_as_merged_weights(tmp_path: Path) -> None:
+    """Two LoRAs have a single slot, so that each evicts the other."""
     job()
     weights = [support.random_weights(CONFIG, seed, torch.float32) for seed in range(2)]
-    path = support.write_checkpoint(Path(directory) / "weights", CONFIG, weights[1])
-    engine = _build(path, num_tp, max_loras=1, max_lora_rank=8)
+    path = support.write_checkpoint(tmp_path / "weights", CONFIG, weights[1])
+    engine = _build(path, max_loras=1, max_lora_rank=8)
     support.fill_by_records(engine.adaptor, weights[0])
     engine.reset_caches()
     first = _random_lora(0, WIDE)
@@ -83,26 +80,22 @@ def run(directory: str, num_tp: int) -> None:
     }
     living = {name: weakref.ref(part) for name, part in parts.items()}
     del runner, parts, reset
-    _refuse_misuse(engine, first, Path(directory), num_tp)
+    _refuse_misuse(engine, first, tmp_path)
     assert [name for name, part in living.items() if part() is not None] == [], "objects outlive the shutdown"
 
 
-def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:
-    return build(path, CONFIG, dtype="float32", sizes=sizes(tensor=num_tp), **settings)
+def _build(path: str, **settings: int) -> InferenceEngine:
+    return build(path, CONFIG, dtype="float32", sizes=sizes(tensor=2), **settings)
 
 
-def _refuse_misuse(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp: int) -> None:
+def _refuse_misuse(engine: InferenceEngine, tensors: Tensors, base: Path) -> None:
     """Refuse removed names, tensors that do not fit, and engines without LoRA."""
-
-    def refuse(call: Callable[[], Any], kind: str, code: str, value: str) -> None:
-        refusal = refusal_of(call)
-        assert (refusal.kind, refusal.code) == (kind, code), refusal
-        assert value in refusal.message, refusal
-
     name = next(iter(tensors))
     misnamed = {"model.layers.0.down_proj.lora_A.weight": tensors[name]}
-    refuse(lambda: engine.generate(PROMPTS, Sampling(), lora="judge"), "StateError", "unknown-lora", "policy")
-    refuse(lambda: engine.remove_lora("judge"), "StateError", "unknown-lora", "judge")
+    with refused(StateError, "unknown-lora", "policy"):
+        engine.generate(PROMPTS, Sampling(), lora="judge")
+    with refused(StateError, "unknown-lora", "judge"):
+        engine.remove_lora("judge")
     for settings, wrong, message in (
         (WIDE, {}, "it has no tensors"),
         (WIDE, {name: tensors[name]}, "down_proj.lora_B.weight is missing"),
@@ -111,17 +104,20 @@ def _refuse_misuse(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp
         (LoraSettings(64, 8.0, EVERYWHERE), tensors, "64 is more than max_lora_rank 8"),
         (LoraSettings(8, 8.0, ("q_proj",)), tensors, "down_proj is not in target_modules q_proj"),
     ):
-        refuse(functools.partial(engine.set_lora, "x", settings, wrong), "ConfigError", "", message)
+        with pytest.raises(ConfigError, match=message):
+            engine.set_lora("x", settings, wrong)
     engine.shutdown()
-    plain = _build(support.write_config(base / "plain", CONFIG), num_tp)
-    refuse(lambda: plain.set_lora("x", WIDE, tensors), "StateError", "lora-is-off", "max_loras")
+    plain = _build(support.write_config(base / "plain", CONFIG))
+    with refused(StateError, "lora-is-off", "max_loras"):
+        plain.set_lora("x", WIDE, tensors)
     plain.shutdown()
     for family, message in (
         ("qwen3_moe", "do not run on CPU"),
         ("gpt2", "GPT2LMHeadModel does not support LoRA"),
     ):
         path = support.write_config(base / family, served_config(family))
-        refuse(functools.partial(_build, path, num_tp, max_loras=1), "ConfigError", "", message)
+        with pytest.raises(ConfigError, match=message):
+            _build(path, max_loras=1)
 
 
 def _random_lora(seed: int, settings: LoraSettings) -> TensorDict:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,79 +36,64 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParalle
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.regions import Shape
-from tests.harness.launch import Ranks
+from hybrid_engine.records.layout import Layout
+from tests.harness.launch import Ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import job
 from tests.zoo.families import served_config
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in vLLM's sizes, and Megatron's sizes from which an order of ranks is chosen."""
+    """A model in vLLM's sizes, Megatron's sizes, and the order of ranks that is chosen for them."""
 
     family: str
     train: dict[str, int]
     sizes: InferenceParallelism
+    order: tuple[int, ...]
     quantization: str | None = None
 
-    @property
-    def name(self) -> str:
-        sizes = f"tp{self.sizes.tensor} pp{self.sizes.pipeline} ep{self.sizes.expert} of {self.sizes.world_size}"
+    def __str__(self) -> str:
+        sizes = f"tp{self.sizes.tensor} pp{self.sizes.pipeline} ep{self.sizes.expert}"
         return f"{self.family} {sizes} {self.quantization or ''}".strip()
 
 
 TENSOR_4 = {"tensor": 4}
 TENSOR_2 = {"tensor": 2}
 STAGES = {"tensor": 2, "pipeline": 2}
-CASES = [
-    Case("llama", {"pipeline": 2}, InferenceParallelism(2, tensor=2)),
-    Case("llama tied", {"pipeline": 2}, InferenceParallelism(2, pipeline=2)),
-    Case("qwen3_moe", TENSOR_2, InferenceParallelism(2, expert=2)),
-    Case("qwen3", TENSOR_2, InferenceParallelism(2, tensor=2), quantization="fp8_per_channel"),
-    Case("qwen3", TENSOR_4, InferenceParallelism(4, tensor=2)),
-    Case("gemma2", STAGES, InferenceParallelism(4, tensor=2, pipeline=2)),
-    Case("qwen3_moe", STAGES, InferenceParallelism(4, tensor=2, expert=4)),
+TWO_RANKS = [
+    Case("llama", {"pipeline": 2}, InferenceParallelism(2, tensor=2), (0, 1)),
+    Case("llama tied", {"pipeline": 2}, InferenceParallelism(2, pipeline=2), (0, 1)),
+    Case("qwen3_moe", TENSOR_2, InferenceParallelism(2, expert=2), (0, 1)),
+    Case("qwen3", TENSOR_2, InferenceParallelism(2, tensor=2), (0, 1), quantization="fp8_per_channel"),
+]
+FOUR_RANKS = [
+    Case("qwen3", TENSOR_4, InferenceParallelism(4, tensor=2), (0, 2, 1, 3)),
+    Case("gemma2", STAGES, InferenceParallelism(4, tensor=2, pipeline=2), (0, 1, 2, 3)),
+    Case("qwen3_moe", STAGES, InferenceParallelism(4, tensor=2, expert=4), (0, 1, 2, 3)),
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of one rank for a case.
-
-    Attributes:
-        residue: state that tracing left behind, in words.
-        orders: chosen from the traced and from the computed positions.
-    """
-
-    residue: list[str]
-    orders: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def run_cases(directory: str, cases: list[Case]) -> dict[str, Outcome]:
-    dist.init_process_group("gloo")
-    with closing(Job.join(120)) as job:
-        return {case.name: _outcome_of(case, job, Path(directory, case.name.replace(" ", "-"))) for case in cases}
+@on_engines({2: TWO_RANKS, 4: FOUR_RANKS})
+def test_tracing_leaves_no_state_and_plans_choose_the_same_order(tmp_path: Path, case: Case) -> None:
+    job()  # before the state is read
+    settings = _settings_of(case, tmp_path)
+    table = table_for(served_config(case.family))
+    gc.collect()  # tensors of an earlier case
+    before = _state()
+    positions = gather_positions(settings, table, job())  # each rank traces one position
+    assert _residue_since(before) == []
+    computed = inference_side(table, case.sizes)
+    source = training_side(table, TrainParallelism(job().world_size, **case.train)).holdings
+    choose = partial(rank_order, "auto", source, hosts=("host",) * job().world_size, tensor=case.sizes.tensor)
+    # `plan` uses computed positions, jobs use traced ones.
+    assert choose(positions=positions.placed.holdings) == choose(positions=computed.holdings) == case.order
 
 
 def _settings_of(case: Case, directory: Path) -> InferenceSettings:
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, quantization=case.quantization)
     return InferenceSettings(support.write_config(directory, served_config(case.family)), case.sizes, generate)
-
-
-def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
-    settings = _settings_of(case, directory)
-    table = table_for(served_config(case.family))
-    gc.collect()  # tensors of an earlier case
-    before = _state()
-    positions = gather_positions(settings, table, job)  # each rank traces one position
-    residue = _residue_since(before)
-    computed = inference_side(table, case.sizes)
-    source = training_side(table, TrainParallelism(job.world_size, **case.train)).holdings
-    choose = partial(rank_order, "auto", source, hosts=("host",) * job.world_size, tensor=case.sizes.tensor)
-    orders = choose(positions=positions.placed.holdings), choose(positions=computed.holdings)
-    return Outcome(residue, orders)
 
 
 def _state() -> Values:
@@ -152,118 +135,52 @@ def _meta_tensors() -> int:
     return sum(isinstance(item, torch.Tensor) and item.is_meta for item in gc.get_objects())
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """Outcomes by name of the case and by rank."""
-    directory = str(tmp_path_factory.mktemp("positions"))
-    results: dict[str, list[Outcome]] = {}
-    for num_ranks in (2, 4):
-        cases = [case for case in CASES if case.sizes.world_size == num_ranks]
-        by_rank = engines.launch(run_cases, num_ranks, directory, cases)
-        results |= {case.name: [outcomes[case.name] for outcomes in by_rank] for case in cases}
-    return results
-
-
-@pytest.fixture(params=[case.name for case in CASES])
-def by_rank(outcomes: dict[str, list[Outcome]], request: pytest.FixtureRequest) -> list[Outcome]:
-    return outcomes[request.param]
-
-
-def test_tracing_leaves_no_state(by_rank: list[Outcome]) -> None:
-    assert [outcome.residue for outcome in by_rank] == [[]] * len(by_rank)
-
-
-def test_plans_and_jobs_choose_the_same_order(by_rank: list[Outcome]) -> None:
-    # `plan` uses computed positions, jobs use traced ones.
-    assert len({order for outcome in by_rank for order in outcome.orders}) == 1
-
-
-def test_some_chosen_order_is_not_sequential(outcomes: dict[str, list[Outcome]]) -> None:
-    assert any(outcome.orders[0] != tuple(range(len(by_rank))) for by_rank in outcomes.values() for outcome in by_rank)
-
-
-def refuse(directory: str) -> tuple[str, list[str], list[str]]:
-    """Trace with a wrong shape, then communicate; return the error, the residue and all errors."""
-    dist.init_process_group("gloo")
-    case = CASES[0]
-    settings = _settings_of(case, Path(directory))
+@on_engines(2)
+def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_communicate(tmp_path: Path) -> None:
+    case = TWO_RANKS[0]
     shapes = {**table_for(served_config(case.family)).shapes, "model.norm.weight": (7,)}
-    with closing(Job.join(120)) as job:
-        before = _state()
-        with pytest.raises(ModelError) as caught:
-            layout_of_position(settings, job, shapes)
-        message = str(caught.value)
-        del caught  # its frames refer to the model
-        gc.collect()
-        residue = _residue_since(before)
+    job()
+    settings = _settings_of(case, tmp_path)
+    before = _state()
+    with pytest.raises(ModelError) as caught:
+        layout_of_position(settings, job(), shapes)
+    assert "model.norm.weight (7,)" in str(caught.value)
+    del caught  # its frames refer to the model
+    gc.collect()
+    assert not _residue_since(before)
     seat = _seat_class(0)([[0, 1]])
-    tries = [
+    for communicate in (
         lambda: dist.all_reduce(torch.ones(1), group=seat.cpu_group),
         lambda: seat.device_group.allreduce([torch.ones(1)]),
         lambda: seat.all_reduce(torch.ones(1)),
         lambda: seat.broadcast_object(1),
         seat.barrier,
-    ]
-    return message, residue, [_error_of(communicate) for communicate in tries]
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            communicate()
 
 
-def _error_of(communicate: Callable[[], object]) -> str:
-    try:
-        communicate()
-    except (ValueError, RuntimeError) as error:
-        return type(error).__name__
-    return ""
-
-
-def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_communicate(
-    engines: Ranks, tmp_path: Path
-) -> None:
-    for error, residue, errors in engines.launch(refuse, 2, str(tmp_path)):
-        assert "model.norm.weight (7,)" in error
-        assert not residue
-        assert all(errors), errors
-
-
-def trace_without_job(directory: str) -> Values:
-    """Return the refusals of positions without a job, and the layout that is traced after them."""
-    position = Position(1, 2, 1)
-    place = Path(directory, os.environ["RANK"])
-    settings = _settings_of(CASES[0], place)
+def trace_without_job(directory: Path) -> list[Layout]:
+    """Refuse positions without a job; return the layout of one, and that of this rank's position in a job."""
+    settings = _settings_of(TWO_RANKS[0], directory / os.environ["RANK"])
     shapes = table_for(served_config("llama")).shapes
-    results: Values = {}
-
-    def refusal_of(kind: type[Exception], **changes: Any) -> str:
-        arguments = {"position": position, "settings": settings, "tensors": shapes, **changes}
-        with pytest.raises(kind) as caught:
-            planned_position(**arguments)
-        return str(caught.value)
-
-    results["wrong shape"] = refusal_of(ModelError, tensors={**shapes, "model.norm.weight": (7,)})
+    trace = partial(planned_position, Position(1, 2, 1))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight \(7,\)"):
+        trace(settings, {**shapes, "model.norm.weight": (7,)})
     beyond_positions = replace(settings, generate=settings.generate.model_copy(update={"max_model_len": 4096}))
-    results["refused by vLLM"] = refusal_of(ConfigError, settings=beyond_positions)
-    with mock.patch.object(positions, "_model", side_effect=AssertionError("no experts")):
-        results["a condition of the model"] = refusal_of(ModelError)
-    # No refusal left its group.
-    results["group"] = dist.is_initialized()
-    results["layout"] = planned_position(position, settings, shapes).layout
-    dist.init_process_group("gloo")
-    results["a rank of a job"] = refusal_of(StateError)
-    results["job"] = layout_of_position_of_job(settings, shapes)
-    return results
-
-
-def layout_of_position_of_job(settings: InferenceSettings, shapes: dict[str, Shape]) -> Any:
-    with closing(Job.join(120)) as job:
-        return layout_of_position(settings, job, shapes)
+    with pytest.raises(ConfigError, match=r"max_model_len \(4096\)"):
+        trace(beyond_positions, shapes)
+    refusal = pytest.raises(ModelError, match=r"no experts\. vLLM's class of the model requires that")
+    with mock.patch.object(positions, "_model", side_effect=AssertionError("no experts")), refusal:
+        trace(settings, shapes)
+    assert not dist.is_initialized()  # no refusal left its group
+    layout = trace(settings, shapes).layout
+    job()
+    with pytest.raises(StateError, match="is a rank of a job"):
+        trace(settings, shapes)
+    return [layout, layout_of_position(settings, job(), shapes)]
 
 
 def test_a_position_without_a_job_is_that_of_a_job_and_is_refused_with_reasons(engines: Ranks, tmp_path: Path) -> None:
-    results = engines.launch(trace_without_job, 2, str(tmp_path))
-    for result in results:
-        assert "model.norm.weight (7,)" in result["wrong shape"]
-        assert "max_model_len (4096)" in result["refused by vLLM"]
-        assert "is a rank of a job" in result["a rank of a job"]
-        assert "no experts. vLLM's class of the model requires that" in result["a condition of the model"]
-        assert not result["group"]
-    assert results[0]["layout"] == results[1]["layout"] == results[1]["job"]
-    assert results[0]["job"] != results[1]["job"]
+    (first, first_of_job), (second, second_of_job) = engines.launch(trace_without_job, 2, tmp_path)
+    assert first == second == second_of_job != first_of_job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,23 @@ import pytest
 
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
 from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import (
+    ConfigError,
+    HybridEngineError,
+    ModelError,
+    ParameterMismatchError,
+    RemoteError,
+    UnknownModelError,
+)
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.records.regions import Shapes
-from tests.harness.launch import Ranks
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
     PROMPTS,
-    Refusal,
     build,
     error_of,
     failing,
     job,
-    refusal_of,
     restart,
     sizes,
 )
@@ -32,79 +36,51 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FOUR = Sampling(n=4, max_tokens=6, ignore_eos=True)
 
 
-@dataclass(frozen=True)
-class Replica:
-    """Results of one rank that are compared over ranks.
-
-    Attributes:
-        refusal: the error when one rank has wrong tensors.
-        drawn: samples of one prompt.
-        seeded: a sample with a seed in the request.
-    """
-
-    refusal: Refusal
-    drawn: list[tuple[int, ...]]
-    seeded: tuple[int, ...]
-
-
-def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
-    first, second = engines.launch(run, 2, str(tmp_path), timeout=600)
-    assert second.refusal.kind in ("ModelError", "ParameterMismatchError")
-    assert first.refusal.kind == "RemoteError"
-    assert "rank 1" in first.refusal.message
-    assert first.drawn != second.drawn
-    assert first.seeded == second.seeded
-
-
-def run(directory: str) -> Replica:
-    """Run all checks on one of two ranks."""
+@on_engines(2, timeout=600)
+def test_replicas_are_independent(tmp_path: Path) -> None:
     rank = job().rank
     config = support.LLAMA
-    base = Path(directory)
-    path = support.write_config(base / "llama", config)
-    refusal = _refuse_builds(path, base)
+    path = support.write_config(tmp_path / "llama", config)
+    _refuse_builds(path, tmp_path)
     engine = build(path, config, sizes=sizes())
     assert (engine.dp_rank, engine.pp_rank, engine.tp_rank) == (rank, 0, 0)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     num_prompts = 1 + 2 * rank  # unequal numbers; below, one replica has no prompts
     assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
     assert len(engine.generate(PROMPTS if rank == 0 else [], FOUR)) == (3 if rank == 0 else 0)
-    first = [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
-    assert all(len(tokens) == 6 for tokens in first)
+    drawn = [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
+    assert all(len(tokens) == 6 for tokens in drawn)
+    first, second = of_all_ranks(drawn)
+    assert first != second
     _fail_on_one(engine)
     seeded = engine.generate(PROMPTS[:1], Sampling(max_tokens=6, ignore_eos=True, seed=3))[0][0].token_ids
+    assert of_all_ranks(seeded) == [seeded, seeded]
     stop_everywhere = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
     stopped = engine.generate(PROMPTS[:1], stop_everywhere)[0][0]
     assert (stopped.finish_reason, len(stopped.token_ids), len(stopped.logprobs)) == ("stop", 1, 1)
     engine.shutdown()
-    _fill_without_generating(base, support.LLAMA, pipeline=2)
-    _fill_without_generating(base, support.QWEN3_MOE, expert=2)
-    return Replica(refusal, first, seeded)
+    _fill_without_generating(tmp_path, support.LLAMA, pipeline=2)
+    _fill_without_generating(tmp_path, support.QWEN3_MOE, expert=2)
 
 
-def _refuse_builds(path: str, base: Path) -> Refusal:
-    """Refuse wrong sizes, architectures and tensors; return the error for one wrong rank."""
+def _refuse_builds(path: str, base: Path) -> None:
+    """Refuse wrong sizes, architectures and tensors, also on one rank."""
     shapes = checkpoint_shapes(support.LLAMA)
     lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
     misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
     unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
     part = "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"
-
-    def attempt(where: str, tensors: Shapes, chosen: InferenceParallelism) -> Refusal:
-        return refusal_of(
-            lambda: InferenceEngine(InferenceSettings(where, chosen, GenerateConfig(max_model_len=64)), tensors, job())
-        )
-
+    on_one = (ModelError, "0.mlp") if job().rank == 1 else (RemoteError, "rank 1")
     for where, tensors, chosen, kind, message in (
-        (path, shapes, InferenceParallelism(3), "ConfigError", "1 x 1 x 3 = 3, but the job has 2 ranks"),
-        (path, shapes, sizes(expert=2), "ConfigError", "Number of experts"),
-        (unknown, shapes, sizes(), "UnknownModelError", "NoSuchModel"),
-        (path, lacking, sizes(), "ParameterMismatchError", part),
+        (path, shapes, InferenceParallelism(3), ConfigError, "1 x 1 x 3 = 3, but the job has 2 ranks"),
+        (path, shapes, sizes(expert=2), ConfigError, "Number of experts"),
+        (unknown, shapes, sizes(), UnknownModelError, "NoSuchModel"),
+        (path, lacking, sizes(), ParameterMismatchError, part),
+        (path, misshapen if job().rank == 1 else shapes, sizes(), *on_one),
     ):
-        refusal = attempt(where, tensors, chosen)
-        assert refusal.kind == kind, refusal
-        assert message in refusal.message, refusal
-    return attempt(path, misshapen if job().rank == 1 else shapes, sizes())
+        settings = InferenceSettings(where, chosen, GenerateConfig(max_model_len=64))
+        with pytest.raises(kind, match=message):
+            InferenceEngine(settings, tensors, job())
 
 
 def _fail_on_one(engine: InferenceEngine) -> None:
@@ -127,5 +103,6 @@ def _fill_without_generating(base: Path, config: dict[str, Any], **chosen: int) 
     engine = build(path, config, sizes=sizes(**chosen))
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     assert support.is_ready(engine.adaptor)
-    assert "on CPU loads but cannot generate" in refusal_of(lambda: engine.generate(PROMPTS, Sampling())).message
+    with pytest.raises(HybridEngineError, match="on CPU loads but cannot generate"):
+        engine.generate(PROMPTS, Sampling())
     engine.shutdown()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling, internals
 from hybrid_engine.errors import ArgumentError
 from tests.harness.errors import has_violations
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.asking import build, sizes
 from tests.hybrid_engine.backends.vllm.support import QWEN3_MOE, random_weights, write_by_records, write_config
@@ -38,8 +38,8 @@ DRAFTS: Values = {
 
 
 @contextmanager
-def engine(directory: str, **settings: Any) -> Iterator[InferenceEngine]:
-    path = write_config(Path(directory), MODEL)
+def engine(directory: Path, **settings: Any) -> Iterator[InferenceEngine]:
+    path = write_config(directory, MODEL)
     built = build(path, MODEL, router_replay=True, dtype="float32", **settings)
     write_by_records(built.adaptor, random_weights(MODEL, 1, torch.float32))
     built.reset_caches()
@@ -55,48 +55,32 @@ def experts_of(completion: Completion) -> torch.Tensor:
     return numbers.view(-1, routed.num_layers, routed.top_k).sort(-1).values
 
 
-@dataclass(frozen=True)
-class Returned:
-    """Completions with their experts, and experts of the same tokens computed at once.
+def check_experts(path: Path, tensor: int, arguments: Values, sampling: Sampling = DRAWN) -> int:
+    """Complete the prompts twice, the second time with cached prefixes, and compare with a computation at once.
 
-    Attributes:
-        token_ids: of each prompt and completion.
-        experts: of each.
-        at_once: of each as a prompt, computed in one step.
-        num_preempted: sequences that were preempted.
+    Returns the number of preempted sequences of the first time.
     """
-
-    token_ids: list[tuple[int, ...]]
-    experts: list[torch.Tensor]
-    at_once: list[torch.Tensor]
-    num_preempted: int
-
-
-def complete(directory: str, tensor: int, arguments: Values, sampling: Sampling = DRAWN) -> list[Returned]:
-    """Complete the prompts twice, the second time with cached prefixes."""
-    with engine(directory, sizes=sizes(tensor=tensor), vllm=arguments) as built:
+    with engine(path, sizes=sizes(tensor=tensor), vllm=arguments) as built:
         scheduler = internals.core_of(built.llm).scheduler
-        num_preempted = 0
-        preempt = scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal num_preempted
-            num_preempted += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
-        rounds = []
-        for _ in range(2):
+        with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
             completions = [group[0] for group in built.generate(PROMPTS, sampling)]
-            token_ids = [(*each.prompt_token_ids, *each.token_ids) for each in completions]
-            rounds.append((token_ids, [experts_of(each) for each in completions], num_preempted))
-        scheduler._preempt_request = preempt
+            num_preempted = preempt.call_count
+            completions += [group[0] for group in built.generate(PROMPTS, sampling)]
     # An engine of its own, without anything cached.
-    with engine(directory, sizes=sizes(tensor=tensor)) as built:
-        return [
-            Returned(token_ids, experts, [computed_at_once(built, sequence) for sequence in token_ids], number)
-            for token_ids, experts, number in rounds
-        ]
+    with engine(path, sizes=sizes(tensor=tensor)) as built:
+        for completion in completions:
+            token_ids = (*completion.prompt_token_ids, *completion.token_ids)
+            experts = experts_of(completion)
+            # The last token was sampled, but not computed.
+            assert experts.shape == (len(token_ids) - 1, 3, 2)
+            assert torch.equal(experts, computed_at_once(built, token_ids))
+            assert not experts[:, 0].any()  # a dense layer
+            for layer in (1, 2):
+                assert (experts[:, layer, 0] < experts[:, layer, 1]).all()
+                # so that shifted experts would differ
+                assert (experts[1:, layer] != experts[:-1, layer]).any()
+            assert all(map(torch.equal, of_all_ranks(experts), [experts] * tensor))
+    return num_preempted
 
 
 def computed_at_once(built: InferenceEngine, sequence: Sequence[int]) -> torch.Tensor:
@@ -105,74 +89,41 @@ def computed_at_once(built: InferenceEngine, sequence: Sequence[int]) -> torch.T
     return experts_of(completion)[:-1]
 
 
-def fail_half_way(directory: str) -> list[Returned]:
-    """Generate again after a step that failed, and refuse a setting that shifts experts."""
+CASES = {"plenty of memory": ({}, DRAWN), "little memory": (SQUEEZED, DRAWN), "drafts": (DRAFTS, LIKELIEST)}
+
+
+@on_engines(1, timeout=600)
+@pytest.mark.parametrize("name", CASES)
+def test_every_computed_token_has_the_experts_of_a_computation_at_once(tmp_path: Path, name: str) -> None:
+    """Also with chunks of prompts, cached prefixes and preempted sequences."""
+    num_preempted = check_experts(tmp_path, 1, *CASES[name])
+    assert (num_preempted > 0) == (name == "little memory")
+
+
+@on_engines(2, timeout=600)
+def test_every_rank_of_a_replica_has_the_same_experts(tmp_path: Path) -> None:
+    check_experts(tmp_path, 2, {})
+
+
+@on_engines(1, timeout=600)
+def test_a_failed_call_leaves_no_experts(tmp_path: Path) -> None:
+    """Also a setting that shifts experts is refused."""
     from vllm import SamplingParams
 
-    with engine(directory) as built:
+    with engine(tmp_path) as built:
+        before = [experts_of(group[0]) for group in built.generate(PROMPTS, LIKELIEST)]
         step = built.llm.llm_engine.step
 
-        def failing() -> Any:
+        def fail() -> None:
             step()
             raise RuntimeError("injected")
 
-        built.llm.llm_engine.step = failing
-        with pytest.raises(RuntimeError, match="injected"):
-            built.generate(PROMPTS, DRAWN)
-        del built.llm.llm_engine.step
-        with pytest.raises(
-            ArgumentError, check=has_violations(("sampling.routed_experts_prompt_start", "not-supported"))
-        ):
+        with mock.patch.object(built.llm.llm_engine, "step", fail), pytest.raises(RuntimeError, match="injected"):
+            built.generate(PROMPTS, LIKELIEST)
+        refusal = has_violations(("sampling.routed_experts_prompt_start", "not-supported"))
+        with pytest.raises(ArgumentError, check=refusal):
             built.generate(PROMPTS, SamplingParams(routed_experts_prompt_start=2))
         built.prompt_logprobs(PROMPTS)
         built.reset_caches()
-        completions = [group[0] for group in built.generate(PROMPTS, DRAWN)]
-        return [experts_of(each) for each in completions]
-
-
-CASES = {"plenty of memory": (1, {}), "little memory": (1, SQUEEZED), "drafts": (1, DRAFTS, LIKELIEST)}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, directory: str) -> Outcomes:
-    calls: dict[str, Call] = {name: (complete, (directory, *case)) for name, case in CASES.items()}
-    calls["failure"] = fail_half_way, (directory,)
-    return engines.launch_in_turn(1, calls, timeout=600)
-
-
-def assert_complete(rounds: Sequence[Returned]) -> None:
-    for returned in rounds:
-        for token_ids, experts, at_once in zip(returned.token_ids, returned.experts, returned.at_once, strict=True):
-            # The last token was sampled, but not computed.
-            assert experts.shape == (len(token_ids) - 1, 3, 2)
-            assert torch.equal(experts, at_once)
-            assert not experts[:, 0].any()  # a dense layer
-            for layer in (1, 2):
-                assert (experts[:, layer, 0] < experts[:, layer, 1]).all()
-                # so that shifted experts would differ
-                assert (experts[1:, layer] != experts[:-1, layer]).any()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_computed_token_has_the_experts_of_a_computation_at_once(outcomes: Outcomes, name: str) -> None:
-    """With chunks of prompts, cached prefixes and preempted sequences."""
-    (rounds,) = outcomes[name]
-    assert_complete(rounds)
-    assert (rounds[0].num_preempted > 0) == (name == "little memory")
-
-
-def test_every_rank_of_a_replica_has_the_same_experts(engines: Ranks, directory: str) -> None:
-    first, second = engines.launch(complete, 2, directory, 2, {}, timeout=600)
-    assert_complete(first)
-    assert_complete(second)
-    assert all(map(torch.equal, first[0].experts, second[0].experts))
-
-
-def test_a_failed_call_leaves_no_experts(outcomes: Outcomes) -> None:
-    ((rounds,), (after,)) = outcomes["plenty of memory"], outcomes["failure"]
-    assert all(map(torch.equal, rounds[0].experts, after))
+        after = [experts_of(group[0]) for group in built.generate(PROMPTS, LIKELIEST)]
+        assert all(map(torch.equal, before, after))

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+from hybrid_engine.backends.vllm import InferenceEngine, Sampling
 from hybrid_engine.backends.vllm.prompts import Prompts
 from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
 from hybrid_engine.ranks.job import Job
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import Ranks, of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import Drawn, build, job, sizes
 from tests.zoo.tokenizers import save_numbers
@@ -35,11 +35,7 @@ SAMPLINGS = [
     replace(SAMPLING, seed=11, temperature=0.5),
     replace(SAMPLING, n=2),
 ]
-SETTINGS = {
-    "temperature": {"temperature": 0.7},
-    "top-k": {"temperature": 0.7, "top_k": 5},
-    "greedy": {"temperature": 0.0},
-}
+LUKEWARM = Sampling(temperature=0.7, max_tokens=8, ignore_eos=True, seed=1)
 
 
 # -- seeds -----------------------------------------------------------------------------------------
@@ -68,21 +64,20 @@ def test_without_a_seed_there_is_no_stream() -> None:
 # -- engines ---------------------------------------------------------------------------------------
 
 
-def build_filled(directory: str, vllm: dict[str, int] | None = None, **chosen: int) -> InferenceEngine:
-    base = Path(directory)
+def build_filled(path: Path, vllm: dict[str, int] | None = None) -> InferenceEngine:
     weights = support.random_weights(CONFIG, 0, torch.float32)
-    path = support.write_checkpoint(base, CONFIG, weights)
+    support.write_checkpoint(path, CONFIG, weights)
     if job().rank == 0:
-        save_numbers(base)
+        save_numbers(path)
     job().agreement.conclude("tokenizer")
-    engine = build(path, CONFIG, sizes=sizes(**chosen), dtype="float32", vllm=vllm or {})
+    engine = build(str(path), CONFIG, sizes=sizes(), dtype="float32", vllm=vllm or {})
     support.write_by_records(engine.adaptor, weights)
     return engine
 
 
-def draw(directory: str, **chosen: int) -> dict[str, Drawn]:
+def draw(path: Path) -> dict[str, Drawn]:
     """Draw completions of PROMPTS in many ways; return them by way."""
-    engine = build_filled(directory, **chosen)
+    engine = build_filled(path)
 
     def drawn(prompts: Prompts, sampling: Samplings = SAMPLING, **arguments: Any) -> Drawn:
         groups = engine.generate_over_replicas(prompts, sampling, **arguments)
@@ -112,90 +107,77 @@ def draw(directory: str, **chosen: int) -> dict[str, Drawn]:
     return outcomes
 
 
-def score(directory: str) -> dict[str, list[Completion]]:
-    """Sample one prompt with each of SETTINGS."""
-    engine = build_filled(directory)
-    sampled = {
-        name: engine.generate(PROMPTS[:1], Sampling(max_tokens=8, ignore_eos=True, seed=1, **values))[0]
-        for name, values in SETTINGS.items()
-    }
-    engine.shutdown()
-    return sampled
+@pytest.fixture(scope="module")
+def alone(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drawn]:
+    """Completions of one rank."""
+    (drawn,) = engines.launch(draw, 1, tmp_path_factory.mktemp("alone"), timeout=600)
+    return drawn
 
 
-def draw_in_parts(directory: str) -> Drawn:
-    """Draw completions of PROMPTS, of which a step computes at most 8 tokens."""
-    engine = build_filled(directory, vllm={"max_num_batched_tokens": 8})
+def check(drawn: dict[str, Drawn], alone: dict[str, Drawn]) -> None:
+    """Check that completions depend neither on replicas nor on the form of a call."""
+    for way in ("whole", "split, the last first", "texts", "rows", "a list"):
+        assert drawn[way] == alone["whole"], way
+    assert drawn["samplings"] == alone["samplings"] == drawn["one by one"]
+    assert [len(group) for group in drawn["samplings"]] == [1, 1, 4, 2]
+    assert len(drawn["samplings"][0][0]) == 3
+    assert drawn["repeated"] == alone["repeated"]
+    assert drawn["repeated"][:2] == [alone["whole"][1], alone["whole"][0]]
+    assert [group[:2] for group in alone["whole"]] == drawn["fewer of each"]
+    # Completions of equal prompts come from different streams.
+    separate = [drawn["whole"], drawn["next seed"], drawn["no seed"], drawn["repeated"][2:]]
+    completions = [completion for groups in separate for group in groups for completion in group]
+    assert len(set(completions)) == len(completions) == 4 * 4 * 3 + 4
+
+
+@pytest.mark.slow
+def test_completions_do_not_depend_on_forms_of_calls(alone: dict[str, Drawn]) -> None:
+    check(alone, alone)
+    assert alone["lists of ranks"] == alone["samplings"]
+    assert alone["local"] == alone["of all ranks"]
+
+
+@on_engines(2, timeout=600)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_completions_do_not_depend_on_replicas(alone: dict[str, Drawn], tmp_path: Path) -> None:
+    drawn = draw(tmp_path)
+    check(drawn, alone)
+    assert drawn["lists of ranks"] == alone["samplings"][job().rank :: 2]
+    first, second = of_all_ranks(drawn["local"])
+    assert drawn["of all ranks"] == first + second
+
+
+@on_engines(1, timeout=600)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_completions_do_not_depend_on_parts_of_prompts(alone: dict[str, Drawn], tmp_path: Path) -> None:
+    """On a CPU, vLLM cannot move the generator of a request back after a part; a step computes at most 8 tokens."""
+    engine = build_filled(tmp_path, vllm={"max_num_batched_tokens": 8})
     groups = engine.generate_over_replicas(PROMPTS, SAMPLING)
     engine.shutdown()
-    return [[completion.token_ids for completion in group] for group in groups]
+    assert [[completion.token_ids for completion in group] for group in groups] == alone["whole"]
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results of one rank."""
-    base = tmp_path_factory.mktemp("alone")
-    calls: dict[str, Any] = {
-        "drawn": (draw, (str(base / "drawn"),)),
-        "in parts": (draw_in_parts, (str(base / "parts"),)),
-        "scored": (score, (str(base / "scored"),)),
-    }
-    return engines.launch_in_turn(1, calls, timeout=600)
-
-
+@on_engines(1, timeout=600)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_completions_do_not_depend_on_replicas_or_forms_of_calls(
-    engines: Ranks, outcomes: Outcomes, tmp_path: Path
-) -> None:
-    (alone,) = outcomes["drawn"]
-    first, second = engines.launch(draw, 2, str(tmp_path), timeout=600)
-    for drawn in (alone, first, second):
-        for way in ("whole", "split, the last first", "texts", "rows", "a list"):
-            assert drawn[way] == alone["whole"], way
-        assert drawn["samplings"] == alone["samplings"] == drawn["one by one"]
-        assert [len(group) for group in drawn["samplings"]] == [1, 1, 4, 2]
-        assert len(drawn["samplings"][0][0]) == 3
-        assert drawn["repeated"][:2] == [alone["whole"][1], alone["whole"][0]]
-        assert [group[:2] for group in alone["whole"]] == drawn["fewer of each"]
-        # Completions of equal prompts come from different streams.
-        separate = [drawn["whole"], drawn["next seed"], drawn["no seed"], drawn["repeated"][2:]]
-        completions = [completion for groups in separate for group in groups for completion in group]
-        assert len(set(completions)) == len(completions) == 4 * 4 * 3 + 4
-    assert alone["lists of ranks"] == alone["samplings"]
-    assert first["lists of ranks"] == alone["samplings"][0::2]
-    assert second["lists of ranks"] == alone["samplings"][1::2]
-    assert alone["local"] == alone["of all ranks"]
-    assert first["local"] + second["local"] == first["of all ranks"] == second["of all ranks"]
-    assert first["repeated"] == second["repeated"] == alone["repeated"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_completions_do_not_depend_on_parts_of_prompts(outcomes: Outcomes) -> None:
-    """On a CPU, vLLM cannot move the generator of a request back after a part."""
-    assert outcomes["in parts"][0] == outcomes["drawn"][0]["whole"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", SETTINGS)
-def test_log_probabilities_are_those_of_the_sampled_distribution(outcomes: Outcomes, way: str, tmp_path: Path) -> None:
+def test_log_probabilities_are_those_of_the_sampled_distribution(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = support.write_checkpoint(tmp_path, CONFIG, support.random_weights(CONFIG, 0, torch.float32))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    (sampled,) = outcomes["scored"]
-    (completion,) = sampled[way]
-    sampling = Sampling(**SETTINGS[way])
-    assert completion.temperature == (sampling.temperature or 1.0)
-    sequence = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
-    with torch.no_grad():
-        logits = model(sequence).logits[0, len(completion.prompt_token_ids) - 1 : -1] / completion.temperature
-    # Smallest logit within top-k.
-    least = logits.topk(sampling.top_k or logits.shape[-1], dim=-1).values[:, -1:]
-    expected = logits.where(logits >= least, -torch.inf).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
-    # Log-probabilities of the unmodified logits would fail the comparison.
-    plain = (logits * completion.temperature).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
-    assert bool(((expected - plain).abs() > 0.01).any()) == (way != "greedy")
+    engine = build_filled(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for sampling in (LUKEWARM, replace(LUKEWARM, top_k=5), replace(LUKEWARM, temperature=0.0)):
+        (completion,) = engine.generate(PROMPTS[:1], sampling)[0]
+        assert completion.temperature == (sampling.temperature or 1.0)
+        sequence = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = model(sequence).logits[0, len(completion.prompt_token_ids) - 1 : -1] / completion.temperature
+        # Smallest logit within top-k.
+        least = logits.topk(sampling.top_k or logits.shape[-1], dim=-1).values[:, -1:]
+        expected = logits.where(logits >= least, -torch.inf).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+        # Log-probabilities of the unmodified logits would fail the comparison.
+        plain = (logits * completion.temperature).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
+        assert bool(((expected - plain).abs() > 0.01).any()) == (completion.temperature != 1)
+    engine.shutdown()

@@ -5,7 +5,6 @@ The matrix (tools/verify/test_matrix.py) compares log-probabilities with transfo
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -20,8 +19,10 @@ from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
+from hybrid_engine.errors import ArgumentError, ConfigError, GenerationError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Call, Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
     PROMPTS,
@@ -31,40 +32,29 @@ from tests.hybrid_engine.backends.vllm.asking import (
     build,
     job,
     plain_llm,
-    refusal_of,
     sizes,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_sampling_limits_and_memory_on_one_rank(engines: Ranks, tmp_path: Path) -> None:
-    calls: dict[str, Call] = {"samplings": (accept_extremes, ()), "memory": (measure_memory, (str(tmp_path),))}
-    outcomes = engines.launch_in_turn(1, calls, timeout=600)
-    assert [outcomes[name] for name in calls] == [[None], [None]]
-
-
-def test_quantisation_over_two_ranks(engines: Ranks, tmp_path: Path) -> None:
-    assert engines.launch(serve_quantised, 2, str(tmp_path), 2, timeout=600) == [None, None]
-
-
-def serve_quantised(directory: str, num_tp: int) -> None:
+@on_engines(2, timeout=600)
+def test_quantisation_over_two_ranks(tmp_path: Path) -> None:
     """Serve fp8 and plain weights, compared with a vLLM that loads the same checkpoint."""
     job()
-    base = Path(directory)
     # The config of a quantised checkpoint; weights of training are not quantised.
     config = {
         **support.QWEN3,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     }
     weights = [support.random_weights(config, seed) for seed in range(2)]
-    path = support.write_checkpoint(base / "weights", support.QWEN3, weights[1])
+    path = support.write_checkpoint(tmp_path / "weights", support.QWEN3, weights[1])
     native = _plain_answers(path, "fp8_per_channel")
-    engine_path = support.write_config(base / "config", config)
-    moe = support.write_config(base / "experts", support.QWEN3_MOE)
+    engine_path = support.write_config(tmp_path / "config", config)
+    moe = support.write_config(tmp_path / "experts", support.QWEN3_MOE)
 
     def build_with(quantization: str | None, where: str = engine_path, model: dict[str, Any] = config) -> Any:
-        return build(where, model, sizes=sizes(tensor=num_tp), quantization=quantization)
+        return build(where, model, sizes=sizes(tensor=2), quantization=quantization)
 
     fp8 = _serve(build_with("fp8_per_channel"), weights, path, "torch.float8_e4m3fn")
     plain = _serve(build_with("none"), weights, path, "torch.bfloat16")
@@ -76,19 +66,18 @@ def serve_quantised(directory: str, num_tp: int) -> None:
         ("no such", engine_path, support.QWEN3, "'no such' on cpu"),
         ("fp8_per_channel", moe, support.QWEN3_MOE, "kernels for quantised experts"),
     ):
-        refusal = refusal_of(functools.partial(build_with, method, where, model))
-        assert refusal.kind == "ConfigError", refusal
-        assert message in refusal.message, refusal
+        with pytest.raises(ConfigError, match=message):
+            build_with(method, where, model)
     # vLLM accepts the method on CPU, and does nothing to dense layers.
     without_effect = "int8_per_channel_weight_only"
-    with mock.patch.dict(QUANTIZATIONS, {"cpu": (without_effect,)}):  # type: ignore[arg-type]
-        refusal = refusal_of(functools.partial(build_with, without_effect))
-    assert refusal.kind == "ConfigError", refusal
-    assert "quantises none of the" in refusal.message, refusal
+    refusal = pytest.raises(ConfigError, match="quantises none of the")
+    with mock.patch.dict(QUANTIZATIONS, {"cpu": (without_effect,)}), refusal:  # type: ignore[arg-type]
+        build_with(without_effect)
 
 
-def measure_memory(directory: str) -> None:
-    """Check memory and torch's settings over three releases and switches, then NaN weights."""
+@on_engines(1, timeout=600)
+def test_releases_free_memory_and_keep_the_settings_of_torch(tmp_path: Path) -> None:
+    """Over three releases and switches, and then with weights of NaN."""
     job()
     torch.set_float32_matmul_precision("high")  # vLLM sets the highest
     torch.set_num_threads(2)
@@ -100,7 +89,7 @@ def measure_memory(directory: str) -> None:
         "vocab_size": 4096,
     }
     config = {**support.LLAMA, **sizes}
-    engine = build(support.write_config(Path(directory) / "large", config), config)
+    engine = build(support.write_config(tmp_path / "large", config), config)
     settings.append(ProcessSettings.now())
     weights = support.random_weights(config, 0)
     released = []
@@ -114,11 +103,12 @@ def measure_memory(directory: str) -> None:
     engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
     settings.append(ProcessSettings.now())
     support.write_by_records(engine.adaptor, {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan})
-    nan = refusal_of(lambda: engine.generate([[1, 2, 3]], Sampling(n=2, max_tokens=2)))
-    nan_prompt = refusal_of(lambda: engine.prompt_logprobs([[1, 2, 3]]))
-    for refusal in (nan, nan_prompt):
-        assert refusal.kind == "GenerationError"
-        assert refusal.code == "nan-computed"
+    for call in (
+        lambda: engine.generate([[1, 2, 3]], Sampling(n=2, max_tokens=2)),
+        lambda: engine.prompt_logprobs([[1, 2, 3]]),
+    ):
+        with refused(GenerationError, "nan-computed"):
+            call()
     assert settings[0] == settings[1] == settings[2], "vLLM changed torch's settings"
     nbytes = engine.adaptor.nbytes / 1e6
     for before, after in zip(released, committed, strict=True):
@@ -129,8 +119,8 @@ def measure_memory(directory: str) -> None:
     engine.shutdown()
 
 
-def accept_extremes() -> None:
-    """Pass the documented limits of every field of `Sampling` to vLLM."""
+@on_engines(1, timeout=600)
+def test_vllm_accepts_the_documented_limits_of_every_field_of_sampling() -> None:
     extremes: dict[str, Sequence[Any]] = {
         "n": (1, 16384),
         "temperature": (0.01, 1, 2.0),
@@ -149,8 +139,9 @@ def accept_extremes() -> None:
         *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
     ]
     assert all(sampling_params(sampling).n == sampling.n for sampling in tried)
-    with mock.patch.dict(os.environ, {"VLLM_MAX_N_SEQUENCES": "2"}):
-        assert "vLLM refuses it: n must be at most 2" in refusal_of(lambda: sampling_params(tried[-1])).message
+    refusal = pytest.raises(ArgumentError, match="vLLM refuses it: n must be at most 2")
+    with mock.patch.dict(os.environ, {"VLLM_MAX_N_SEQUENCES": "2"}), refusal:
+        sampling_params(tried[-1])
 
 
 def _serve(

@@ -1,14 +1,12 @@
 """Switches of a real vLLM, alone and over two ranks, compared bitwise with vLLM's own load.
 
 Three switches with changing weights on one engine, after a native engine ran in the same process.
-The ranks assert; results that must be equal over ranks are returned.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +19,10 @@ from hybrid_engine.backends.vllm import InferenceEngine, internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
+from hybrid_engine.errors import ArgumentError, StateError
 from hybrid_engine.records.regions import Shapes
-from tests.harness.launch import Ranks
+from tests.harness.errors import refused, violations_of
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
     LONG,
@@ -38,7 +38,6 @@ from tests.hybrid_engine.backends.vllm.asking import (
     failing,
     greedy,
     job,
-    refusal_of,
     restart,
     sizes,
 )
@@ -48,34 +47,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SEED = 5
 
 
-@dataclass(frozen=True)
-class Cycles:
-    """The shard of one rank, and its samples from one seed."""
-
-    tp_rank: int
-    drawn: Drawn
+@on_engines({1: ["alone"], 2: ["tp2"]}, timeout=600)
+def test_switches_equal_native_loads_and_keep_process_state(tmp_path: Path, case: str) -> None:
+    job()
+    check_switches(tmp_path, dist.get_world_size())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_switches_equal_native_loads_and_keep_process_state(engines: Ranks, num_ranks: int, tmp_path: Path) -> None:
-    by_rank: list[Cycles] = engines.launch(run, num_ranks, str(tmp_path), num_ranks, timeout=600)
-    assert [rank.tp_rank for rank in by_rank] == list(reversed(range(num_ranks)))
-    assert all(rank.drawn == by_rank[0].drawn for rank in by_rank)
-    assert len(set(by_rank[0].drawn[0])) == 2, "completions of one prompt are equal"
-
-
-def refuse(call: Callable[[], Any], kind: str, code: str, *values: str) -> None:
-    refusal = refusal_of(call)
-    assert (refusal.kind, refusal.code) == (kind, code), refusal
-    assert all(value in refusal.message for value in values), refusal
-
-
-def run(directory: str, num_tp: int) -> Cycles:
-    """Run all checks on one rank."""
+def check_switches(base: Path, num_tp: int) -> None:
     job()
     world = dist.group.WORLD
     set_num_threads = torch.set_num_threads
-    base = Path(directory)
     config = support.QWEN3
     weights = [support.random_weights(config, seed) for seed in range(3)]
     checkpoints = [support.write_checkpoint(base / f"weights{i}", config, values) for i, values in enumerate(weights)]
@@ -87,7 +68,8 @@ def run(directory: str, num_tp: int) -> Cycles:
     order = tuple(reversed(range(num_tp)))
     engine = build(checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
     _check_shared_memory(engine, before, num_tp)
-    refuse(lambda: drawn(engine), "StateError", "weights-uncommitted")
+    with refused(StateError, "weights-uncommitted"):
+        drawn(engine)
 
     for values, checkpoint in zip(weights, checkpoints, strict=True):
         filled = support.fill_by_records(engine.adaptor, values)
@@ -95,31 +77,33 @@ def run(directory: str, num_tp: int) -> Cycles:
         assert support.differences(filled, support.native_parameters(engine, checkpoint)) == []
     assert answers_of(engine) == native
     first = drawn(engine, SEED)
+    assert all(other == first for other in of_all_ranks(first))
+    assert len(set(first[0])) == 2, "completions of one prompt are equal"
     long = greedy(engine, LONG)
     assert _draw_in_two_threads(engine) == first
     for name in PLACES:
         _fail_at(engine, name, first, long, native)
     _leave_unfinished_state(engine)
     assert engine.generate([], SAMPLING) == []
-    refuse(
-        lambda: engine.generate([[], [1] * 60, [500]], SAMPLING),
-        "ArgumentError",
-        "",
-        *("prompts[0]", "prompts[1]", "prompts[2]"),
-    )
+    with pytest.raises(ArgumentError) as caught:
+        engine.generate([[], [1] * 60, [500]], SAMPLING)
+    assert [key for key, _ in violations_of(caught.value)] == ["prompts[0]", "prompts[1]", "prompts[2]"]
 
     adaptor = engine.adaptor
-    tp_rank = engine.tp_rank
+    assert engine.tp_rank == num_tp - 1 - job().rank
     assert adaptor.resident_nbytes() == adaptor.nbytes > 0
     assert not adaptor._processed.barrier.is_collective, "vLLM's processing on CPU must not communicate"
     engine.release()
     assert adaptor.resident_nbytes() == 0
-    refuse(lambda: drawn(engine), "StateError", "weights-released")
+    with refused(StateError, "weights-released"):
+        drawn(engine)
     groups = sorted({buffer.group for buffer in adaptor.layout().buffers.values()})
-    refuse(lambda: adaptor.commit(groups[:1]), "StateError", "event-refused")
+    with refused(StateError, "event-refused"):
+        adaptor.commit(groups[:1])
     adaptor.allocate(groups)
     adaptor.commit(groups[:-1])
-    refuse(lambda: drawn(engine), "StateError", "weights-uncommitted")
+    with refused(StateError, "weights-uncommitted"):
+        drawn(engine)
     support.fill_by_records(adaptor, weights[2])
     engine.reset_caches()
     assert answers_of(engine) == native
@@ -127,11 +111,11 @@ def run(directory: str, num_tp: int) -> Cycles:
 
     engine.shutdown()
     engine.shutdown()
-    refuse(lambda: drawn(engine), "StateError", "engine-is-closed")
+    with refused(StateError, "engine-is-closed"):
+        drawn(engine)
     assert dist.group.WORLD is world
     assert torch.set_num_threads is set_num_threads
     dist.barrier()  # ranks leave together, before another engine is built
-    return Cycles(tp_rank, first)
 
 
 def _check_shared_memory(engine: InferenceEngine, before: dict[str, int], num_tp: int) -> None:
@@ -155,18 +139,14 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
     """Draw, and check that a call of another thread is refused meanwhile."""
 
     step = engine.llm.llm_engine.step
-    refusals: list[Any] = []
 
     def step_and_call_in_thread() -> Any:
-        thread = threading.Thread(target=lambda: refusals.append(refusal_of(lambda: drawn(engine))))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as threads, refused(StateError, "another-thread-generates"):
+            threads.submit(drawn, engine).result()
         return step()
 
     with mock.patch.object(engine.llm.llm_engine, "step", step_and_call_in_thread):
-        samples = drawn(engine, SEED)
-    assert refusals[0].code == "another-thread-generates"
-    return samples
+        return drawn(engine, SEED)
 
 
 def native_answers(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = None) -> Answers:
@@ -244,19 +224,17 @@ def _leave_unfinished_state(engine: InferenceEngine) -> None:
 
     engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
     for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.reset_caches, engine.release):
-        refuse(call, "StateError", "unfinished-requests", "1 ", "abandon_requests()")
+        with refused(StateError, "unfinished-requests", "1 ", "abandon_requests()"):
+            call()
     engine.abandon_requests()
     engine.reset_caches()
     pool = internals.core_of(engine.llm).scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(2)
-    refuse(engine.reset_caches, "StateError", "prefix-cache-in-use", "2 blocks")
+    with refused(StateError, "prefix-cache-in-use", "2 blocks"):
+        engine.reset_caches()
     pool.free_blocks(taken)
-    refuse(
-        lambda: require_answers([], PROMPTS, [1, 1, 1]),
-        "StateError",
-        "mixed-up-requests",
-        "0 results for 3 prompts",
-    )
+    with refused(StateError, "mixed-up-requests", "0 results for 3 prompts"):
+        require_answers([], PROMPTS, [1, 1, 1])
 
 
 def shared_mappings() -> dict[str, int]:

@@ -10,7 +10,7 @@ from tests.harness.launch import REPO_ROOT
 FIGURES = """
 sizes of a model | models/derived.py | written tables | models/test_derived.py::test_a_derived_table_equals_the_written_table_in_every_size
 Megatron's layout | layouts/training.py | live models | layouts/test_training.py::test_every_rank_matches_the_live_model
-vLLM's layout | layouts/inference.py | loaded models | backends/vllm/test_layouts.py::test_every_weight_is_traced_as_computed_and_filled_like_a_native_load
+vLLM's layout | layouts/inference.py | loaded models | backends/vllm/test_layouts.py::test_weights_are_traced_as_computed_and_filled_like_a_native_load
 vLLM's stages | stage_bounds | vLLM | layouts/test_inference.py::test_stages_match_vllm
 vLLM's blocks of experts | expert_bounds | vLLM | layouts/test_inference.py::test_blocks_of_experts_match_vllm
 padded vocabulary | InferenceParallelism | vLLM | layouts/test_inference.py::test_the_padded_vocabulary_matches_vllm
