@@ -19,7 +19,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
-from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.hybrid_engine.end_to_end.test_quantised_rollouts import compare_with_published, note_report
 from tests.zoo import block_formats, workers
 from tests.zoo.families import served_config, write_config

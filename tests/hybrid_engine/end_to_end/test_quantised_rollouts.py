@@ -19,7 +19,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.torch_modes import other_torch_modes
-from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.zoo import block_formats, sharded_models, workers
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, token_batch

@@ -20,18 +20,20 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
-from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.launch import on_engines
 from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
-from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.backends.fsdp.test_switches import train
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import job
+from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.megatron_models import whole_weights
-from tests.zoo.tiny_models import label_log_probs, read_canonical, token_batch
+from tests.zoo.tiny_models import read_canonical
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPTS = torch.arange(2, 18).reshape(2, 8)
@@ -109,7 +111,8 @@ def peft_model(path: Path, settings: Values) -> Any:
 @pytest.mark.parametrize("name", DELIVERIES)
 def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path, name: str) -> None:
     delivery = DELIVERIES[name]
-    _write_config(tmp_path, delivery.config)
+    job()
+    support.write_config(tmp_path, {**delivery.config, "torch_dtype": "float32"})
     model = peft_model(tmp_path, delivery.settings)
     rollout = {"model": str(tmp_path), "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "incremental": "auto"}
     with other_torch_modes():
@@ -122,7 +125,7 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
     reports = []
     for step in range(NUM_STEPS):
         with engine.train_context():
-            _train(model, optimizer, step)
+            train(model, optimizer, step, dist.get_rank())
             whole = _whole_copy(tmp_path, delivery.settings, model)
         reports.append(_compare(engine, whole, tmp_path, delivery, parameters))
     # The base is sent once, and adapted weights in every switch.
@@ -131,23 +134,15 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
     assert first.bytes_skipped == 0
     assert delivery.skipped * read < second.bytes_skipped < read
     assert second.bytes_skipped + second.bytes_own + second.bytes_received == read
-    with model.disable_adapter(), pytest.raises(ReshardError, check=has_code("adapters-changed")):
+    with model.disable_adapter(), refused(ReshardError, "adapters-changed"):
         engine.train.weights.prepare()
     engine.shutdown()
     alone = sharded_models.shard(peft_model(tmp_path, delivery.settings))
     other = _optimizer_of(alone)
     for step in range(NUM_STEPS):
-        _train(alone, other, step)
+        train(alone, other, step, dist.get_rank())
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert same_bits(local_of(parameter), local_of(expected))
-
-
-def _write_config(path: Path, config: Values) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        write_config(path, {**config, "torch_dtype": "float32"})
-    dist.barrier()
 
 
 def _check_origins(engine: Any, name: str) -> None:
@@ -159,15 +154,6 @@ def _check_origins(engine: Any, name: str) -> None:
 
 def _optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)
-
-
-def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    batch = token_batch(100 * step + dist.get_rank(), num_sequences=2, length=16)
-    tokens = batch["tokens"] % 130
-    labels = batch["labels"] % 130
-    optimizer.zero_grad()
-    (-label_log_probs(model(input_ids=tokens).logits, labels).mean()).backward()
-    optimizer.step()
 
 
 def _whole_copy(path: Path, settings: Values, model: Any) -> Any:
@@ -249,18 +235,18 @@ def _compare_loras(engine: Any, whole: Any, path: Path) -> None:
 def test_experts_may_be_sharded_along_any_dim(tmp_path: Path, family: str, dim: int) -> None:
     """The parts of a parameter of experts are along `dim`."""
     config = {**WITH_EXPERTS[family], "torch_dtype": "float32"}
-    _write_config(tmp_path, config)
-    job = Job.join(60)
+    job()
+    support.write_config(tmp_path, config)
     table = table_for(config)
     whole = peft_model(tmp_path, OF_EXPERTS)
     model = sharded_models.shard(
         peft_model(tmp_path, OF_EXPERTS), shard_placement_fn=lambda tensor: Shard(dim if tensor.dim() == 3 else 0)
     )
-    with closing(ShardedModel(model, table, job.rank)) as sharded:
-        save_hf_checkpoint(tmp_path / "saved", sharded.weights, table, job, tmp_path)
+    with closing(ShardedModel(model, table, job().rank)) as sharded:
+        save_hf_checkpoint(tmp_path / "saved", sharded.weights, table, job(), tmp_path)
     saved = read_canonical(tmp_path / "saved")
     base = whole.merge_and_unload()
-    if job.rank == 0:
+    if job().rank == 0:
         base.save_pretrained(tmp_path)
     dist.barrier()
     torch.testing.assert_close(saved, read_canonical(tmp_path), atol=1e-6, rtol=0)
@@ -273,5 +259,5 @@ def test_one_rank_merges_as_peft_and_refuses_other_adapters(job: None, tmp_path:
         sharded.weights.prepare()
         expected = peft_model(path, MERGED).merge_and_unload().state_dict()
         torch.testing.assert_close(whole_weights(sharded.weights), expected)
-        with model.disable_adapter(), pytest.raises(ReshardError, check=has_code("adapters-changed")):
+        with model.disable_adapter(), refused(ReshardError, "adapters-changed"):
             sharded.weights.prepare()

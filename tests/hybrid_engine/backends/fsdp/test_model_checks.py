@@ -27,10 +27,11 @@ from hybrid_engine.errors import ConfigError, DependencyError, ModelError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.torch_internals import PrivateName, TensorDict
-from tests.harness.errors import has_code, has_violations
-from tests.harness.launch import Ranks
+from tests.harness.errors import has_code, has_violations, refused
+from tests.harness.launch import on_ranks
 from tests.harness.private_names import exists
 from tests.harness.values import Values
+from tests.hybrid_engine.backends.fsdp.test_names import compiled_layers, lora_on
 from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
@@ -38,7 +39,7 @@ from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
 
 def test_a_torch_older_than_tested_is_refused() -> None:
     for version in ("2.6.0", "2.12.9+cu128"):
-        with pytest.raises(DependencyError, check=has_code("torch-too-old", version, "2.13.0")):
+        with refused(DependencyError, "torch-too-old", version, "2.13.0"):
             require_torch(version)
     for version in ("2.13.0+cpu", "2.13.0a0+gitdeadbee", "2.14.0.dev20261120+cu130"):
         require_torch(version)
@@ -66,7 +67,7 @@ def test_weights_have_the_dtype_of_their_parameters(
 
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_weights_of_several_dtypes_are_refused(wire: str | None) -> None:
-    with pytest.raises(ModelError, check=has_code("several-dtypes", "bfloat16, first a", "float32, first b")):
+    with refused(ModelError, "several-dtypes", "bfloat16, first a", "float32, first b"):
         weights_dtype(weights(a=torch.bfloat16, b=torch.float32), wire)
 
 
@@ -231,23 +232,11 @@ def settings_of_training(model: Any) -> None:
     model.train()
 
 
-def with_lora(model: Any) -> None:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    config = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["norm"])
-    peft.get_peft_model(model, config)
-
-
-def compiled_layers(model: Any) -> None:
-    layers = sharded_models.decoder_layers(model)
-    for index, layer in enumerate(layers):
-        layers[index] = torch.compile(layer, backend="eager")  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     "change",
     [
         settings_of_training,
-        with_lora,
+        lora_on(r=2, modules_to_save=["norm"]),
         methodcaller("resize_token_embeddings", 140),
         compiled_layers,
         torch.nn.Module.eval,
@@ -325,38 +314,9 @@ def test_gradients_are_summed_in_float32(job: None, tmp_path: Path) -> None:
     assert torch.equal(3 * gradients[0], gradients[1])
 
 
-@pytest.mark.ranks
-def test_replicas_train_after_groups_of_an_equal_mesh_have_ended(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_replicas_train_after_groups_of_an_equal_mesh_have_ended() -> None:
     """torch caches reductions by mesh, with groups that have ended by then."""
-    first, second = ranks.launch(two_norms, 4)[0]
-    assert first == second > 0
-
-
-@pytest.mark.ranks
-def test_a_router_in_float32_is_sharded_in_a_bfloat16_model(ranks: Ranks, tmp_path: Path) -> None:
-    path = write_config(tmp_path, variant_config("Ernie4_5_MoeForCausalLM"))
-    for difference, dtypes in ranks.launch(of_several_dtypes, 2, str(path)):
-        assert difference == 0
-        assert dtypes == {torch.bfloat16, torch.float32}
-
-
-def of_several_dtypes(path: str) -> tuple[float, set[torch.dtype]]:
-    """Return the difference that sharding makes in logits, and the dtypes of the parameters."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).eval()
-    tokens = torch.arange(16)[None]
-    with torch.no_grad():
-        whole = model(tokens).logits
-        mesh = mesh_of(FsdpConfig(), torch.device("cpu"), dist.get_world_size())
-        shard_model(model, FsdpConfig(mixed_precision="no"), mesh)
-        difference = (model(tokens).logits - whole).abs().max().item()
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return difference, {parameter.dtype for parameter in model.parameters()}
-
-
-def two_norms() -> list[float]:
-    """Return the gradient norms of a model that is sharded twice."""
     dist.init_process_group("gloo")
     norms = []
     for _ in range(2):
@@ -369,7 +329,26 @@ def two_norms() -> list[float]:
         # The second model must not reduce over these.
         end_groups(*(group for group in mesh.get_all_groups() if group is not dist.group.WORLD))
     dist.destroy_process_group()
-    return norms
+    first, second = norms
+    assert first == second > 0
+
+
+@on_ranks(2)
+def test_a_router_in_float32_is_sharded_in_a_bfloat16_model(tmp_path: Path) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        write_config(tmp_path, variant_config("Ernie4_5_MoeForCausalLM"))
+    dist.barrier()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16).eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        whole = model(tokens).logits
+        mesh = mesh_of(FsdpConfig(), torch.device("cpu"), dist.get_world_size())
+        shard_model(model, FsdpConfig(mixed_precision="no"), mesh)
+        assert torch.equal(model(tokens).logits, whole)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)

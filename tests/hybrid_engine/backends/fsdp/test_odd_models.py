@@ -6,14 +6,12 @@ training state while a publisher has offloaded it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -25,8 +23,8 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.harness.launch import on_engines
+from tests.hybrid_engine.backends.vllm.support import differences
 from tests.hybrid_engine.serving.publishing import calls_while_published
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
@@ -155,53 +153,41 @@ FOUR_RANKS = {
 }
 
 
-def run(directory: str, cases: dict[int, list[str]]) -> dict[str, list[str]]:
-    """Map each case to its faults on this rank; see `_faults`."""
-    faults = {}
+@on_engines({2: TWO_RANKS, 4: FOUR_RANKS})
+def test_odd_models_are_read_correctly_and_train_unchanged(tmp_path: Path, case: str) -> None:
+    odd = (TWO_RANKS | FOUR_RANKS)[case]
     with closing(Job.join(120)) as job:
-        for name in cases[job.world_size]:
-            odd = (TWO_RANKS | FOUR_RANKS)[name]
-            path = Path(directory) / name
-            if job.rank == 0:
-                write_config(path, served_config("llama", torch_dtype="float32", **odd.config))
-            job.agreement.conclude(name)  # other ranks read the config next
-            faults[name] = [*_faults(odd, path, job)]
-    return faults
-
-
-def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
-    """Yield elements that records misplace, unguarded calls, and differences in training."""
-    model = odd.make(path)
-    optimizers = odd.optimizers(model)
-    driven = ShardedModel(model, table_for(read_config(path)), job.rank, optimizers)
-    offloader = Offloader(driven)
-    for step in range(NUM_STEPS):
-        _train(odd, model, optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
-        offloaded = offloader.offload()
-        if not all(offloaded.nbytes.values()):  # every kind must leave
-            yield f"stays on the device: {[kind for kind, nbytes in offloaded.nbytes.items() if not nbytes]}"
-        offloader.onload()
-        driven.weights.prepare()
-        yield from _misplaced(driven)
-    weights = model.state_dict()
-    moments = optimizers[0].state_dict()
-    calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: model(torch.zeros(1, 4, dtype=torch.int64)),
-        "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict(weights),
-        "step": optimizers[0].step,
-        "state_dict of an optimizer": optimizers[0].state_dict,
-        "load_state_dict of an optimizer": lambda: optimizers[0].load_state_dict(moments),
-    }
-    passed = calls_while_published(driven, driven.table.shapes, job, calls)
-    yield from (f"{call} goes on while the weights are published" for call in passed)
-    other = odd.make(path)
-    other_optimizers = odd.optimizers(other)
-    for step in range(NUM_STEPS):
-        _train(odd, other, other_optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
-    state = _state(model, optimizers)
-    expected = _state(other, other_optimizers)
-    yield from (f"{name} differs" for name in state | expected if not same_bits(state.get(name), expected.get(name)))
+        if job.rank == 0:
+            write_config(tmp_path, served_config("llama", torch_dtype="float32", **odd.config))
+        job.agreement.conclude("writing the config")  # other ranks read it next
+        model = odd.make(tmp_path)
+        optimizers = odd.optimizers(model)
+        driven = ShardedModel(model, table_for(read_config(tmp_path)), job.rank, optimizers)
+        offloader = Offloader(driven)
+        for step in range(NUM_STEPS):
+            _train(odd, model, optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
+            assert all(offloader.offload().nbytes.values())  # every kind must leave
+            offloader.onload()
+            driven.weights.prepare()
+            _check_places(driven)
+        weights = model.state_dict()
+        moments = optimizers[0].state_dict()
+        calls: dict[str, Callable[[], object]] = {
+            "forward": lambda: model(torch.zeros(1, 4, dtype=torch.int64)),
+            "state_dict": model.state_dict,
+            "load_state_dict": lambda: model.load_state_dict(weights),
+            "step": optimizers[0].step,
+            "state_dict of an optimizer": optimizers[0].state_dict,
+            "load_state_dict of an optimizer": lambda: optimizers[0].load_state_dict(moments),
+        }
+        assert calls_while_published(driven, driven.table.shapes, job, calls) == []
+        other = odd.make(tmp_path)
+        other_optimizers = odd.optimizers(other)
+        for step in range(NUM_STEPS):
+            _train(odd, other, other_optimizers, 10 * step + job.rank // odd.tensor_parallel_size)
+        state = _state(model, optimizers)
+        expected = _state(other, other_optimizers)
+        assert differences(state, expected) == []
 
 
 def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
@@ -218,8 +204,8 @@ def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
         optimizer.step()
 
 
-def _misplaced(driven: ShardedModel) -> Iterator[str]:
-    """Yield tensors with a record that points at other elements than the whole tensor."""
+def _check_places(driven: ShardedModel) -> None:
+    """Check that every record points at the elements of the whole tensor."""
     weights = driven.weights
     whole = {name: _whole(tensor) for name, tensor in weights.tensors.tensors.items()}
     for record in weights.layout().shards:
@@ -229,8 +215,7 @@ def _misplaced(driven: ShardedModel) -> Iterator[str]:
         tensor = whole[packed.parameter].as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
         index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
         flat = flat_storage_of(weights.buffers()[place.buffer.name])
-        if not torch.equal(tensor[index], flat.as_strided(region.lengths, place.strides, place.offset)):
-            yield f"{region.tensor} {region} is elsewhere"
+        assert torch.equal(tensor[index], flat.as_strided(region.lengths, place.strides, place.offset)), region
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -249,20 +234,3 @@ def _state(model: torch.nn.Module, optimizers: Optimizers) -> TensorDict:
             leaves = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
             state |= {f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)}
     return state
-
-
-CASES = {2: list(TWO_RANKS), 4: list(FOUR_RANKS)}
-
-
-@pytest.fixture(scope="module")
-def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, list[str]]]]:
-    """Return a function from a number of ranks to the faults by rank and case."""
-    directory = str(tmp_path_factory.mktemp("odd"))
-    return functools.cache(lambda num_ranks: engines.launch(run, num_ranks, directory, CASES))
-
-
-@pytest.mark.parametrize(("num_ranks", "name"), [(number, name) for number, names in CASES.items() for name in names])
-def test_odd_models_are_read_correctly_and_train_unchanged(
-    runs: Callable[[int], list[dict[str, list[str]]]], num_ranks: int, name: str
-) -> None:
-    assert [faults[name] for faults in runs(num_ranks)] == [[]] * num_ranks

@@ -17,7 +17,7 @@ padded vocabulary | InferenceParallelism | vLLM | layouts/test_inference.py::tes
 caches, longest sequence | layouts/kv_cache.py, longest_of | vLLM's layers | tools/plan/test_kv_cache.py::test_plans_count_the_caches_of_vllm
 blocks of a sequence | sequence_nbytes | vLLM | tools/plan/test_kv_cache.py::test_a_sequence_takes_the_blocks_that_vllm_requires
 bytes of a switch | summarize | plans of ranks | planning/test_one_planner.py::test_the_summary_matches_plans_of_any_records
-bytes, state with FSDP2 | plan_job | live switches | backends/fsdp/test_switches.py::test_switches_of_two_ranks
+bytes, state with FSDP2 | plan_job | live switches | backends/fsdp/test_switches.py::test_switches
 largest bucket | largest_bucket | plans, memory_plan | tools/plan/test_cluster_plan.py::test_the_peak_counts_the_planners_buckets
 phases with Megatron | memory_plan | live models | trainer/reference_and_critic/test_value_model.py::test_a_critic_and_a_reference_share_devices_with_the_actor
 entropy of a chunk | activation_nbytes | live tensors | tools/plan/test_activations.py::test_the_entropy_keeps_the_planned_bytes_of_a_logit
