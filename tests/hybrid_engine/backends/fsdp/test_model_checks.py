@@ -31,7 +31,7 @@ from tests.harness.errors import has_code, has_violations, refused
 from tests.harness.launch import on_ranks
 from tests.harness.private_names import exists
 from tests.harness.values import Values
-from tests.hybrid_engine.backends.fsdp.test_names import compiled_layers, lora_on
+from tests.hybrid_engine.backends.fsdp.test_names import compiled_layers, lora_on, model_of
 from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo import sharded_models
 from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
@@ -71,10 +71,6 @@ def test_weights_of_several_dtypes_are_refused(wire: str | None) -> None:
         weights_dtype(weights(a=torch.bfloat16, b=torch.float32), wire)
 
 
-def model_from(path: Path, variant: str = "llama", **changes: Any) -> Any:
-    return sharded_models.from_config(write_config(path, served_config(variant, torch_dtype="float32", **changes)))
-
-
 def differences(model: Any) -> list[str]:
     """Return a line for each difference between a model and its config."""
     try:
@@ -92,7 +88,7 @@ def has_line(lines: list[str], *values: str) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loading_in_another_dtype_rounds_only_weights(tmp_path: Path, dtype: torch.dtype) -> None:
-    model_from(tmp_path).save_pretrained(tmp_path)
+    model_of(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert model.dtype is dtype
     require_configured(model)
@@ -100,7 +96,7 @@ def test_loading_in_another_dtype_rounds_only_weights(tmp_path: Path, dtype: tor
 
 @pytest.mark.parametrize("variant", SERVED_VARIANTS)
 def test_models_of_every_family_match_their_config(tmp_path: Path, variant: str) -> None:
-    model = model_from(tmp_path, variant)
+    model = model_of(tmp_path, variant)
     model.set_attn_implementation("eager")
     require_configured(model)
     with ExitStack() as owner:
@@ -122,7 +118,7 @@ def test_models_of_every_family_match_their_config(tmp_path: Path, variant: str)
 def test_attention_without_the_configured_soft_cap_is_refused(
     tmp_path: Path, variant: str, softcap: float | None, implementation: str, is_refused: bool
 ) -> None:
-    model = model_from(tmp_path, variant, attn_logit_softcapping=softcap)
+    model = model_of(tmp_path, variant, attn_logit_softcapping=softcap)
     model.config._attn_implementation = implementation  # without transformers' own check
     lines = differences(model)
     assert bool(lines) == is_refused
@@ -140,7 +136,7 @@ def test_attention_without_masks_is_refused_for_windows(
     monkeypatch.setitem(AttentionInterface._global_mapping, "ours", attend)
     if has_mask:
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "ours", attend)
-    model = model_from(tmp_path, "mixtral", sliding_window=100)
+    model = model_of(tmp_path, "mixtral", sliding_window=100)
     model.config._attn_implementation = "ours"
     assert has_line(differences(model), "'ours'", "sliding_window 100") == is_refused
 
@@ -154,7 +150,7 @@ def test_attention_without_masks_is_refused_for_windows(
     ids=lambda scaling: scaling["rope_type"],
 )
 def test_rotary_frequencies_that_depend_on_the_length_are_read(tmp_path: Path, scaling: Values) -> None:
-    model = model_from(tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    model = model_of(tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64})
     short = model.model.rotary_emb.inv_freq.clone()
     model(torch.zeros(1, 140, dtype=torch.int64))  # leaves the frequencies of its length in the buffers
     require_configured(model)
@@ -178,7 +174,7 @@ def test_a_config_that_transformers_cannot_build_is_refused(tmp_path: Path, chan
 
 
 def test_norms_of_latent_attention_need_the_configured_epsilon(tmp_path: Path) -> None:
-    model = model_from(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
+    model = model_of(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
     model.set_attn_implementation("eager")
     assert has_line(differences(model), "variance_epsilon", "1e-06", "0.5")
     for module in model.modules():
@@ -199,7 +195,7 @@ OVERRIDES: dict[str, Values] = {
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_passed_at_loading_are_written(tmp_path: Path, name: str) -> None:
-    model_from(tmp_path).save_pretrained(tmp_path)
+    model_of(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **OVERRIDES[name])
     require_configured(model)
     with ExitStack() as owner:
@@ -215,7 +211,7 @@ def test_overrides_passed_at_loading_are_written(tmp_path: Path, name: str) -> N
 
 
 def test_end_tokens_of_the_live_model_are_written(tmp_path: Path) -> None:
-    model_from(tmp_path).save_pretrained(tmp_path)
+    model_of(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.generation_config.eos_token_id = [5, 6]  # vLLM stops by generation_config.json
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
@@ -243,7 +239,7 @@ def settings_of_training(model: Any) -> None:
     ],
 )
 def test_changes_without_effect_on_inference_are_accepted(tmp_path: Path, change: Callable[[Any], object]) -> None:
-    model = model_from(tmp_path)
+    model = model_of(tmp_path)
     change(model)
     require_configured(model)
 
@@ -289,7 +285,7 @@ def test_persistent_buffers_are_tensors_of_the_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", REFUSED)
 def test_differences_from_the_config_are_refused(tmp_path: Path, name: str) -> None:
     change, values = REFUSED[name]
-    model = model_from(tmp_path)
+    model = model_of(tmp_path)
     state = torch.get_rng_state()
     require_configured(model)
     assert torch.equal(torch.get_rng_state(), state)  # the check builds a model without drawing numbers
@@ -302,7 +298,7 @@ HYBRID = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=2)
 
 def test_gradients_are_summed_in_float32(job: None, tmp_path: Path) -> None:
     """A sum of three equal gradients of bfloat16 needs more bits than bfloat16 has."""
-    model = model_from(tmp_path)
+    model = model_of(tmp_path)
     shard_model(model, FsdpConfig(mixed_precision="bf16"), mesh_of(FsdpConfig(), torch.device("cpu"), 1))
     gradients = []
     for number in (1, 3):

@@ -24,10 +24,9 @@ from tests.zoo.tiny_models import read_canonical
 ALL_LINEAR = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    write_config(tmp_path, served_config("llama", torch_dtype="float32", num_hidden_layers=2))
-    return tmp_path
+def model_of(path: Path, variant: str = "llama", **changes: Any) -> Any:
+    """Write the config of a model, and build it."""
+    return sharded_models.from_config(write_config(path, served_config(variant, torch_dtype="float32", **changes)))
 
 
 def read(path: Path, model: torch.nn.Module, delivery: LoraDelivery = "merge") -> ModelReading:
@@ -51,11 +50,11 @@ def compiled_layers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))])
-def test_names_are_read_through_torch_wrappers(path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
-    plain = sharded_models.from_config(path)
-    expected = read(path, plain).packed
+def test_names_are_read_through_torch_wrappers(tmp_path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
+    plain = model_of(tmp_path)
+    expected = read(tmp_path, plain).packed
     wrapped = wrap(plain)
-    packed = read(path, wrapped).packed
+    packed = read(tmp_path, wrapped).packed
     assert packed.keys() == expected.keys()
     state = wrapped.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
@@ -66,25 +65,25 @@ def test_names_are_read_through_torch_wrappers(path: Path, wrap: Callable[[torch
         }
 
 
-def test_weights_are_read_through_peft_wrappers(path: Path) -> None:
-    plain = sharded_models.from_config(path)
-    expected = read(path, plain).packed
+def test_weights_are_read_through_peft_wrappers(tmp_path: Path) -> None:
+    plain = model_of(tmp_path)
+    expected = read(tmp_path, plain).packed
     model = with_lora(compiled_layers(plain), modules_to_save=["lm_head"])
     state = model.state_dict(keep_vars=True)
-    reading = read(path, model)
+    reading = read(tmp_path, model)
     assert reading.packed.keys() == expected.keys()
     assert reading.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
     assert all(state[place.parameter].shape == place.view.shape for place in reading.packed.values())
     assert len(reading.names.loras) == 14  # seven linear layers in each of two layers
     with model.disable_adapter():
-        plain_reading = read(path, model)
+        plain_reading = read(tmp_path, model)
     assert plain_reading.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
     assert plain_reading.names.loras == ()
 
 
-def test_a_separate_adapter_carries_its_settings(path: Path) -> None:
-    model = with_lora(sharded_models.from_config(path), r=4, lora_alpha=6, rank_pattern={"o_proj": 2}, use_rslora=True)
-    lora = read(path, model, "adapter").lora
+def test_a_separate_adapter_carries_its_settings(tmp_path: Path) -> None:
+    model = with_lora(model_of(tmp_path), r=4, lora_alpha=6, rank_pattern={"o_proj": 2}, use_rslora=True)
+    lora = read(tmp_path, model, "adapter").lora
     assert lora is not None
     modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
     settings = lora.settings
@@ -158,36 +157,36 @@ NOT_SEPARATE: dict[str, tuple[Callable[[torch.nn.Module], Any], str, tuple[str, 
 }
 
 
-def test_inactive_adapters_are_ignored(path: Path) -> None:
-    model = two_adapters(sharded_models.from_config(path))
+def test_inactive_adapters_are_ignored(tmp_path: Path) -> None:
+    model = two_adapters(model_of(tmp_path))
     model.base_model.set_adapter("other")  # "default" does not compute
-    assert len(read(path, model, "adapter").names.loras) == 2
+    assert len(read(tmp_path, model, "adapter").names.loras) == 2
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_adapters_are_refused(path: Path, name: str) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path, name: str) -> None:
     change, delivery, values = UNSUPPORTED[name]
-    model = change(sharded_models.from_config(path))
+    model = change(model_of(tmp_path))
     with refused(ModelError, "unsupported-adapters", *values):
-        read(path, model, delivery)
+        read(tmp_path, model, delivery)
 
 
 @pytest.mark.parametrize("name", NOT_SEPARATE)
-def test_adapters_that_cannot_be_delivered_separately_are_refused(path: Path, name: str) -> None:
+def test_adapters_that_cannot_be_delivered_separately_are_refused(tmp_path: Path, name: str) -> None:
     change, code, values = NOT_SEPARATE[name]
-    model = change(sharded_models.from_config(path))
+    model = change(model_of(tmp_path))
     with pytest.raises(ConfigError) as caught:
-        read(path, model, "adapter")
+        read(tmp_path, model, "adapter")
     assert set(violations_of(caught.value)) == {("generate_config.lora_delivery", code)}
     assert all(value in str(caught.value) for value in values)
 
 
-def test_an_adapter_on_a_parameter_is_read_as_one_on_its_layer(path: Path) -> None:
-    on_layers = with_lora(sharded_models.from_config(path), target_modules=["q_proj"])
+def test_an_adapter_on_a_parameter_is_read_as_one_on_its_layer(tmp_path: Path) -> None:
+    on_layers = with_lora(model_of(tmp_path), target_modules=["q_proj"])
     settings = {"target_modules": [], "target_parameters": ["q_proj.weight"]}
-    on_parameters = with_lora(sharded_models.from_config(path), **settings)
+    on_parameters = with_lora(model_of(tmp_path), **settings)
     for delivery in ("merge", "adapter"):
-        reading, expected = read(path, on_parameters, delivery), read(path, on_layers, delivery)
+        reading, expected = read(tmp_path, on_parameters, delivery), read(tmp_path, on_layers, delivery)
         assert (reading.packed, reading.lora) == (expected.packed, expected.lora)
         assert reading.names.loras == expected.names.loras != ()
 
@@ -196,8 +195,7 @@ EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
 
 def test_adapters_on_experts_are_not_delivered_separately(tmp_path: Path) -> None:
-    write_config(tmp_path, served_config("qwen3_moe", torch_dtype="float32"))
-    model = with_lora(sharded_models.from_config(tmp_path), target_modules=["q_proj"], target_parameters=EXPERTS)
+    model = with_lora(model_of(tmp_path, "qwen3_moe"), target_modules=["q_proj"], target_parameters=EXPERTS)
     assert len(read(tmp_path, model).names.loras) == 6  # three in each of two layers
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, model, "adapter")
@@ -206,8 +204,7 @@ def test_adapters_on_experts_are_not_delivered_separately(tmp_path: Path) -> Non
 
 
 def test_a_trained_copy_of_a_tied_head_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, served_config("llama tied", torch_dtype="float32"))
-    model = with_lora(sharded_models.from_config(tmp_path), modules_to_save=["lm_head"])
+    model = with_lora(model_of(tmp_path, "llama tied"), modules_to_save=["lm_head"])
     with pytest.raises(ParameterMismatchError) as caught:
         read(tmp_path, model)
     (finding,) = caught.value.findings
@@ -215,16 +212,10 @@ def test_a_trained_copy_of_a_tied_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_a_tied_embedding_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, served_config("llama tied", torch_dtype="float32"))
-    model = with_lora(sharded_models.from_config(tmp_path), target_modules=["embed_tokens"])
+    model = with_lora(model_of(tmp_path, "llama tied"), target_modules=["embed_tokens"])
     values = ("model.embed_tokens, adapter default", "lm_head")
     with refused(ModelError, "unsupported-adapters", *values):
         read(tmp_path, model)
-
-
-def model_of(path: Path, variant: str, **changes: object) -> torch.nn.Module:
-    write_config(path, served_config(variant, torch_dtype="float32", **changes))
-    return sharded_models.from_config(path)
 
 
 @pytest.mark.parametrize("variant", SERVED_VARIANTS)

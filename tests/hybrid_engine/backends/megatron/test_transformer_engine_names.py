@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.validation import layout_faults
 from hybrid_engine.trainer.batches.arrangement import Rows
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.families import read_config
@@ -49,10 +49,10 @@ class Case:
     """
 
     family: str
-    model: dict[str, Any] = field(default_factory=dict)
-    actor: dict[str, Any] = field(default_factory=dict)
+    model: Values = field(default_factory=dict)
+    actor: Values = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
     grouped: bool = False
     buffered: bool = False
 
@@ -114,7 +114,7 @@ class RankView:
     unlisted: list[str]
     moved: list[str]
     no_packing: str
-    packed: dict[str, Any]
+    packed: Values
 
 
 NUM_RANKS = 2
@@ -166,7 +166,7 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
 SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]])
 
 
-def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
+def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, Values]:
     """Return the reason packing is refused, and the arguments the engine would pass."""
     from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 

@@ -23,6 +23,8 @@ from tests.zoo.megatron_models import region_slices, view_of
 
 __all__ = ["LLAMA", "QWEN3", "QWEN3_MOE", "native_parameters"]
 
+Tensors = Mapping[str, torch.Tensor]
+
 LLAMA, QWEN3, QWEN3_MOE = map(served_config, ("llama", "qwen3", "qwen3_moe"))
 
 
@@ -49,7 +51,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> str:
     return str(directory)
 
 
-def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> str:
+def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Tensors) -> str:
     """Write a checkpoint that vLLM can load, on rank 0, and return its directory."""
     from safetensors.torch import save_file
 
@@ -59,7 +61,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mappin
     return write_config(directory, config)
 
 
-def fill_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3) -> TensorDict:
+def fill_by_records(adaptor: Any, weights: Tensors, groups_at_once: int = 3) -> TensorDict:
     """Write tensors by the layout's records; return the parameters in the loader's layout."""
     parameters: TensorDict = {}
     with adaptor.observed(lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())):
@@ -67,7 +69,7 @@ def fill_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at
     return parameters
 
 
-def write_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3) -> None:
+def write_by_records(adaptor: Any, weights: Tensors, groups_at_once: int = 3) -> None:
     """Do the same as `fill_by_records` without observing the parameters."""
     layout = adaptor.layout()
     shards: dict[str, list[Any]] = {}
@@ -115,25 +117,30 @@ def adaptor_of(
 
 def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
     """Load and process another model in this rank's groups by vLLM alone, with zero padding."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import DefaultModelLoader
-
     module, config = second_model(engine.settings, engine.rank, checkpoint)
-    with torch.no_grad(), set_current_vllm_config(config):
-        for parameter in module.parameters():
-            parameter.zero_()  # padding, which no loader writes
-        DefaultModelLoader(config.load_config).load_weights(module, config.model_config)
+    load(module, config)
     process(module, config)
     return module
 
 
-def process(module: torch.nn.Module, config: Any) -> None:
+def load(module: torch.nn.Module, config: Any, model_config: Any = None) -> None:
+    """Fill `module`, or a drafter of another model config, from its checkpoint by vLLM's own loader."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    with torch.no_grad(), set_current_vllm_config(config):
+        for parameter in module.parameters():
+            parameter.zero_()  # padding, which no loader writes
+        DefaultModelLoader(config.load_config).load_weights(module, model_config or config.model_config)
+
+
+def process(module: torch.nn.Module, config: Any, model_config: Any = None) -> None:
     """Run vLLM's post-load processing on `module`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     with set_current_vllm_config(config):
-        process_weights_after_loading(module, config.model_config, torch.device("cpu"))
+        process_weights_after_loading(module, model_config or config.model_config, torch.device("cpu"))
 
 
 def tensors_of(module: torch.nn.Module) -> TensorDict:
@@ -142,7 +149,7 @@ def tensors_of(module: torch.nn.Module) -> TensorDict:
     return {path: tensor for path, tensor in module_tensors(modules, modules).tensors.items() if tensor.numel()}
 
 
-def misread_layers(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> list[str]:
+def misread_layers(model: torch.nn.Module, sent: Tensors) -> list[str]:
     """Return the dense layers whose kernels do not compute with the weights `sent`."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -160,7 +167,7 @@ def misread_layers(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> 
     return wrong
 
 
-def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
+def differences(ours: Tensors, native: Tensors) -> list[str]:
     """Return the names of tensors that are missing on one side or differ bitwise."""
     # Bytes are compared, so that equal NaN are no difference.
     return [

@@ -21,6 +21,9 @@ from tests.harness.errors import refused
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
+Tensors = Mapping[str, torch.Tensor]
+Named = Iterable[tuple[str, torch.Tensor]]
+
 SIZE = 64
 SHAPES = {"linear": (SIZE, SIZE), "norm": (SIZE,)}
 LINEAR_NBYTES = SIZE * SIZE * 4
@@ -49,7 +52,7 @@ class Model(torch.nn.Module):
         self.linear = Linear()
         self.norm = torch.nn.RMSNorm(SIZE)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Named) -> None:
         for name, tensor in weights:
             getattr(self, name).weight.data.copy_(tensor)
 
@@ -67,7 +70,7 @@ class Computing(torch.nn.Module):
         self.three = torch.nn.LayerNorm(4)
         self.calls: list[list[str]] = []
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Named) -> None:
         named = dict(weights)
         self.calls.append(sorted(named))
         if "both" in named:
@@ -93,19 +96,19 @@ def weights_of(seed: int) -> TensorDict:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def write(buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+def write(buffers: Tensors, weights: Tensors) -> None:
     for name, flat in buffers.items():
         flat.copy_(weights[name.removesuffix(".weight")].flatten())
 
 
-def fill(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> None:
+def fill(adaptor: VllmAdaptor, weights: Tensors) -> None:
     for group in ("linear", "norm"):
         write(adaptor.allocate([group]), weights)
         adaptor.commit([group])
     adaptor.finish_fill()
 
 
-def computes(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> bool:
+def computes(adaptor: VllmAdaptor, weights: Tensors) -> bool:
     """Return whether the model is ready and computes with these weights."""
     adaptor.require_ready()
     x = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(9))
@@ -345,7 +348,7 @@ def test_untraceable_tensors_are_written_by_the_loader() -> None:
 class Resetting(Computing):
     """Every call of the loader resets a parameter of another group."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Named) -> None:
         self.three.bias.data.zero_()
         super().load_weights(weights)
 
@@ -353,7 +356,7 @@ class Resetting(Computing):
 class AllAtOnce(Computing):
     """The loader writes only when it gets all tensors."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Named) -> None:
         named = dict(weights)
         super().load_weights(named.items() if len(named) == 3 else ())
 

@@ -125,22 +125,12 @@ class Pair:
         return Pair(main, _constructed(config, config.speculative_config.draft_model_config), config)
 
     def load(self) -> None:
-        """Load the checkpoint by vLLM's own loader."""
-        from vllm.model_executor.model_loader import DefaultModelLoader
-
-        loader = DefaultModelLoader(self.config.load_config)
-        with torch.no_grad(), self.context():
-            for model, config in self.configs.items():
-                for parameter in model.parameters():
-                    parameter.zero_()
-                loader.load_weights(model, config)
+        for model, config in self.configs.items():
+            support.load(model, self.config, config)
 
     def process(self) -> None:
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-        with self.context():
-            for model, config in self.configs.items():
-                process_weights_after_loading(model, config, torch.device("cpu"))
+        for model, config in self.configs.items():
+            support.process(model, self.config, config)
 
     def share(self) -> None:
         self.drafter.model.embed_tokens = self.main.model.embed_tokens

@@ -163,17 +163,17 @@ class Core:
 
 
 @pytest.fixture
-def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Return a function from a load format to a core, in a process with a closed gate."""
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a core in a process with a closed gate; its load format is ours or the parameter."""
     kind = type("Core", (Core,), dict(vars(Core)))
     from hybrid_engine.backends.vllm.server import receiver
 
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
     monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
     close_gate(OURS)
-    return lambda load_format: kind(
+    return kind(
         SimpleNamespace(
-            load_config=SimpleNamespace(load_format=load_format),
+            load_config=SimpleNamespace(load_format=getattr(request, "param", OURS)),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
         )
     )
@@ -197,8 +197,7 @@ def add_request_for(core: Any, name: str, **weights: str) -> None:
     core.add_request(SimpleNamespace(**request))
 
 
-def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_a_request_for_other_weights_is_refused(core: Any) -> None:
     join = functools.partial(core.collective_rpc, "init_weight_transfer_engine")
     add_request_for(core, "too early", job="a", version="3")
     assert core.refused() == {"too early": "the server belongs to job none, and the request asks for job a"}
@@ -222,15 +221,13 @@ def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -
     assert [*core.scheduler.requests] == ["any"]
 
 
-def test_an_in_process_engine_raises_refusals(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_an_in_process_engine_raises_refusals(core: Any) -> None:
     del core.output_queue
     with refused(StateError, "request-refused", "none"):
         add_request_for(core, "of a", job="a")
 
 
-def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(core: Any) -> None:
     assert [engine.worker for engine in engines_of(core)] == [wrapper.worker for wrapper in core.model_executor.workers]
     assert core.is_scheduler_paused()
     assert core._weight_version == "none"
@@ -246,8 +243,7 @@ def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(cor
     assert core._weight_version == "4"
 
 
-def test_weights_cannot_change_while_a_server_generates(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_weights_cannot_change_while_a_server_generates(core: Any) -> None:
     update = ["reset_encoder_cache", "update_weights"]
     fill(core, 0, 0)
     assert core.collective_rpc("update_weights") == ["update_weights"] * 2
@@ -264,8 +260,7 @@ def test_weights_cannot_change_while_a_server_generates(core_of: Callable[[str],
     assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
 
 
-def test_a_generating_server_reports_its_weight_version(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_a_generating_server_reports_its_weight_version(core: Any) -> None:
     with refused(StateError, "weights-incomplete", "'4'"):
         core.set_weight_version("4")
     fill(core, 4, 4)
@@ -279,8 +274,7 @@ def test_a_generating_server_reports_its_weight_version(core_of: Callable[[str],
     assert core._weight_version == "4"
 
 
-def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_all_workers_answer_every_call_if_a_worker_fails(core: Any) -> None:
     first, second = (wrapper.worker for wrapper in core.model_executor.workers)
     for failing, number in ((first, 0), (second, 1)):
         with refused(StateError, "worker-failed", f"worker {number}: MemoryError: no memory in this worker"):
@@ -292,8 +286,7 @@ def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str]
 
 
 @pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"])
-def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], Any], name: str) -> None:
-    core = core_of(OURS)
+def test_other_calls_that_change_weights_are_refused(core: Any, name: str) -> None:
     fill(core, 0, 0)
     with refused(StateError, "call-refused"):
         core.collective_rpc(name)
@@ -306,8 +299,7 @@ def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], An
     assert all(worker.calls == ["update_max_model_len"] for worker in core.model_executor.workers)
 
 
-def test_missing_weights_cannot_be_read(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_missing_weights_cannot_be_read(core: Any) -> None:
     for call in (lambda: core.collective_rpc("compute_weight_checksums"), lambda: core.add_lora("request")):
         with refused(StateError, "weights-incomplete"):
             call()
@@ -316,8 +308,7 @@ def test_missing_weights_cannot_be_read(core_of: Callable[[str], Any]) -> None:
     assert core.add_lora("request") == "added"
 
 
-def test_an_in_process_engine_can_inspect_its_model(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+def test_an_in_process_engine_can_inspect_its_model(core: Any) -> None:
     calls = [("get_model_inspection", ()), ("apply_model", (type,))]
     for name, args in calls:
         with refused(StateError, "weights-incomplete"):
@@ -330,10 +321,7 @@ def test_an_in_process_engine_can_inspect_its_model(core_of: Callable[[str], Any
             core.collective_rpc("apply_model", args=wrong_args)
 
 
-def test_a_probe_needs_the_weights_of_all_workers(
-    core_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = core_of(OURS)
+def test_a_probe_needs_the_weights_of_all_workers(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "probe", lambda core, tokens: f"of {tokens}")
     first, second = engines_of(core)
     first.is_uncompared = True
@@ -363,8 +351,8 @@ def test_waiting_requests_do_not_run_during_a_probe(names: tuple[str, ...]) -> N
     assert names == ("waiting", "skipped_waiting") or not hasattr(scheduler, "skipped_waiting")
 
 
-def test_engines_with_other_load_formats_are_unaffected(core_of: Callable[[str], Any]) -> None:
-    core = core_of("auto")
+@pytest.mark.parametrize("core", ["auto"], indirect=True)
+def test_engines_with_other_load_formats_are_unaffected(core: Any) -> None:
     assert not core.is_scheduler_paused()
     assert core.collective_rpc("reload_weights") == ["reload_weights"] * 2
     assert core.sleep() == "asleep at 1"

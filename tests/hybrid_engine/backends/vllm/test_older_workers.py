@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.errors import StateError
+from tests.harness.values import Values
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ class ReloadingWorker:
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         self.reloads.append(f"start {is_checkpoint_format}")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: Values) -> None:
         self.reloads.append(f"update {update_info}")
 
     def finish_weight_update(self) -> None:
@@ -53,7 +54,7 @@ class Receiver:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def parse_update_info(self, info: dict[str, Any]) -> Any:
+    def parse_update_info(self, info: Values) -> Any:
         return SimpleNamespace(**info)
 
     def receive_weights(self, update: Any) -> None:

@@ -11,6 +11,8 @@ from hybrid_engine.backends.vllm.quantised_layers import require_quantised
 from hybrid_engine.errors import ConfigError
 from tests.harness.errors import has_violation
 
+Layers = dict[str, torch.nn.Module]
+
 pytestmark = pytest.mark.slow  # imports vLLM
 
 
@@ -26,17 +28,17 @@ def layer(dtype: torch.dtype | None) -> torch.nn.Module:
 
 
 @pytest.fixture
-def quantised() -> dict[str, torch.nn.Module]:
+def quantised() -> Layers:
     return {"fp8": layer(torch.float8_e4m3fn), "int8": layer(torch.int8), "packed": layer(torch.uint8)}
 
 
 @pytest.fixture
-def untouched() -> dict[str, torch.nn.Module]:
+def untouched() -> Layers:
     return {"first": layer(torch.bfloat16), "second": layer(None), "norm": torch.nn.LayerNorm(2)}
 
 
 def test_layers_that_are_left_out_are_named(
-    quantised: dict[str, torch.nn.Module], untouched: dict[str, torch.nn.Module], caplog: pytest.LogCaptureFixture
+    quantised: Layers, untouched: Layers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         require_quantised(quantised, "some_method", logs=True)
@@ -47,6 +49,6 @@ def test_layers_that_are_left_out_are_named(
     assert "some_method leaves 2 of 5 layers as they are: first, second" in message
 
 
-def test_a_method_without_effect_is_refused(untouched: dict[str, torch.nn.Module]) -> None:
+def test_a_method_without_effect_is_refused(untouched: Layers) -> None:
     with pytest.raises(ConfigError, check=has_violation("quantization", "quantises-nothing", "some_method", "2")):
         require_quantised(untouched, "some_method", logs=True)

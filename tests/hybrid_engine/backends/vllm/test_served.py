@@ -57,15 +57,19 @@ class RecordingServer:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[ServedInference, RecordingServer]]:
+def server() -> RecordingServer:
+    return RecordingServer()
+
+
+@pytest.fixture
+def inference(server: RecordingServer) -> Iterator[ServedInference]:
     generate = {"servers": ["http://127.0.0.1:1"], "max_model_len": LONGEST}
     config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1)
     with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))) as job:
         inference = ServedInference(config, job)
-        server = RecordingServer()
         inference._servers = [server]  # type: ignore[list-item]
         inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
-        yield inference, server
+        yield inference
 
 
 @pytest.mark.parametrize(
@@ -88,12 +92,11 @@ def served() -> Iterator[tuple[ServedInference, RecordingServer]]:
     ids=["default", "unlimited", "drawn", "greedy"],
 )
 def test_requests_to_a_server_equal_sampling_in_this_process(
-    served: tuple[ServedInference, RecordingServer], sampling: Sampling
+    inference: ServedInference, server: RecordingServer, sampling: Sampling
 ) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-    inference, server = served
     inference.generate_over_replicas(PROMPTS, sampling)
     expected = sampling_params(sampling)
     compared = {field.name for field in fields(Sampling)} - {"max_tokens", "seed"} | MODEL_DEFAULTS.keys()
@@ -112,32 +115,29 @@ def test_requests_to_a_server_equal_sampling_in_this_process(
 
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
-    served: tuple[ServedInference, RecordingServer], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+    inference: ServedInference, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
 ) -> None:
-    inference, _ = served
     inference._generate = inference._generate.model_copy(update={"server_allow_public": is_allowed})
     monkeypatch.setattr(server_inference, "WeightPublisher", lambda *_, **settings: settings)
     assert inference.switch(None, None)["allow_public"] is is_allowed  # type: ignore[arg-type, index]
 
 
-def test_single_completions_alternate_between_servers(served: tuple[ServedInference, RecordingServer]) -> None:
-    inference, first = served
+def test_single_completions_alternate_between_servers(inference: ServedInference, server: RecordingServer) -> None:
     second = RecordingServer()
-    inference._servers = [first, second]  # type: ignore[list-item]
+    inference._servers = [server, second]  # type: ignore[list-item]
     drawn = [inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5)) for prompt in PROMPTS]
     assert [completion.prompt_token_ids for completion in drawn] == [tuple(prompt) for prompt in PROMPTS]
     assert [completion.token_ids for completion in drawn] == [(7,), (7,)]
-    assert [body["prompt"] for body in first.bodies] == [PROMPTS[:1]]
+    assert [body["prompt"] for body in server.bodies] == [PROMPTS[:1]]
     assert [body["prompt"] for body in second.bodies] == [PROMPTS[1:]]
-    assert [body["n"] for body in first.bodies] == [1]
+    assert [body["n"] for body in server.bodies] == [1]
     with violated(ArgumentError, ("prompts[0]", "prompt-too-long")):
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
 
 
 def test_prompts_with_different_samplings_are_sent_separately(
-    served: tuple[ServedInference, RecordingServer],
+    inference: ServedInference, server: RecordingServer
 ) -> None:
-    inference, server = served
     inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)])
     (seed,) = stream_seeds(5, PROMPTS[1:], "global", inference.job)
     requests = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)

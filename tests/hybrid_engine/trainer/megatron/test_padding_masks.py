@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from hybrid_engine.ports import Batch
 from tests.harness.launch import on_engines
+from tests.harness.values import Values
 from tests.zoo.megatron_models import EP2, PP2, SP2, loaded
 from tests.zoo.padded_batches import LENGTHS, batches
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import Zoo
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, Values] = {
     "tp2, recomputed": {**SP2, **FULL},
     "pp2": {**PP2, "num_layers_in_last_pipeline_stage": 1},
     "ep2": EP2,
@@ -26,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TOP_K = 4
 
 
-def step(path: Path, rows: Mapping[str, Batch], settings: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+def step(path: Path, rows: Mapping[str, Batch], settings: Values) -> list[tuple[Any, torch.Tensor]]:
     """Return for each batch loss and norm, and tokens [routers, experts] and then biases after a step from 0."""
     from megatron.core import parallel_state
 
