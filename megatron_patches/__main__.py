@@ -1,7 +1,6 @@
 """Command line of the patches.
 
 python -m megatron_patches list                            list the patches, and which are applied
-python -m megatron_patches sets                            list the patch sets for checkouts
 python -m megatron_patches patch-source CHECKOUT           apply a set to a checkout, or --reverse
 python -m megatron_patches pretrain_gpt.py [arguments]     run a Megatron-LM script with the option
                                                            --enable-resharding
@@ -12,12 +11,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -33,25 +30,6 @@ from megatron_patches.patch import Patch, apply, default_groups, is_applied, pat
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PatchSet:
-    """Patch set for checkouts, a quilt series.
-
-    Attributes:
-        directory: folder of `series` and its patches.
-        upstream: tag and commit that the patches were created against.
-        versions: `megatron.core.__version__` of matching checkouts.
-    """
-
-    directory: Path
-    upstream: str
-    versions: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-
 def folder() -> Path:
     """Return the folder of all sets.
 
@@ -60,16 +38,6 @@ def folder() -> Path:
     package = Path(__file__).resolve().parent
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"
-
-
-def patch_sets() -> list[PatchSet]:
-    """Return every set, by version."""
-    sets = []
-    for series in sorted(folder().glob("core_v*/series")):
-        comments = re.findall(r"^# (upstream|version): (.+)$", series.read_text(), re.MULTILINE)
-        values = dict(comments)
-        sets.append(PatchSet(series.parent, values["upstream"], tuple(values["version"].split())))
-    return sets
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
@@ -133,15 +101,6 @@ def list_patches(
             f"    {patch.reason}",
         )
         console.print(line, soft_wrap=True)
-
-
-@app.command("sets")
-def list_sets() -> None:
-    """Print the folder of the patch sets, then each set: name, versions, upstream commit."""
-    print(folder())
-    for patch_set in patch_sets():
-        versions = ", ".join(patch_set.versions)
-        print(f"{patch_set.name}  for {versions}, made against {patch_set.upstream}")
 
 
 @app.command("patch-source")

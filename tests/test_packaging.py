@@ -135,7 +135,8 @@ def test_a_wheel_suffices_for_its_commands(installed: Path, tmp_path: Path) -> N
     job = [f"model={model}", "actor_config.tensor_model_parallel_size=2", "--ranks", "2"]
     plan = ["-m", "hybrid_engine", "plan", *job]
     assert "least" in run_installed(installed, tmp_path, *plan)
-    folder, *sets = run_installed(installed, tmp_path, "-m", "megatron_patches", "sets").splitlines()
-    assert Path(folder).is_relative_to(installed)
-    assert len(sets) == len([*(REPO_ROOT / "patches").glob("core_v*")])
-    assert (Path(folder) / "apply.sh").is_file()
+    folder = installed / "megatron_patches" / "patches"
+    assert {path.name for path in folder.glob("core_v*")} == {
+        path.name for path in (REPO_ROOT / "patches").glob("core_v*")
+    }
+    assert (folder / "apply.sh").is_file()
