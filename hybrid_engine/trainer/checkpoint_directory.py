@@ -29,7 +29,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
@@ -399,30 +399,19 @@ class SavedCheckpoint:
             with naming_damage(path), open_regular(path, follow_links=False) as file:
                 for item in items:
                     stored = stored_parts[item.storage_index]
-                    part = cast(IO[bytes], _Slice(file, stored.offset, stored.length))
+                    file.seek(stored.offset)
+                    # A copy of the part, which ends where it ends.
+                    part = io.BytesIO(file.read(stored.length))
                     value = torch.load(part, map_location="cpu", weights_only=True)
                     # a value
                     if item.type is LoadItemType.BYTE_IO:
                         state[item.dest_index.fqn] = value
                         continue
-                    self._require_recorded(item.storage_index, value)
                     bounds = zip(item.storage_offsets, item.lengths, strict=True)
                     for dim, (offset, length) in enumerate(bounds):
                         value = value.narrow(dim, offset, length)
                     planner.resolve_tensor(item).detach().copy_(value)
         return state
-
-    def _require_recorded(self, index: MetadataIndex, value: object) -> None:
-        """Raise ValueError unless a stored part has the size and dtype of the metadata.
-
-        Otherwise `copy_` would convert or broadcast it without an error.
-        """
-        entry = self._metadata.state_dict_metadata[index.fqn]
-        assert isinstance(entry, TensorStorageMetadata), "only tensors have parts"
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        dtype = entry.properties.dtype
-        if not isinstance(value, torch.Tensor) or value.shape != sizes or value.dtype != dtype:
-            raise ValueError(f"{index.fqn} is not stored as {tuple(sizes)} of {dtype}")
 
     def read_all(self, prefix: str) -> dict[str, Any]:
         """Read the whole tensors and values whose keys start with `prefix`, into new host memory.
@@ -457,43 +446,3 @@ def below(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {
         key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
     }
-
-
-class _Slice(io.RawIOBase):
-    """Read-only file that consists of `length` bytes of an open file, starting at `offset`."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._descriptor = file.fileno()
-        self._start = offset
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}
-        self._position = max(0, bases[whence] + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        num_left = max(0, self._length - self._position)
-        total = 0
-        with memoryview(buffer) as view, view.cast("B") as octets, octets[:num_left] as room:
-            # torch requests a whole tensor at once, and treats a short read as damage; but Linux
-            # reads at most 2 GiB at once
-            while total < len(room):
-                with room[total:] as rest:
-                    offset = self._start + self._position + total
-                    count = os.preadv(self._descriptor, [rest], offset)
-                if count == 0:
-                    break
-                total += count
-        self._position += total
-        return total

@@ -67,25 +67,6 @@ def test_loaded_values_and_tensors_are_bit_identical(tmp_path: Path) -> None:
         assert tensor.dtype == loaded[name].dtype
 
 
-def test_a_partial_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads at most 2 GiB at once; a file that ends early is still an error."""
-    save(tmp_path)
-    preadv = os.preadv
-    lengths = []
-
-    def read_a_part(descriptor: int, buffers: list[Any], offset: int) -> int:
-        (room,) = buffers
-        lengths.append(preadv(descriptor, [room[:100]], offset))
-        return lengths[-1]
-
-    monkeypatch.setattr(os, "preadv", read_a_part)
-    assert load(tmp_path) == 1
-    assert sum(lengths) > 1200, "a tensor of 300 float32 was read"
-    with (newest(tmp_path) / DATA).open("rb") as file:
-        part = checkpoint_directory._Slice(file, 0, 1 << 30)  # longer than the file
-        assert len(part.read(1 << 24)) == (newest(tmp_path) / DATA).stat().st_size
-
-
 def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     """Kill before every call that changes a file, then load, and save again."""
     directory = tmp_path / "saved"
