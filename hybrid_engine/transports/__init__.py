@@ -8,8 +8,7 @@
                          pages, on one host
     collective.py        packed messages over gloo or NCCL
       messages.py          the bytes of each message, derived at both ends
-    delta_transport.py   the same, with messages sent as deltas of the previous ones
-      deltas.py            changes since the previous message, sent in place of the message
+    deltas.py            the same, with messages sent as deltas of the previous ones
     copies.py            thousands of small copies in few calls, and their errors
       runs.py              equal boxes at equal distances, as views or in tables of tiles
       tile_kernel.py       the kernel that copies tiles on a GPU

@@ -25,7 +25,7 @@ from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.delta_transport import DeltaTransport
+from hybrid_engine.transports.deltas import DeltaTransport
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 CONFIG_KEY = "generate_config.transport"

@@ -2,8 +2,7 @@
 
     plan_command.py       `plan`: options and their checks; tools/plan/ does the work
     from_verl.py          `plan --from verl`: conversion of a verl configuration
-    verify_command.py     `verify`: options, checks and verdict; tools/verify/ does the work
-    certify_command.py    `certify`: likewise
+    verify_command.py     `verify`, `certify`: options and their checks; tools/verify/ does the work
     options.py            parts that the commands' options have in common
     output.py             output of an answer to a terminal, a file or a pipe
 
@@ -23,10 +22,9 @@ from typing import Annotated
 import typer
 
 import hybrid_engine
-from hybrid_engine.tools.cli.certify_command import certify
 from hybrid_engine.tools.cli.output import write_answer
 from hybrid_engine.tools.cli.plan_command import plan
-from hybrid_engine.tools.cli.verify_command import verify
+from hybrid_engine.tools.cli.verify_command import certify, verify
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -22,5 +22,5 @@ computation megatron-core lacks is not trained: its weights come from a new chec
     certificate.py   its result: which tensors differ, and why, judged by their bytes
     machine.py       facts of the machine for bug reports: `python -m hybrid_engine env`
 
-Called by tools/cli/verify_command.py, cli/certify_command.py and the test matrix (`make matrix`).
+Called by tools/cli/verify_command.py and the test matrix (`make matrix`).
 """

@@ -28,7 +28,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.delta_transport import DeltaTransport
+from hybrid_engine.transports.deltas import DeltaTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks

@@ -22,7 +22,7 @@ from hybrid_engine.ranks.world import World
 from hybrid_engine.switch import setup
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
-from hybrid_engine.transports.delta_transport import DeltaTransport
+from hybrid_engine.transports.deltas import DeltaTransport
 from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, export_handles
 from tests.harness.launch import Ranks
 from tests.harness.rank_threads import RankThreads

@@ -13,13 +13,22 @@ Other calls pass once the weights are complete, if they are known not to change 
 are functions of a program that has the engine in its own process. A worker's error is returned as
 an answer: otherwise vLLM would stop reading at the first error, and take the answers of other
 workers for those of the next call.
+
+A request that asks for weights of a job and version is answered with these weights, or refused:
+
+    arrives         refused if the server has another job, or draws tokens with another version
+    waits, runs     refused, with its tokens so far, if the server joins another job, or is resumed
+                    with another version
+
+Every token is drawn between a resume and the next pause, so a request for a version gets no token
+of another version. A request that names no job and no version is answered with any weights.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
@@ -72,12 +81,13 @@ def _wrapped(
 
 
 def _begin(initialize: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any:
-    from hybrid_engine.backends.vllm.server import ownership, receiver
+    from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
     caches = initialize(vllm_config)
     core._weight_version = NO_VERSION
-    ownership.begin(core)
+    core._job = ""
+    core._weights_job = ""
     core.model_executor.collective_rpc(receiver.begin)
     core._begins_without_weights = True
     # The scheduler does not exist yet; its constructor will pause it.
@@ -101,7 +111,7 @@ def _call_workers(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    from hybrid_engine.backends.vllm.server import ownership, probing
+    from hybrid_engine.backends.vllm.server import probing
     from hybrid_engine.backends.vllm.server.receiver import answer
 
     if not hasattr(core, "_begins_without_weights"):
@@ -131,25 +141,80 @@ def _call_workers(
     if failures:
         raise StateError(clipped("\n".join(failures), 4000), code="worker-failed")
     if method == "init_weight_transfer_engine":
-        init_info = (kwargs or {})["init_info"]
-        ownership.joined(core, init_info.get("job", ""))
+        core._job = (kwargs or {})["init_info"].get("job", "")
+        _refuse_others(core, None)
     return [result for _, result in answers]
 
 
 def _resume(resume: Callable[[], None], core: Any) -> None:
-    from hybrid_engine.backends.vllm.server import ownership
-
     job, version = _require_weights(core, "the server stays paused, and requests wait")
-    ownership.resumes(core, job, version)
+    core._weights_job = job
+    core._weight_version = version
+    _refuse_others(core, version)
     resume()
 
 
 def _add_request(
     add: Callable[..., None], core: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
-    from hybrid_engine.backends.vllm.server import ownership
+    version = None if core.is_scheduler_paused() else core._weight_version
+    reason = _refusal(core, request, version)
+    if reason:
+        _abort(core, [(request, reason)])
+    else:
+        add(request, *args, **kwargs)
 
-    ownership.add_request(add, core, request, *args, **kwargs)
+
+def _refuse_others(core: Any, version: str | None) -> None:
+    """Refuse the requests that ask for other weights than those of `version`."""
+    refused = []
+    for request in core.scheduler.requests.values():
+        reason = _refusal(core, request, version)
+        if reason and not request.is_finished():
+            refused.append((request, reason))
+    _abort(core, refused)
+
+
+def _refusal(core: Any, request: Any, version: str | None) -> str:
+    """Return the reason for refusing a request; "" if it is accepted.
+
+    `version`: version of the weights that tokens are drawn with; None while the server is paused.
+    """
+    from hybrid_engine.serving.invitation import JOB, VERSION
+
+    wanted = getattr(request.sampling_params, "extra_args", None) or {}
+    if JOB not in wanted and VERSION not in wanted:
+        return ""
+    job = wanted.get(JOB)
+    if job != core._job:
+        return (
+            f"the server belongs to job {core._job or 'none'}, and the request asks for job {job}"
+        )
+    if version is None:
+        return ""
+    # The server may have joined the job already while its weights are those of another one.
+    wanted_version = wanted.get(VERSION, version)
+    if (core._weights_job, version) != (core._job, wanted_version):
+        return (
+            f"the server has version {version} of job {core._weights_job}, and the request asks "
+            f"for version {wanted_version}"
+        )
+    return ""
+
+
+def _abort(core: Any, refused: Sequence[tuple[Any, str]]) -> None:
+    """Abort requests, and send their clients the reason."""
+    kinds = internals.ENGINE_MESSAGES.load()
+    for request, reason in refused:
+        core.abort_requests([request.request_id])
+        if not hasattr(core, "output_queue"):
+            # The core of an `LLM`, which adds its requests in the same process.
+            raise StateError(reason, code="request-refused")
+        output = kinds.EngineCoreOutput(
+            request.request_id, [], finish_reason=kinds.FinishReason.ABORT, stop_reason=reason
+        )
+        outputs = kinds.EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
+        core.output_queue.put_nowait((request.client_index, outputs))
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
