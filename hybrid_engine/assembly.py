@@ -170,7 +170,14 @@ class LocalVllm(InferenceSide):
         )
         owner.callback(inference.shutdown)
         with job.agreement.phase("delivering adapters"):
-            weights = served_weights(inference, self.config, lora)
+            weights: InferenceWeights = inference.adaptor
+            if lora is not None:
+                from hybrid_engine.backends.vllm.lora import WeightsWithLora
+
+                inference.trained_lora = lora.name
+                weights = WeightsWithLora(
+                    inference.adaptor, inference.loras, lora, self.config.served_dtype
+                )
         return parts_with_engine(
             train,
             inference,
@@ -481,21 +488,6 @@ def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
         return None
     shapes = adapter_shapes(table, lora.target_modules, lora.rank)
     return ActorLora(LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes)), shapes)
-
-
-def served_weights(
-    engine: InferenceEngine, config: HybridConfig, lora: ActorLora | None
-) -> InferenceWeights:
-    """Return the weights that a switch writes into `engine`: its own, and the adapters of `lora`.
-
-    The engine must have been built with the same `lora`.
-    """
-    if lora is None:
-        return engine.adaptor
-    from hybrid_engine.backends.vllm.lora import WeightsWithLora
-
-    engine.trained_lora = lora.name
-    return WeightsWithLora(engine.adaptor, engine.loras, lora, config.served_dtype)
 
 
 @torch_defaults()  # because these tensors are trained and filled in other modes of torch

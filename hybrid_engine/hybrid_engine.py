@@ -211,7 +211,11 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         from hybrid_engine.backends.vllm.prompts import in_form_of
 
         completions = self.generate_sequences(prompts, sampling, attention_mask, data=data, **chat)
-        return in_form_of(prompts, completions, self._pad_token_id())
+        hf_config = self.config.hf_config()
+        # `eos_token_id` may be a list, which cannot pad.
+        tokens = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
+        pad_token_id = next((token for token in tokens if isinstance(token, int)), 0)
+        return in_form_of(prompts, completions, pad_token_id)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks call this. `phase` is its name in messages.
@@ -290,12 +294,6 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         for model in self.colocated_models:
             found[model.name] += model.resident_nbytes()
         return found
-
-    def _pad_token_id(self) -> int:
-        hf_config = self.config.hf_config()
-        # `eos_token_id` may be a list, which cannot pad.
-        tokens = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
-        return next((token for token in tokens if isinstance(token, int)), 0)
 
     @property
     def rank(self) -> int:

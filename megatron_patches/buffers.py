@@ -213,7 +213,9 @@ class _Redirected(TorchFunctionMode):
         kwargs = kwargs or {}
         # Only the flat tensors of a buffer have exactly `numel` elements, passed by position.
         if func is torch.zeros and args == (getattr(self._buffer, "numel", None),):
-            return self._flat_tensor(kwargs["dtype"], _as_device(kwargs["device"]))
+            device = kwargs["device"]
+            kind = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            return self._flat_tensor(kwargs["dtype"], kind)
         return func(*args, **kwargs)
 
     def _expected(self) -> list[TensorKind]:
@@ -249,10 +251,6 @@ class _Redirected(TorchFunctionMode):
                 f"megatron allocated {self._allocated} through the allocator, expected "
                 f"{self._expected()}"
             )
-
-
-def _as_device(device: Any) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def check_flat(

@@ -313,8 +313,12 @@ def live_refusals(model_chunks: Sequence[Any], optimizer: Any) -> list[FieldRefu
         configs += _sections_of(getattr(unwrap_model(chunk), "config", None))
         configs += _sections_of(getattr(chunk, "ddp_config", None))
     for member in _optimizers(optimizer):
-        configs += _sections_of(getattr(member, "config", None))
-        if _is_hidden_layer_wise(member):
+        config = getattr(member, "config", None)
+        configs += _sections_of(config)
+        # megatron-core 0.16 overwrites the name of a layer-wise optimizer with that of a member.
+        names = [base.__name__ for base in type(member).__mro__]
+        is_layer_wise = "LayerWiseDistributedOptimizer" in names
+        if is_layer_wise and not getattr(config, "use_layer_wise_distributed_optimizer", False):
             configs.append(("OptimizerConfig", Namespace(optimizer="dist_muon")))
     return _refusals(configs)
 
@@ -380,14 +384,3 @@ def _optimizers(optimizer: Any) -> Iterator[Any]:
     yield optimizer
     for member in getattr(optimizer, "chained_optimizers", ()):
         yield from _optimizers(member)
-
-
-def _is_hidden_layer_wise(optimizer: Any) -> bool:
-    """Return True for a layer-wise optimizer whose configuration names another optimizer.
-
-    megatron-core 0.16 overwrites the name with that of a member.
-    """
-    config = getattr(optimizer, "config", None)
-    names = [base.__name__ for base in type(optimizer).__mro__]
-    is_layer_wise = "LayerWiseDistributedOptimizer" in names
-    return is_layer_wise and not getattr(config, "use_layer_wise_distributed_optimizer", False)

@@ -241,7 +241,12 @@ def with_engine(train: Function) -> Function:
             for name in ("model", "optimizer", "opt_param_scheduler")
         )
         engine = required_engine()
-        num_steps = _steps_taken(_megatron_args(), scheduler)
+        # Megatron's iterations include skipped steps, but its scheduler counts the samples of steps
+        # that were taken. Exact if all steps have the same number of samples.
+        megatron_args = _megatron_args()
+        skipped_samples = megatron_args.consumed_train_samples - scheduler.num_steps
+        num_skipped = skipped_samples // megatron_args.global_batch_size
+        num_steps = max(0, megatron_args.iteration - num_skipped)
         with _attached(engine, model, optimizer, num_steps):
             return train(*args, **kwargs)
 
@@ -271,17 +276,6 @@ def _attached(
     finally:
         _run.attached = False
     engine.detach()
-
-
-def _steps_taken(args: Any, scheduler: Any) -> int:
-    """Return the number of optimizer steps before a checkpoint.
-
-    Exact if all steps have the same number of samples.
-    """
-    # Megatron's iterations include skipped steps, but its scheduler counts the samples of steps
-    # that were taken.
-    skipped_samples = args.consumed_train_samples - scheduler.num_steps
-    return max(0, args.iteration - skipped_samples // args.global_batch_size)
 
 
 @_decorator

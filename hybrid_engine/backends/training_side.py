@@ -460,9 +460,11 @@ def require_usable_values(
         return
     findings = []
     for name, tensor in parameters():
-        problem = _unusable_values(tensor.detach())
-        if problem:
-            findings.append(f"{name}: {problem} of {tensor.numel()} elements")
+        values = tensor.detach()
+        counts = {"NaN": int(values.isnan().sum()), "Inf": int(values.isinf().sum())}
+        if any(counts.values()):
+            problem = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+            findings.append(f"{name}: {problem} of {values.numel()} elements")
     if findings:
         raise WeightError(findings)
 
@@ -489,9 +491,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     # A NaN is both the minimum and the maximum.
     return all(bool(value.isfinite()) for value in tensor.aminmax())
-
-
-def _unusable_values(tensor: torch.Tensor) -> str:
-    """Return the numbers of unusable values, as "3 NaN, 1 Inf"; "" if every element is finite."""
-    counts = {"NaN": int(tensor.isnan().sum()), "Inf": int(tensor.isinf().sum())}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

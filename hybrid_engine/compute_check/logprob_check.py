@@ -420,20 +420,17 @@ class LogprobCheck(TrainerCheck):
         self._trained_image: ProbeAnswer | None = None
         if when != "off":
             self.agree([described(inference)])
-            self._image = self._image_for_all()
-
-    def _image_for_all(self) -> ProbeImage | None:
-        """Return the prompt with an image that both sides compute; None unless all ranks can."""
-        image = None
-        with self._job.agreement.phase(_PHASE):
-            if (
-                self.asks_engines
-                and isinstance(self._trainer, ProbedWithImages)
-                and isinstance(self._inference, WithImagePrompt)
-            ):
-                image = self._inference.image_prompt()
-        (is_missing,) = self._job.agreement.any_of([image is None], _PHASE)
-        return None if is_missing else image
+            # The prompt with an image that both sides compute, unless a rank cannot.
+            with job.agreement.phase(_PHASE):
+                if (
+                    self.asks_engines
+                    and isinstance(trainer, ProbedWithImages)
+                    and isinstance(inference, WithImagePrompt)
+                ):
+                    self._image = inference.image_prompt()
+            (is_missing,) = job.agreement.any_of([self._image is None], _PHASE)
+            if is_missing:
+                self._image = None
 
     def probe_trainer(self) -> None:
         super().probe_trainer()

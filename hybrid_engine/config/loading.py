@@ -140,7 +140,15 @@ def _parsed_config(
         config = HybridConfig.model_validate(values, context={"directory": directory})
     except pydantic.ValidationError as error:
         raise ConfigError(violations_of(error, HybridConfig)) from None
-    return _with_models(config, directory)
+    models = {"model": find_model(config.model, config.revision, relative_to=directory)}
+    config = config.model_copy(update=models)
+    critic = config.critic_config
+    if critic is not None and critic.model is not None:
+        key = "critic_config.model"
+        models[key] = find_model(critic.model, key=key, relative_to=directory)
+        critic = critic.model_copy(update={"model": models[key]})
+        config = config.model_copy(update={"critic_config": critic})
+    return config, models
 
 
 def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
@@ -165,24 +173,6 @@ def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
     problem = f"{shortened(size)} ranks"
     violations.append(Violation("world_size", problem, remedy, code="out-of-range"))
     return 1
-
-
-def _with_models(
-    config: HybridConfig, directory: Path | None
-) -> tuple[HybridConfig, dict[str, Path]]:
-    """Return the configuration with model ids replaced by directories, and the directories by key.
-
-    Raises ConfigError.
-    """
-    models = {"model": find_model(config.model, config.revision, relative_to=directory)}
-    config = config.model_copy(update=models)
-    critic = config.critic_config
-    if critic is not None and critic.model is not None:
-        key = "critic_config.model"
-        models[key] = find_model(critic.model, key=key, relative_to=directory)
-        critic = critic.model_copy(update={"model": models[key]})
-        config = config.model_copy(update={"critic_config": critic})
-    return config, models
 
 
 def _missing_weights(model: Path, key: str) -> list[Violation]:

@@ -199,7 +199,12 @@ class _VllmSide:
             yield _even(0, size, num_parts)
         elif isinstance(packing, Vocabulary):
             rows = self._sizes.padded_vocabulary(size) // num_parts
-            yield _vocabulary(size, rows, num_parts)
+            # The last ranks may have only padding, and no span.
+            yield {
+                (part * rows, min(part * rows + rows, size)): [part]
+                for part in range(num_parts)
+                if part * rows < size
+            }
         elif isinstance(packing, GateUp):
             is_fused = packing.gate.tensor == packing.up.tensor
             length = size // 2 if is_fused else size
@@ -256,17 +261,6 @@ def _piece(shape: Shape, dim: int, span: Span, ranks: np.ndarray, number: int) -
 def _even(start: int, length: int, num_parts: int) -> dict[Span, list[int]]:
     size = length // num_parts
     return {(start + part * size, start + (part + 1) * size): [part] for part in range(num_parts)}
-
-
-def _vocabulary(size: int, rows: int, num_parts: int) -> dict[Span, list[int]]:
-    """Give each rank `rows` rows. The last ranks may have only padding, and no span."""
-    spans = {}
-    for part in range(num_parts):
-        start = part * rows
-        stop = min(start + rows, size)
-        if start < stop:
-            spans[start, stop] = [part]
-    return spans
 
 
 def _kv_heads(start: int, heads: int, head_dim: int, num_parts: int) -> dict[Span, list[int]]:

@@ -25,7 +25,7 @@ from hybrid_engine.attaching.config_check import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, clipped, collect, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
@@ -136,7 +136,13 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     transformer_config = script.transformer_config()
     violations += _core_violations(args, transformer_config)
     if config is not None and prompts:
-        violations += _layout_violations(config, args.world_size)
+        # A layout that can receive weights may be unable to complete prompts.
+        sizes = config.generate_config.sizes(args.world_size)
+        problem = generation_problem(sizes, "cuda" if torch.cuda.is_available() else "cpu")
+        if problem:
+            key = "generate_config.infer_pipeline_parallel_size"
+            remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"
+            violations.append(Violation(key, problem, remedy, code="cannot-generate"))
     # Violations name Megatron's flags instead of the fields of its configurations.
     if table is not None:
         names = replace(FLAGS, flags=script.flags)
@@ -175,16 +181,6 @@ def _core_violations(args: Namespace, transformer_config: Any) -> list[Violation
         violations.append(Violation(key, refusal.problem, remedy, code="refused-megatron-setting"))
     # One flag can set fields of several configurations. Report it once.
     return list(dict.fromkeys(violations))
-
-
-def _layout_violations(config: HybridConfig, world_size: int) -> Violations:
-    """Report an inference layout that cannot complete prompts, though it can receive weights."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = generation_problem(config.generate_config.sizes(world_size), device_type)
-    if problem:
-        key = "generate_config.infer_pipeline_parallel_size"
-        remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"
-        yield Violation(key, problem, remedy, code="cannot-generate")
 
 
 def _flag(name: str) -> str:

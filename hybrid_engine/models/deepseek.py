@@ -90,7 +90,20 @@ def _table(
     first = config.first_k_dense_replace
     step = config.moe_layer_freq
     sparse = [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
-    dims = _dims(config, experts, sparse)
+    dims = ModelDims(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=0 if all(sparse) else config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        # Every head has separate keys and values, computed from the latent vector.
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,  # of a query
+        latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
+        tied_embeddings=bool(config.tie_word_embeddings),
+        num_experts=experts.num,
+        num_mtp_layers=config.num_nextn_predict_layers or 0,
+    )
     mtp_layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
     copies: dict[str, str] = {}
     for layer in mtp_layers:
@@ -130,27 +143,6 @@ def _table(
         serving=Serving(whole_shared_experts=True),
         dtypes=_bias_dtypes(experts, sparse, mtp_layers),
         not_built=(*not_built, *_not_built(config)),
-    )
-
-
-def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims:
-    """Return the sizes of a model.
-
-    Every head has separate keys and values, computed from the latent vector. `head_dim` is the size
-    of a query.
-    """
-    return ModelDims(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=0 if all(sparse) else config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
-        latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
-        tied_embeddings=bool(config.tie_word_embeddings),
-        num_experts=experts.num,
-        num_mtp_layers=config.num_nextn_predict_layers or 0,
     )
 
 

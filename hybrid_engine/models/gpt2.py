@@ -8,7 +8,6 @@ compared with [out, in] in Megatron. Query, key and value are one tensor, in thi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hybrid_engine.models.config_json import Gpt2
 from hybrid_engine.models.llama import ACTIVATIONS, unknown_activation
@@ -41,7 +40,18 @@ def gpt2(config: Gpt2) -> ModelTable:
         dims=dims,
         rules=_rules(dims),
         shapes=_shapes(dims, config.n_positions),
-        transformer=_transformer(config, dims),
+        transformer={
+            "num_layers": dims.num_layers,
+            "hidden_size": hidden,
+            "ffn_hidden_size": dims.ffn_hidden_size,
+            "num_attention_heads": num_heads,
+            "kv_channels": dims.head_dim,
+            "layernorm_epsilon": config.layer_norm_epsilon,
+            "normalization": "LayerNorm",
+            "activation_func": ACTIVATIONS.get(config.activation_function),
+            "add_bias_linear": True,
+            "softmax_scale": dims.head_dim**-0.5 if config.scale_attn_weights else 1.0,
+        },
         gpt={
             "position_embedding_type": "learned_absolute",
             "max_sequence_length": config.n_positions,
@@ -137,18 +147,3 @@ def _shapes(dims: ModelDims, num_positions: int) -> Shapes:
     if not dims.tied_embeddings:
         shapes[HEAD] = (dims.vocab_size, hidden)
     return shapes
-
-
-def _transformer(config: Gpt2, dims: ModelDims) -> dict[str, Any]:
-    return {
-        "num_layers": dims.num_layers,
-        "hidden_size": dims.hidden_size,
-        "ffn_hidden_size": dims.ffn_hidden_size,
-        "num_attention_heads": dims.num_heads,
-        "kv_channels": dims.head_dim,
-        "layernorm_epsilon": config.layer_norm_epsilon,
-        "normalization": "LayerNorm",
-        "activation_func": ACTIVATIONS.get(config.activation_function),
-        "add_bias_linear": True,
-        "softmax_scale": dims.head_dim**-0.5 if config.scale_attn_weights else 1.0,
-    }

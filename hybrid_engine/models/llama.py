@@ -229,7 +229,17 @@ def family_table(
         transformer: additional or changed settings of TransformerConfig.
         gpt: additional or changed settings of GPTModel.
     """
-    dims = _dims(config)
+    dims = ModelDims(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        # Without the key, every head has separate keys and values.
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        tied_embeddings=bool(config.tie_word_embeddings),
+    )
     gpt_settings = {
         "position_embedding_type": "rope",
         "rotary_base": config.rope.rope_theta,
@@ -253,20 +263,6 @@ def family_table(
         gpt=gpt_settings,
         extras=extras,
         not_built=tuple(_not_built(config, traits)),
-    )
-
-
-def _dims(config: GroupedQuery) -> ModelDims:
-    return ModelDims(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        # Without the key, every head has separate keys and values.
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        tied_embeddings=bool(config.tie_word_embeddings),
     )
 
 

@@ -362,7 +362,13 @@ class _Planner:
                 region = moving.box(part.region)
                 nbytes = moving.nbytes(part.region)
                 senders = moving.routes.senders(receivers, part, moving.offset)
-                for dst_rank, src_rank in self._planned_pairs(receivers.ranks, senders):
+                dst_ranks = receivers.ranks
+                if self._rank is not None:
+                    involved = (dst_ranks == self._rank) | (senders == self._rank)
+                    dst_ranks = dst_ranks[involved]
+                    senders = senders[involved]
+                pairs = zip(dst_ranks.tolist(), senders.tolist(), strict=True)
+                for dst_rank, src_rank in pairs:
                     # Any copy that the sender has will do; take its first place.
                     src = self._sources.places(moving.name, source, src_rank, region)[0]
                     for dst in self._destinations.places(
@@ -402,18 +408,6 @@ class _Planner:
                         Link.NETWORK,
                     )
                     self.transfers[moving.name].append(transfer)
-
-    def _planned_pairs(
-        self,
-        dst_ranks: np.ndarray,
-        src_ranks: np.ndarray,
-    ) -> Iterable[tuple[int, int]]:
-        """Return the pairs (destination, source) that the plan covers."""
-        if self._rank is not None:
-            involved = (dst_ranks == self._rank) | (src_ranks == self._rank)
-            dst_ranks = dst_ranks[involved]
-            src_ranks = src_ranks[involved]
-        return zip(dst_ranks.tolist(), src_ranks.tolist(), strict=True)
 
     def _is_planned(self, ranks: np.ndarray) -> bool:
         """Return whether the plan covers any of these sorted ranks."""

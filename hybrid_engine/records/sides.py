@@ -142,16 +142,6 @@ def _records_message(layout: Layout, tensor_numbers: Mapping[str, int]) -> bytes
     return encode(_RecordsMessage(buffers, shards))
 
 
-def _decoded_tensors(message: bytes) -> dict[str, Shape]:
-    names: _NamesMessage = decode(message, _NamesMessage)
-    if len(names.names) != len(names.shapes):
-        raise MessageError(
-            f"not a layout: {len(names.names)} names and {len(names.shapes)} shapes",
-            code="not-a-layout",
-        )
-    return dict(zip(names.names, names.shapes, strict=True))
-
-
 def _decoded_layout(
     tensors: dict[str, Shape],
     message: bytes,
@@ -275,7 +265,13 @@ class Side:
         for rank in firsts:
             names_index, records_index = by_rank[rank]
             if names_index not in tensors:
-                tensors[names_index] = _decoded_tensors(messages[names_index])
+                names = decode(messages[names_index], _NamesMessage)
+                if len(names.names) != len(names.shapes):
+                    raise MessageError(
+                        f"not a layout: {len(names.names)} names and {len(names.shapes)} shapes",
+                        code="not-a-layout",
+                    )
+                tensors[names_index] = dict(zip(names.names, names.shapes, strict=True))
             kinds.append(
                 _decoded_layout(tensors[names_index], messages[records_index], rank),
             )

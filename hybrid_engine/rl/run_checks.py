@@ -282,7 +282,14 @@ def limit_violations(
         *staleness_violations(config, limits.engines.generate_config, config.name),
     ]
     if config.stop:
-        violations += _stop_violations(config, limits.tokenizer)
+        # Without a tokenizer vLLM finds no strings.
+        try:
+            limits.tokenizer.loaded  # noqa: B018 - it is read from files at the first access
+        except ConfigError as error:
+            problem = f"strings need a tokenizer: {error.findings[0].problem}"
+            remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
+            key = config.key("stop")
+            violations.append(Violation(key, problem, remedy, code="needs-tokenizer"))
     prompts = arguments.prompts
     if not are_listed(prompts):
         return violations
@@ -453,16 +460,6 @@ def _setting_violations(arguments: RunArguments) -> Violations:
             problem = "is skip, but the critic learns from every completion"
             remedy = "Use end, with reward_retries, or GrpoConfig"
             yield Violation(config.key("reward_failures"), problem, remedy, code="conflicting-keys")
-
-
-def _stop_violations(config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer) -> Violations:
-    """Yield a violation if there is no tokenizer, by which vLLM finds strings."""
-    try:
-        tokenizer.loaded  # noqa: B018 - it is read from files at the first access
-    except ConfigError as error:
-        problem = f"strings need a tokenizer: {error.findings[0].problem}"
-        remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
-        yield Violation(config.key("stop"), problem, remedy, code="needs-tokenizer")
 
 
 def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:

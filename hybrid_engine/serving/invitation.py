@@ -348,7 +348,12 @@ class Rendezvous:
             path = Path(self._directory, _FILE)
             path.touch(0o600)  # servers open only a file that exists
             _require_private(path)
-            self._lock = _locked(path.with_name(_ALIVE))
+            # Locked until the file is closed or this process ends. The lock belongs to the process,
+            # not to the open file, so forked children do not inherit it.
+            alive = path.with_name(_ALIVE)
+            self._lock = alive.open("x")
+            fcntl.lockf(self._lock, fcntl.LOCK_EX)
+            _locked_by[alive] = os.getpid()
             self.place = f"file:{path}"
             self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
@@ -399,17 +404,6 @@ def _is_private_directory(status: os.stat_result) -> bool:
     """Return True for a directory that belongs to this user and is closed to others."""
     is_open_to_others = stat.S_IMODE(status.st_mode) & 0o077
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not is_open_to_others
-
-
-def _locked(path: Path) -> TextIO:
-    """Create a file, and lock it until the file is closed or this process ends.
-
-    The lock belongs to the process, not to the open file, so forked children do not inherit it.
-    """
-    file = path.open("x")
-    fcntl.lockf(file, fcntl.LOCK_EX)
-    _locked_by[path] = os.getpid()
-    return file
 
 
 _locked_by: dict[Path, int] = {}

@@ -87,7 +87,16 @@ class WeightContainer:
         # Bucket index -> bucket whose messages start during its commit.
         self._following: Mapping[int, Bucket] = {}
         self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
-        self._check_groups()
+        # Exactly one bucket must complete each group of this rank.
+        completed = Counter(group for bucket in plan.buckets for group in self._own_groups(bucket))
+        faults = [
+            f"group {group!r} of rank {router.rank} is completed by {completed[group]} "
+            "buckets, not by one; build the plan from the layouts of this engine"
+            for group in sorted(self._groups)
+            if completed[group] != 1
+        ]
+        if faults:
+            raise PlanError(faults)
 
     @property
     def state(self) -> ContainerState:
@@ -229,20 +238,6 @@ class WeightContainer:
             self._weights.release()
         self._kept = kept
         self._state = ContainerState.EMPTY
-
-    def _check_groups(self) -> None:
-        """Raise PlanError unless every group of this rank is completed by exactly one bucket."""
-        completed = Counter(
-            group for bucket in self._plan.buckets for group in self._own_groups(bucket)
-        )
-        faults = [
-            f"group {group!r} of rank {self._router.rank} is completed by {completed[group]} "
-            "buckets, not by one; build the plan from the layouts of this engine"
-            for group in sorted(self._groups)
-            if completed[group] != 1
-        ]
-        if faults:
-            raise PlanError(faults)
 
     def _own_groups(self, bucket: Bucket) -> list[str]:
         return [group for group in bucket.groups if group in self._groups]

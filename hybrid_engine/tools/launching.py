@@ -112,7 +112,20 @@ def run_started(
     shared = {
         "OMP_NUM_THREADS": num_threads,
         **(environment or {}),
-        **_torchrun_variables(num_ranks, store.port),
+        # torchrun's variables that are the same on every rank.
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "ROLE_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        # By default gloo uses the interface of the address to which the host's name resolves.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank creates a store
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
     }
     processes: list[Process] = []
     with _Lines() as lines:
@@ -185,25 +198,6 @@ class _Lines:
         if line:
             self._whole += line + b"\n"
             line.clear()
-
-
-def _torchrun_variables(num_ranks: int, port: int) -> dict[str, str]:
-    """Return torchrun's variables that are the same on every rank."""
-    return {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "ROLE_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
-        # By default gloo uses the interface of the address to which the host's name resolves.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank creates a store
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-    }
 
 
 def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | None:

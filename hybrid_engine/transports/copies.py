@@ -79,17 +79,13 @@ class BatchedCopies:
             else:
                 self._tiled.run(sources, destinations)
         except Exception as error:
-            self._raise_failed(sources, destinations, error)
-
-    def _raise_failed(self, sources: Flats, destinations: Flats, error: Exception) -> None:
-        """Raise CopyError for the first transfer that fails alone, or for the first of all."""
-        # A failed batch does not name the transfer, so copy them one by one.
-        for transfer in self.transfers:
-            try:
-                _copy([transfer], sources, destinations)
-            except Exception as single_error:
-                raise CopyError(transfer, single_error) from single_error
-        raise CopyError(self.transfers[0], error) from error
+            # A failed batch does not name the transfer, so copy them one by one.
+            for transfer in self.transfers:
+                try:
+                    _copy([transfer], sources, destinations)
+                except Exception as single_error:
+                    raise CopyError(transfer, single_error) from single_error
+            raise CopyError(self.transfers[0], error) from error
 
 
 def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> Flats:

@@ -11,7 +11,7 @@ values; before an owner releases (switch/release_fence.py) or overwrites memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from weakref import WeakKeyDictionary
 
@@ -66,7 +66,14 @@ class PullTransport:
                 known, copies = self._copies.get(key, (None, None))
                 # The router passes the same list at every switch; another list is another plan.
                 if copies is None or known is not transfers:
-                    copies = BatchedCopies(pulls_of(self.rank, transfers))
+                    # Ascending from this rank, then ascending from 0. If all ranks began with rank
+                    # 0, they would share the links of its device while those of the others idle.
+                    copies = BatchedCopies(
+                        sorted(
+                            (transfer for transfer in transfers if transfer.dst_rank == self.rank),
+                            key=lambda pull: (pull.src_rank < self.rank, pull.src_rank),
+                        )
+                    )
                     self._copies[key] = (transfers, copies)
                 source_of = self._open_sources(bucket, copies, source, readings)
             with timed_span(self._costs.seconds, "transfer"):
@@ -224,17 +231,6 @@ class SharedMemoryTransport(PullTransport):
         dtype = getattr(torch, handle.dtype)
         stop = handle.offset + handle.numel * dtype.itemsize
         return self._files[whole][handle.offset : stop].view(dtype)
-
-
-def pulls_of(rank: int, transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Return the transfers that write to `rank`, in the order in which it reads its peers.
-
-    A rank begins with itself and its next peer. If all ranks began with rank 0, they would share
-    the links of its device while those of the others idle.
-    """
-    pulls = [transfer for transfer in transfers if transfer.dst_rank == rank]
-    # Rotated: ascending from `rank`, then ascending from 0.
-    return sorted(pulls, key=lambda pull: (pull.src_rank < rank, pull.src_rank))
 
 
 def source_extents(transfer: Transfer, hole: int) -> list[Extent]:

@@ -66,7 +66,7 @@ def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: st
     """Return the name of the transport for a transfer.
 
     "auto" chooses the first of the registry that can carry it. Any other preference applies to all
-    transfers between two ranks, even if that transport cannot carry them; see `obstacle_of`.
+    transfers between two ranks, even if that transport cannot carry them; see `TransportSet.check`.
     """
     for transport in REGISTRY:
         if not transport.obstacle(transfer, exported):
@@ -75,14 +75,6 @@ def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: st
                 return transport.name
             return preference
     raise AssertionError("the last transport of the registry carries everything")
-
-
-def obstacle_of(name: str, transfer: Transfer, exported: Set[BufferId]) -> str:
-    """Return why transport `name` cannot carry a transfer; "" if it can or is unknown."""
-    for transport in REGISTRY:
-        if transport.name == name:
-            return transport.obstacle(transfer, exported)
-    return ""
 
 
 # Phases of relaying, as they appear in messages.
@@ -181,7 +173,8 @@ class TransportSet:
         for transfer in plan.transfers():
             name = self._choose(transfer)
             buffer = transfer.src.buffer
-            if obstacle := obstacle_of(name, transfer, exported):
+            kind = next((kind for kind in REGISTRY if kind.name == name), None)
+            if kind is not None and (obstacle := kind.obstacle(transfer, exported)):
                 problem = f"{name} cannot read {obstacle} ({buffer})"
                 remedy = "Choose auto or collective"
                 violation = Violation(CONFIG_KEY, problem, remedy, code="cannot-read")

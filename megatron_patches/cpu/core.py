@@ -154,16 +154,6 @@ def _spelling_patch(target: str) -> Patch:
     )
 
 
-def _eager_patch(target: str) -> Patch:
-    return _cpu_patch(
-        f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
-        f"{_CORE}.{target}",
-        "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
-        _build_eager,
-        remove_when="megatron-core decides on call, not on import, whether to compile",
-    )
-
-
 PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "torch",
@@ -214,5 +204,14 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="interleaved schedules wait for a send before they free the output",
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),
-    *(_eager_patch(target) for target in _COMPILED),
+    *(
+        _cpu_patch(
+            f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
+            f"{_CORE}.{target}",
+            "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
+            _build_eager,
+            remove_when="megatron-core decides on call, not on import, whether to compile",
+        )
+        for target in _COMPILED
+    ),
 )

@@ -260,7 +260,10 @@ def _attention_calls(
     with ExitStack() as undo:
         undo.enter_context(watch)
         for name, module in model.named_modules():
-            if _is_rotary(module):
+            # Rotary embeddings compute with buffers alone.
+            buffers = module.buffers(recurse=False)
+            has_floats = any(buffer.is_floating_point() for buffer in buffers)
+            if has_floats and next(module.parameters(), None) is None:
                 hook = partial(note_rotary, name)
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
                 # Some forward methods have a decorator that chooses frequencies by the highest
@@ -304,12 +307,6 @@ def settings_left_out(model: torch.nn.Module, implementation: str | None) -> dic
     for call in attention_calls(model).values():
         values.update(call.settings)
     return {name: value for name, value in values.items() if name in ignored}
-
-
-def _is_rotary(module: torch.nn.Module) -> bool:
-    """Return whether a module computes with buffers alone, as rotary embeddings do."""
-    has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-    return has_buffers and next(module.parameters(), None) is None
 
 
 def _record_mask(

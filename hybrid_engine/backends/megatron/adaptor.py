@@ -178,11 +178,8 @@ class MegatronAdaptor(AdaptorWithSources):
         for name, parameter in self.model.named_lora():
             if name.endswith(".linear_out.weight"):
                 parameter.zero_()
-        self._zero_padding()
-
-    def _zero_padding(self) -> None:
-        """Zero the padding of the vocabulary and of buckets, outside weights and LoRA matrices."""
-        # Of the stored weights, because computed ones are in other buffers.
+        # The padding of the vocabulary and of buckets, outside weights and LoRA matrices. Of the
+        # stored weights, because computed ones are in other buffers.
         runs = runs_by_buffer(self._weight_shards(self.model.homes))
         for _, parameter in self.model.named_lora():
             home = self.model.homes[parameter]

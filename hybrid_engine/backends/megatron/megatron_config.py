@@ -134,13 +134,26 @@ def transformer_config(
         ValueError: an override names a field of another class, or Megatron refuses a value.
         AssertionError: Megatron refuses a value.
     """
-    if sizes.hybrid_layer_pattern is not None:
-        _require_hybrid_model()
+    installed = megatron.core.__version__
+    if sizes.hybrid_layer_pattern is not None and Version(installed) < Version("0.19"):
+        violation = Violation(
+            "actor_config.hybrid_layer_pattern",
+            f"megatron-core {installed} has no HybridModel with all layer types of the pattern",
+            "Install 0.19 or later",
+            code="megatron-core-too-old",
+        )
+        raise ConfigError([violation])
     is_cuda = torch.cuda.is_available()
     dtype = getattr(torch, actor.params_dtype)
     settings = {
         **table.transformer,
-        **_size_settings(sizes, table),
+        **named(sizes, "model"),
+        "num_layers": _num_positions(sizes, table),
+        "mtp_num_layers": table.dims.num_mtp_layers or None,
+        # With two stages the previous rank is also the next one, so batched sends of interleaved
+        # stages would match the wrong receives.
+        "overlap_p2p_comm": sizes.virtual_pipeline is not None,
+        "batch_p2p_comm": sizes.virtual_pipeline is None,
         **_expert_settings(sizes, table),
     }
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
@@ -279,19 +292,6 @@ def _recomputation(actor: ActorConfig) -> dict[str, Any]:
     }
 
 
-def _require_hybrid_model() -> None:
-    """Raise ConfigError if this megatron-core's HybridModel lacks layers that patterns may have."""
-    installed = megatron.core.__version__
-    if Version(installed) < Version("0.19"):
-        violation = Violation(
-            "actor_config.hybrid_layer_pattern",
-            f"megatron-core {installed} has no HybridModel with all layer types of the pattern",
-            "Install 0.19 or later",
-            code="megatron-core-too-old",
-        )
-        raise ConfigError([violation])
-
-
 def _class_for(settings: Mapping[str, Any]) -> type[TransformerConfig]:
     """Return the configuration class of a model with these settings.
 
@@ -308,18 +308,6 @@ def _class_for(settings: Mapping[str, Any]) -> type[TransformerConfig]:
         violation = Violation("model", problem, remedy, code="megatron-core-too-old")
         raise ConfigError([violation])
     return config_class
-
-
-def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
-    return {
-        **named(sizes, "model"),
-        "num_layers": _num_positions(sizes, table),
-        "mtp_num_layers": table.dims.num_mtp_layers or None,
-        # With two stages the previous rank is also the next one, so batched sends of interleaved
-        # stages would match the wrong receives.
-        "overlap_p2p_comm": sizes.virtual_pipeline is not None,
-        "batch_p2p_comm": sizes.virtual_pipeline is None,
-    }
 
 
 def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:

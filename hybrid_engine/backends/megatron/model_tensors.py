@@ -113,7 +113,10 @@ class ModelTensors:
     def __init__(self, chunks: Modules, table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
         require_supported_version()
         self.chunks = list(chunks)
-        self.table = _as_laid_out(table, self.chunks)
+        # All chunks have the same configuration. It may interleave the gates and units of experts.
+        config = unwrap_model(self.chunks[0]).config if self.chunks else None
+        block = getattr(config, "moe_mlp_glu_interleave_size", None)
+        self.table = interleave_experts(table, block) if block else table
         self.noop_layers = frozenset(noop_layers)
         self.adapters = Adapters(list(map(unwrap_model, self.chunks)))
         self.rank = torch.distributed.get_rank()
@@ -313,15 +316,6 @@ def plain_name(name: str, wrappers: Collection[str]) -> str:
     """Return a local name as if none of the modules `wrappers` wrapped its layer."""
     module, _, rest = name.partition(WRAPPED)
     return f"{module}.{rest}" if module in wrappers else name
-
-
-def _as_laid_out(table: ModelTable, chunks: Modules) -> ModelTable:
-    """Return the table with gates and units interleaved as in Megatron's configuration."""
-    sizes = {
-        getattr(unwrap_model(chunk).config, "moe_mlp_glu_interleave_size", None) for chunk in chunks
-    }
-    block = sizes.pop() if sizes else None  # all chunks have the same configuration
-    return interleave_experts(table, block) if block else table
 
 
 def _checkpoint_numbers(pattern: str, num_layers: int) -> list[int]:

@@ -393,8 +393,11 @@ def abandon(llm: Any) -> None:
         routes._pending_outputs.clear()  # experts of tokens whose step will not return
     runner.execute_model_state = None  # a forward without its sampling: the next one would raise
     # A failed step may have lost the ids of requests that ended before it. The next step passes the
-    # runner every id that it holds.
-    core.scheduler.finished_req_ids |= _requests_of_runner(runner)
+    # runner every id that it holds, whether it is vLLM's first or second version of the runner.
+    states = getattr(runner, "req_states", None)
+    core.scheduler.finished_req_ids.update(
+        runner.requests if states is None else states.req_id_to_index
+    )
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # steps in flight read the weights
     reset_prefix_cache(llm)
@@ -510,9 +513,3 @@ def _require_none(llm: Any, purpose: str) -> None:
             "on every rank; if neither helps, build a new engine",
             code="unfinished-requests",
         )
-
-
-def _requests_of_runner(runner: Any) -> set[str]:
-    """Return the ids of requests that vLLM's model runner, first or second version, still holds."""
-    states = getattr(runner, "req_states", None)
-    return set(runner.requests if states is None else states.req_id_to_index)

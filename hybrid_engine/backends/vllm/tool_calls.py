@@ -57,21 +57,18 @@ class ToolCallParser:
 
     def parse(self, answer: Completion) -> tuple[str, list[ToolCall]]:
         """Return the text beside the calls, and the calls in their order."""
-        text = self._text_of(answer)
+        text = answer.drawn_text
+        if text is None:
+            # The last token of a stopped completion is the stop token.
+            is_stopped = answer.finish_reason == "stop"
+            token_ids = answer.token_ids[:-1] if is_stopped else answer.token_ids
+            # Special tokens begin calls in some formats.
+            text = _loaded(answer).decode(token_ids, skip_special_tokens=False)
         # New for each answer: parsers keep the state of one answer.
         parser = self._class(_loaded(answer), self._request.tools)
         extracted = parser.extract_tool_calls(text, self._request)
         calls = [_call_of(call.function) for call in extracted.tool_calls]
         return extracted.content or "", calls
-
-    def _text_of(self, answer: Completion) -> str:
-        """Return the text with special tokens, which begin calls in some formats."""
-        if answer.drawn_text is not None:
-            return answer.drawn_text
-        # The last token of a stopped completion is the stop token.
-        token_ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
-        text: str = _loaded(answer).decode(token_ids, skip_special_tokens=False)
-        return text
 
 
 def _schemas_of(tools: Iterable[Tool]) -> list[Any]:

@@ -203,6 +203,11 @@ def facts_of(machine: Machine) -> dict[str, str]:
     A failed query is shown with its error.
     """
     num_numa_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not is_secret(name)
+    ]
     return {
         "GPUs": _gpus(machine),
         "free on the GPUs": _gpu_memory(machine),
@@ -224,7 +229,7 @@ def facts_of(machine: Machine) -> dict[str, str]:
         "limits": (
             f"memlock {_limit(resource.RLIMIT_MEMLOCK)}, nofile {_limit(resource.RLIMIT_NOFILE)}"
         ),
-        "environment": ", ".join(_variables()) or "nothing of CUDA, NCCL, torch or vLLM is set",
+        "environment": ", ".join(variables) or "nothing of CUDA, NCCL, torch or vLLM is set",
     }
 
 
@@ -339,12 +344,6 @@ def _limit(which: int) -> str:
     bounds = resource.getrlimit(which)
     soft, hard = ("unlimited" if bound == resource.RLIM_INFINITY else bound for bound in bounds)
     return f"{soft} (at most {hard})"
-
-
-def _variables() -> Iterator[str]:
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(_VARIABLES) and not is_secret(name):
-            yield f"{name}={value}"
 
 
 def is_secret(variable: str) -> bool:

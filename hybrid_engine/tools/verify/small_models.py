@@ -217,7 +217,11 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
         if num_kv_heads % kv_heads:
             continue
         for queries in range(1, ratio + 1):
-            if _is_divisible(kv_heads, queries, tp_sizes):
+            # All TP sizes must divide the query heads, and divide or replicate KV heads.
+            if all(
+                kv_heads * queries % tp == 0 and 0 in (kv_heads % tp, tp % kv_heads)
+                for tp in tp_sizes
+            ):
                 distance = (abs(4 - kv_heads), abs(2 - queries))
                 choices.append((distance, kv_heads, queries))
     # Without a choice, the check of the configuration has the reason.
@@ -243,12 +247,3 @@ def _with_sections_of(rotary: Mapping[str, Any]) -> dict[str, Any]:
     scaled = [section * num_pairs // sum(sections) for section in sections]
     scaled[0] += num_pairs - sum(scaled)
     return {**rotary, "mrope_section": scaled}
-
-
-def _is_divisible(kv_heads: int, queries: int, tp_sizes: Sequence[int]) -> bool:
-    """Return whether all TP sizes divide the query heads, and divide or replicate KV heads."""
-    for tp in tp_sizes:
-        splits_kv_heads = kv_heads % tp == 0 or tp % kv_heads == 0
-        if kv_heads * queries % tp or not splits_kv_heads:
-            return False
-    return True

@@ -114,9 +114,12 @@ class FsdpTrainEngine:
         optimizer.zero_grad()
         loss = CheckedLoss(loss_function)
         reports = []
+        model = self.model.model
+        root = model if isinstance(model, FSDPModule) else transformers_model(model)
+        assert isinstance(root, FSDPModule)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
-            self._root_module.set_requires_all_reduce(is_last)
+            root.set_requires_all_reduce(is_last)
             log_probs, further = self._score(part.rows, outputs)
             # a loss function without `outputs` gets the micro batch itself
             visible = {**part.batch, **further} if further else part.batch
@@ -161,13 +164,6 @@ class FsdpTrainEngine:
     @property
     def _device(self) -> torch.device:
         return self.data_parallel.device
-
-    @property
-    def _root_module(self) -> FSDPModule:
-        module = self.model.model
-        root = module if isinstance(module, FSDPModule) else transformers_model(module)
-        assert isinstance(root, FSDPModule)
-        return root
 
     @property
     def _no_packing(self) -> str:

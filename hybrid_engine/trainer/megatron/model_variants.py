@@ -252,23 +252,14 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
         ) -> torch.Tensor:
             """Attend as the parent, with the window in addition to `mask`."""
             if self.own_window is not None:
-                mask = _with_window(mask, self.own_window, key)
+                # True where a query must not see a key, which `None` says of all later ones.
+                everywhere = torch.ones(len(key), len(key), dtype=torch.bool, device=key.device)
+                mask = everywhere.triu(1)[None, None] if mask is None else mask
+                # The window includes the query's own token.
+                mask = mask | everywhere.tril(-self.own_window)
             return super().forward(query, key, value, mask, *args, **kwargs)
 
     return CoreAttention
-
-
-def _with_window(mask: torch.Tensor | None, window: int, key: torch.Tensor) -> torch.Tensor:
-    """Return `mask` [..., queries, keys], True also for keys `window` or more before the query.
-
-    Args:
-        mask: True where a query must not see a key; None: causal.
-        window: number of tokens that a query sees, including its own.
-        key: [keys, ...].
-    """
-    everywhere = torch.ones(len(key), len(key), dtype=torch.bool, device=key.device)
-    mask = everywhere.triu(1)[None, None] if mask is None else mask
-    return mask | everywhere.tril(-window)
 
 
 def _capped(values: torch.Tensor, cap: float) -> torch.Tensor:

@@ -118,9 +118,6 @@ class Constant:
     def restore(self) -> None:
         _copy(self.tensor, self.value)
 
-    def is_as_it_was(self) -> bool:
-        return same_bytes(self.tensor.cpu(), self.value)
-
 
 @dataclass(frozen=True)
 class Derivation:
@@ -378,7 +375,11 @@ class ModelSnapshot:
             for module in self._modules.values()
             for constant in module.values.values()
         }
-        unchanged = {key for key, constant in by_value.items() if constant.is_as_it_was()}
+        unchanged = {
+            key
+            for key, constant in by_value.items()
+            if same_bytes(constant.tensor.cpu(), constant.value)
+        }
         written = {}
         for name, module in self._modules.items():
             constants = {

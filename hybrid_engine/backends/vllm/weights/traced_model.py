@@ -424,7 +424,10 @@ def build_layout(
             # No transfer writes it: to the plan all of it is padding.
             unwritten: tuple[Extent, ...] = (Extent(0, storage.numel),)
         else:
-            unwritten = _all_padding(storage, pads)
+            # The declared padding, and elements that an allocator left around the parameter.
+            start = storage.view.offset
+            around = (Extent(0, start), *pads, Extent(start + storage.num_weights, storage.numel))
+            unwritten = tuple(extent for extent in around if extent.start < extent.stop)
         dtype = _name_of(storage.dtype)
         buffers[buffer_id] = Buffer(storage.numel, dtype, group_of[storage.name], unwritten)
         for write in writes:
@@ -519,10 +522,3 @@ def _uncovered(
         f"{origin} of its {storage.num_weights} elements and {num_padding} are padding. Offer the "
         "missing tensors under the names they have in a checkpoint of this config"
     ]
-
-
-def _all_padding(storage: WeightStorage, padding: Sequence[Extent]) -> tuple[Extent, ...]:
-    """Return the declared padding, and the elements an allocator left around the parameter."""
-    end = storage.view.offset + storage.num_weights
-    extents = (Extent(0, storage.view.offset), *padding, Extent(end, storage.numel))
-    return tuple(extent for extent in extents if extent.start < extent.stop)

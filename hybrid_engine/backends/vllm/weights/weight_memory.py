@@ -397,7 +397,12 @@ class FreeCallback:
             data = self._allocator.pointer_to_data.get(address)
             if data is None:
                 device = torch.cuda.current_device()
-                return _with_some_memory((device, _LEAST_NBYTES, address, _new_handle()))
+                malloc = libc().malloc
+                malloc.restype = ctypes.c_void_p
+                malloc.argtypes = [ctypes.c_size_t]
+                # The address of memory for a driver handle; the extension frees it.
+                handle = int(malloc(ctypes.sizeof(ctypes.c_uint64)))
+                return _with_some_memory((device, _LEAST_NBYTES, address, handle))
             shared = _shared.pop(address, None)
             if shared is not None:
                 shared.forget()
@@ -422,14 +427,6 @@ def _with_some_memory(handle: Handle) -> Handle:
         # The device is full. Releasing 0, which is no memory's handle, fails and does no harm.
         ctypes.c_uint64.from_address(number_address).value = 0
     return handle
-
-
-def _new_handle() -> int:
-    """Return the address of memory for a driver handle; the extension frees it."""
-    malloc = libc().malloc
-    malloc.restype = ctypes.c_void_p
-    malloc.argtypes = [ctypes.c_size_t]
-    return int(malloc(ctypes.sizeof(ctypes.c_uint64)))
 
 
 def _clear_error() -> None:
