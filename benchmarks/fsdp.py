@@ -31,7 +31,6 @@ from benchmarks.resharding.loading import IntoLoader, timed
 from benchmarks.resharding.measuring import Clock, Contender, Digests, gather, measure
 from benchmarks.resharding.ours import Ours
 from hybrid_engine import HybridEngine
-from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.switch.states import State
 
 BUDGET = 60.0
@@ -66,7 +65,7 @@ TINY_CASE = Case("tiny", 2, {"tp_size": 2})
 class FullTensor(IntoLoader):
     """Gathers every parameter whole on every rank, one after the other."""
 
-    def __init__(self, engine: HybridEngine[ShardedModel]) -> None:
+    def __init__(self, engine: HybridEngine) -> None:
         super().__init__(engine)
         weights = engine.train.weights
         self._tensors = weights.tensors.tensors

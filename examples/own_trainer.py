@@ -69,6 +69,7 @@ def main() -> None:
         with HybridEngine.around(
             lambda job: MyTrainer(model.to(job.device), optimizer, job.rank), config
         ) as engine:
+            assert isinstance(engine.train, MyTrainer)
             for number in range(4):
                 with engine.train_context():
                     rows = (torch.arange(8)[:, None] + torch.arange(16) + number + engine.rank) % 12

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -51,7 +51,6 @@ from hybrid_engine.switch.states import Switch
 from hybrid_engine.tracing import check_path, path_of_rank
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
@@ -60,12 +59,11 @@ logger = logging.getLogger("hybrid_engine")
 
 _QUANTIZATION = "generate_config.quantization"
 
-TrainerT = TypeVar("TrainerT", bound=Trainer)
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class EngineParts(Generic[TrainerT]):
+class EngineParts:
     """Parts of a `HybridEngine`.
 
     Attributes:
@@ -77,7 +75,7 @@ class EngineParts(Generic[TrainerT]):
         reports_cover_all_ranks: True if each report of a switch counts the bytes of all ranks.
     """
 
-    train: TrainerT
+    train: Trainer
     inference: InferenceEngine | ServedInference
     config: HybridConfig
     switch: Switch
@@ -110,7 +108,7 @@ class InferenceSide:
 
     def build(
         self,
-        train: TrainerT,
+        train: Trainer,
         offloader: Offloader,
         table: ModelTable,
         job: Job,
@@ -118,7 +116,7 @@ class InferenceSide:
         *,
         lora: ActorLora | None,
         tokenizer_dir: str | None,
-    ) -> EngineParts[TrainerT]:
+    ) -> EngineParts:
         """Build the inference engine and the switch; `owner` shuts the engine down. Collective."""
         raise NotImplementedError
 
@@ -149,7 +147,7 @@ class LocalVllm(InferenceSide):
 
     def build(
         self,
-        train: TrainerT,
+        train: Trainer,
         offloader: Offloader,
         table: ModelTable,
         job: Job,
@@ -157,7 +155,7 @@ class LocalVllm(InferenceSide):
         *,
         lora: ActorLora | None,
         tokenizer_dir: str | None,
-    ) -> EngineParts[TrainerT]:
+    ) -> EngineParts:
         """Build vLLM in every rank, and the switch between it and `train`. Collective."""
         # Before state leaves the device, because quantised weights are a part of it.
         table = quantised_table(self.config, train.weights, table, job)
@@ -200,7 +198,7 @@ class ServedVllm(InferenceSide):
 
     def build(
         self,
-        train: TrainerT,
+        train: Trainer,
         offloader: Offloader,
         table: ModelTable,
         job: Job,
@@ -208,7 +206,7 @@ class ServedVllm(InferenceSide):
         *,
         lora: ActorLora | None,
         tokenizer_dir: str | None,
-    ) -> EngineParts[TrainerT]:
+    ) -> EngineParts:
         """Connect to the servers. Collective; training state stays on the device."""
         from hybrid_engine.backends.vllm.server.inference import ServedInference
 
@@ -218,7 +216,7 @@ class ServedVllm(InferenceSide):
 
 
 def parts_with_engine(
-    train: TrainerT,
+    train: Trainer,
     inference: InferenceEngine,
     config: HybridConfig,
     *,
@@ -226,7 +224,7 @@ def parts_with_engine(
     weights: InferenceWeights | None = None,
     training_side: Side | None = None,
     adapter: str | None = None,
-) -> EngineParts[TrainerT]:
+) -> EngineParts:
     """Return the parts of an engine whose trainer and inference engine are built.
 
     Args:
@@ -268,7 +266,7 @@ def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel
 
 
 def build_parts(
-    train: TrainerT,
+    train: Trainer,
     config: HybridConfig,
     table: ModelTable,
     job: Job,
@@ -277,7 +275,7 @@ def build_parts(
     lora: ActorLora | None = None,
     tokenizer_dir: str | None = None,
     gives_back: bool = True,
-) -> EngineParts[TrainerT]:
+) -> EngineParts:
     """Build the inference side for this trainer, and the switch between both.
 
     Collective, within `job.agreement.building()`.
@@ -501,7 +499,7 @@ def shard_and_build(
     enable_reshard: bool,
     compress_reshard: bool,
     compression_dtype: torch.dtype | str,
-) -> EngineParts[ShardedModel]:
+) -> EngineParts:
     """Shard the model, unless it is sharded or stays whole, and build vLLM for it. Collective.
 
     `owner` closes everything that is created here. See `HybridEngine` for the other arguments.

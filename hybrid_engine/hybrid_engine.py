@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 from weakref import WeakSet
 
 import torch
@@ -21,15 +21,12 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State, SwitchContexts
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
     from hybrid_engine.backends.vllm.prompts import ChatArguments, Prompts
     from hybrid_engine.backends.vllm.requests import Samplings
 
-TrainerT = TypeVar("TrainerT", bound=Trainer)
 
-
-class HybridEngine(SwitchContexts, Generic[TrainerT]):
+class HybridEngine(SwitchContexts):
     """Engine that trains and generates in turn with one set of weights. All methods are collective.
 
     With a transformers model, which FSDP2 shards here, or which the caller has sharded (then
@@ -75,13 +72,13 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     Training and scoring outside these contexts raise StateError, because memory may be released.
     """
 
-    train: TrainerT
+    train: Trainer
     inference: InferenceEngine
     config: HybridConfig
     adapter: str | None = None
 
     def __init__(
-        self: HybridEngine[ShardedModel],
+        self,
         *,
         model: torch.nn.Module,
         rollout_config: Mapping[str, Any] | None = None,
@@ -106,9 +103,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             self.take_over(undo)
 
     @classmethod
-    def around(
-        cls, make_trainer: Callable[[Job], TrainerT], config: HybridConfig
-    ) -> HybridEngine[TrainerT]:
+    def around(cls, make_trainer: Callable[[Job], Trainer], config: HybridConfig) -> HybridEngine:
         """Return an engine with the caller's own trainer, in state TRAIN. Collective.
 
         Args:
@@ -125,7 +120,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 with job.agreement.phase("checking what is installed"):
                     inference_side(config).check(job)
 
-                def create_trainer() -> TrainerT:
+                def create_trainer() -> Trainer:
                     train = make_trainer(job)
                     owner.callback(getattr(train, "close", lambda: None))
                     return train
@@ -138,12 +133,12 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     @classmethod
     def beside(
         cls,
-        find_trainer: Callable[[], TrainerT],
+        find_trainer: Callable[[], Trainer],
         config: HybridConfig,
         table: ModelTable,
         job: Job,
         owner: ExitStack,
-    ) -> HybridEngine[TrainerT]:
+    ) -> HybridEngine:
         """Return an engine in an existing job, in state TRAIN.
 
         Collective, within `job.agreement.building()`. `find_trainer` may fail on one rank, and
@@ -157,13 +152,13 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         return engine
 
     @classmethod
-    def from_parts(cls, parts: EngineParts[TrainerT]) -> HybridEngine[TrainerT]:
+    def from_parts(cls, parts: EngineParts) -> HybridEngine:
         """Return an engine of `parts`, which the caller has built and will close."""
         engine = cls.__new__(cls)
         engine._adopt(parts)
         return engine
 
-    def _adopt(self, parts: EngineParts[TrainerT], owner: ExitStack | None = None) -> None:
+    def _adopt(self, parts: EngineParts, owner: ExitStack | None = None) -> None:
         """Drive `parts`. `owner`, if given, closes the switch; without it the caller does."""
         self.ends = Ends()
         self.colocated_models: WeakSet[ColocatedModel] = WeakSet()

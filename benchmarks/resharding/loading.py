@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from benchmarks.resharding.measuring import ALLOCATE, COMMIT, Clock, Digests, di
 from hybrid_engine import HybridEngine
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
-Engines = ActorHybridWorker | HybridEngine[Any]
+Engines = ActorHybridWorker | HybridEngine
 """Objects with both engines and the switch between them."""
 
 

@@ -183,7 +183,7 @@ def attach(
     config: ConfigSource,
     *,
     num_steps: int = 0,
-) -> HybridEngine[Trainer]:
+) -> HybridEngine:
     """Build vLLM for a Megatron model that exists already. Collective.
 
         hybrid_engine.prepare()                                  # before DDP is built

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
 
 
-def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[Any]:
+def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine:
     """Build an engine around a model that accelerate has prepared. Collective.
 
     Args:
@@ -59,7 +59,7 @@ def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None
 
 
 def request_outputs(
-    engine: HybridEngine[Any],
+    engine: HybridEngine,
     prompts: Sequence[Mapping[str, Any]],
     params: Any,
     violations: Sequence[Violation] = (),

@@ -115,7 +115,7 @@ class _SwiftRollouts:
         self._trainer = trainer
         self._config = merge_configs(trainer_config, rollout_config)
         self._ends: ExitStack | None = None
-        self.engine: HybridEngine[Any] | None = None
+        self.engine: HybridEngine | None = None
 
     def install(self, prepare_vllm: Callable[[Any], None]) -> None:
         """Prepare the trainer by ms-swift's own `prepare_vllm`, then replace its methods."""
@@ -162,7 +162,7 @@ class _SwiftRollouts:
         trainer._move_model_to_vllm = lambda skip_async_check=False: None
         trainer.rollouts = self
 
-    def built_engine(self) -> HybridEngine[Any]:
+    def built_engine(self) -> HybridEngine:
         """Return the engine; the first call builds it. Raises StateError outside of training."""
         if self._ends is None:
             raise StateError(
@@ -181,7 +181,7 @@ class _RequestQueue:
     It collects the requests of a call, and completes all of them in one step.
     """
 
-    def __init__(self, engine: Callable[[], HybridEngine[Any]]) -> None:
+    def __init__(self, engine: Callable[[], HybridEngine]) -> None:
         self._engine = engine
         self._requests: list[tuple[str, Mapping[str, Any], Any]] = []
         self._params: Any = None

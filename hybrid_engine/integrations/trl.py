@@ -102,7 +102,7 @@ class _ColocatedLlm:
         self._generation = generation
         self._config = merge_configs(trainer_config, rollout_config)
         self._ends = ends
-        self.engine: HybridEngine[Any] | None = None
+        self.engine: HybridEngine | None = None
 
     @property
     def llm_engine(self) -> Any:
@@ -122,7 +122,7 @@ class _ColocatedLlm:
         engine.sharding.enter(State.TRAIN)
         return outputs
 
-    def _built_engine(self) -> HybridEngine[Any]:
+    def _built_engine(self) -> HybridEngine:
         # Not in the constructor: accelerate has not prepared the model by then.
         if self.engine is None:
             self.engine = self._ends.enter_context(engine_around(self._generation, self._config))
@@ -150,7 +150,7 @@ class WeightTransfer:
         self._config = {"release_weights": False, **offload, **rollout_config}
         self._ends = ExitStack()
         self._trainer: Any = None
-        self.engine: HybridEngine[Any] | None = None
+        self.engine: HybridEngine | None = None
 
     def attach(self, trainer: Any) -> None:
         """Publish this trainer's weights to the server from which it samples.

@@ -149,7 +149,7 @@ class Publisher(CheckpointEngine):
         self._config: dict[str, Any] = rollout_config
         self._servers: Sequence[str] = ()
         self._shares_devices = False
-        self.engine: HybridEngine[Any] | None = None
+        self.engine: HybridEngine | None = None
         self.last_report: ReshardReport | None = None
 
     # -- called by verl -----------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Publisher(CheckpointEngine):
 
     # -- parts --------------------------------------------------------------------------------
 
-    def _build_engine(self, weights: Any) -> HybridEngine[Any]:
+    def _build_engine(self, weights: Any) -> HybridEngine:
         """Build an engine around verl's. Raises ConfigError for settings that are not supported."""
         engine: Any = getattr(weights, "engine", None)
         servers = self._config.get("servers", self._servers)

@@ -285,6 +285,7 @@ class ScriptEngine:
         A failure of one rank is raised on all ranks, at the latest after the configured timeout.
         """
         config = self.settings.config
+        self._model_chunks = list(model_chunks)
         # Ends in reverse order, each one even if another fails.
         with Ends() as undo:
             self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
@@ -332,7 +333,7 @@ class ScriptEngine:
                 groups = self._generate(iteration)
                 in_training = self._run_callback(self.settings.callback, self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
-            self._run_callback(in_training, self.hybrid.train.chunks)
+            self._run_callback(in_training, self._model_chunks)
             with self.job.agreement.phase("journal"):
                 samples = self._journal.samples(
                     iteration, self.settings.prompts, self._token_ids, groups

@@ -257,9 +257,7 @@ class ConversationState:
 class EnvironmentRunner:
     """Environments of all conversations. They run on rank 0, which sends the replies to all."""
 
-    def __init__(
-        self, engine: HybridEngine[Any], environment: Environment, chat: ChatArguments
-    ) -> None:
+    def __init__(self, engine: HybridEngine, environment: Environment, chat: ChatArguments) -> None:
         self._engine = engine
         self._environment = environment
         self._chat = chat

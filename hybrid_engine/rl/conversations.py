@@ -40,7 +40,7 @@ _SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
 
 
 def converse(
-    engine: HybridEngine[Any],
+    engine: HybridEngine,
     prompts: Sequence[Any],
     sampling: Samplings,
     environment: Environment,
@@ -137,7 +137,7 @@ def converse(
 
 
 def begin_conversations(
-    engine: HybridEngine[Any],
+    engine: HybridEngine,
     prompts: Sequence[Any],
     sampling: Samplings,
     environment: Environment,
@@ -181,7 +181,7 @@ def begin_conversations(
 
 
 def _checked(
-    engine: HybridEngine[Any],
+    engine: HybridEngine,
     prompts: Sequence[Any],
     sampling: Samplings,
     max_tokens_per_turn: int | None,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybrid_engine.errors import GenerationError
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -56,7 +56,7 @@ class ServedConversations:
 
     def __init__(
         self,
-        engine: HybridEngine[Any],
+        engine: HybridEngine,
         groups: Sequence[Sequence[ConversationState]],
         runner: EnvironmentRunner,
         complete: Callable[[int, Sequence[int], Sampling], Completion],

@@ -15,7 +15,7 @@ from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
+from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
@@ -28,7 +28,7 @@ from hybrid_engine.trainer.ports import ActorParts, Figures, ScoresBatches, scor
 logger = logging.getLogger("hybrid_engine")
 
 
-class ActorHybridWorker(HybridEngine[Trainer], ScoresBatches):
+class ActorHybridWorker(HybridEngine, ScoresBatches):
     """The actor: a `HybridEngine` whose trainer, Megatron or FSDP2, is built from a configuration.
 
         with ActorHybridWorker(config) as worker:             on every rank, under torchrun

@@ -122,14 +122,14 @@ def sharded(directory: Path) -> Any:
 
 
 @contextmanager
-def in_rollout(rollout: Values) -> Iterator[HybridEngine[Any]]:
+def in_rollout(rollout: Values) -> Iterator[HybridEngine]:
     """Generate with a sharded model."""
     model = sharded(Path(rollout["model"]))
     with HybridEngine(model=model, rollout_config=rollout) as engine, engine.rollout_context():
         yield engine
 
 
-def answers(engine: HybridEngine[Any], prompts: Any, **settings: Any) -> list[Completion]:
+def answers(engine: HybridEngine, prompts: Any, **settings: Any) -> list[Completion]:
     return [completion for (completion,) in engine.generate(prompts, GREEDY, **settings)]
 
 
@@ -246,7 +246,7 @@ def test_different_arguments_are_refused(rollout: Values) -> None:
                 engine.generate(prompts, sampling, data=data)  # type: ignore[arg-type]
 
 
-def train_copies(engine: HybridEngine[Any] | None, model: torch.nn.Module) -> list[torch.Tensor]:
+def train_copies(engine: HybridEngine | None, model: torch.nn.Module) -> list[torch.Tensor]:
     """Train a model in DDP, with rollouts in between; return its weights."""
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -260,7 +260,7 @@ def train_copies(engine: HybridEngine[Any] | None, model: torch.nn.Module) -> li
     return list(model.parameters())
 
 
-def check_rollout(engine: HybridEngine[Any], model: torch.nn.Module) -> None:
+def check_rollout(engine: HybridEngine, model: torch.nn.Module) -> None:
     with engine.rollout_context():
         answer = engine.generate(torch.arange(2, 10)[None], GREEDY)
         assert engine.job.agreement.is_same(answer.flatten().tolist(), "answers")

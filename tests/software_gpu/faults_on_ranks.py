@@ -225,7 +225,7 @@ def held() -> Counter[str]:
     return Counter({**asdict(virtual_memory()), **Counter(files)})
 
 
-def contents(engine: HybridEngine[Any]) -> TensorDict:
+def contents(engine: HybridEngine) -> TensorDict:
     return {name: flat.cpu() for name, flat in engine.sharding.training.buffers().items()}
 
 

@@ -44,7 +44,7 @@ class Subject(ABC):
         trainer: `ActorParts`; None for a model that another loop trains.
     """
 
-    engine: HybridEngine[Any]
+    engine: HybridEngine
     job: Job
     inference: MemoryInference | Served
     writes: Mapping[str, Write] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -26,7 +25,7 @@ BY_THE_OWNER = (
 
 
 @torch.no_grad()
-def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool:
+def stored_and_loaded(engine: HybridEngine, model: torch.nn.Module) -> bool:
     """Return whether weights saved as a Hugging Face checkpoint, overwritten, and loaded are
     bitwise equal.
 

@@ -183,7 +183,7 @@ def _compression(dtype: str) -> Values:
     return {} if dtype == "float32" else {"compress_reshard": True, "compression_dtype": dtype}
 
 
-def _switch(engine: HybridEngine[ShardedModel], path: Path) -> ReshardReport:
+def _switch(engine: HybridEngine, path: Path) -> ReshardReport:
     """Compare vLLM's parameters with its own load; check that training state is offloaded."""
     parameters: TensorDict = {}
 
@@ -200,7 +200,7 @@ def _switch(engine: HybridEngine[ShardedModel], path: Path) -> ReshardReport:
     return engine.sharding.last_report
 
 
-def _resident(engine: HybridEngine[ShardedModel]) -> int:
+def _resident(engine: HybridEngine) -> int:
     """Return the bytes of training state on the device."""
     return sum(sum(owners.values()) for owners in engine.sharding.offloader.resident_nbytes().values())
 
