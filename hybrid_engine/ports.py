@@ -62,6 +62,8 @@ Megatron model take; and any tensors that a loss function reads.
 """
 Report = TensorDict
 """Name -> scalar."""
+Figures = dict[str, float]
+"""Name of a figure -> value."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]
 """(micro batch, log-probabilities [b, S] of the labels) -> mean loss.

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.ports import Figures
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
 from hybrid_engine.rl.packed_calls import PackedCalls, packing_violations
 from hybrid_engine.trainer.batches.batch_building import NewBatch
-from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.reference_and_critic import (
     ValueModel,
     explained_variance,

@@ -38,6 +38,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
+from hybrid_engine.ports import Figures
 from hybrid_engine.rl.conversation_state import prompt_of
 from hybrid_engine.rl.conversations import begin_conversations, converse
 from hybrid_engine.rl.prompt_source import (
@@ -49,7 +50,6 @@ from hybrid_engine.rl.prompt_source import (
 from hybrid_engine.rl.run_checks import RunArguments, RunLimits, require_room
 from hybrid_engine.rl.step_metrics import Groups
 from hybrid_engine.rl.user_callbacks import calling
-from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:

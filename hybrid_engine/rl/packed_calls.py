@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from hybrid_engine.errors import Violation, Violations
-from hybrid_engine.ports import Batch
+from hybrid_engine.ports import Batch, Figures
 from hybrid_engine.rl.config import LoopConfig
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.row_packing import pack_rows
-from hybrid_engine.trainer.ports import Figures
 
 
 def packing_violations(config: LoopConfig, no_packing: str) -> Violations:

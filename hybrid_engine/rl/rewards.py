@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.errors import ArgumentError, Violation, Violations, first_of, shortened
+from hybrid_engine.ports import Figures
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.losses import are_agreeing
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
-from hybrid_engine.trainer.ports import Figures
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.config import LoopConfig

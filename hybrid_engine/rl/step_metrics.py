@@ -13,13 +13,12 @@ import torch
 
 from hybrid_engine.compute_check.logprob_check import exactness
 from hybrid_engine.errors import ArgumentError, ComputationError, Violation, shortened
-from hybrid_engine.ports import Batch
+from hybrid_engine.ports import Batch, Figures
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.conversation_state import Conversation
 from hybrid_engine.rl.rewards import Scores
 from hybrid_engine.rl.user_callbacks import number_of
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.trainer.ports import Figures
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 from hybrid_engine.errors import Violation, Violations, first_of
 from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.files.reading import read_regular
+from hybrid_engine.ports import Figures
 from hybrid_engine.rl.run_files import Row
 from hybrid_engine.rl.user_callbacks import CallThread, naming_failure
-from hybrid_engine.trainer.ports import Figures
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -1,7 +1,6 @@
 """Training from a configuration, for `ActorHybridWorker`. The switch does not depend on it.
 
     worker.py                `ActorHybridWorker`: builds a trainer, and vLLM on the same devices
-    ports.py                 interfaces that the worker and the other models require of a trainer
     batches/                 batches of sequences: masks, packing, checks, losses
     reference_and_critic/    models that share the actor's devices
     megatron/                Megatron's model, optimizer, steps and checkpoints
@@ -16,7 +15,7 @@
 Data flow of `worker.update(batch, loss_function)`:
 
     batch -> batches.batch_checks.agreed_share -> this rank's share
-          -> TrainableScorer.train_step -> batches.arrangement.micro_batches -> rows -> model
+          -> TrainEngine.train_step -> batches.arrangement.micro_batches -> rows -> model
           -> log-probabilities -> loss_function -> optimizer step, scalars to report
 
 A program with its own training loop needs none of this: `HybridEngine(model=...)`, `attach` and

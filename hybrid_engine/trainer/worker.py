@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -15,17 +17,87 @@ from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.ports import Batch, Data, LossFunction
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ports import Batch, Data, Figures, LossFunction
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
 from hybrid_engine.trainer.learning_rate import scheduler_class
-from hybrid_engine.trainer.ports import ActorParts, Figures, ScoresBatches, score
+
+if TYPE_CHECKING:
+    from hybrid_engine.trainer.fsdp.actor import FsdpActor
+    from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+    from hybrid_engine.trainer.megatron.actor import MegatronActor
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
 logger = logging.getLogger("hybrid_engine")
+
+
+def score(
+    engine: TrainEngine | FsdpTrainEngine,
+    batch: Batch,
+    agreement: Agreement,
+    phase: str,
+    data: Data,
+    outputs: Outputs,
+) -> torch.Tensor | Scores:
+    """Score a batch, each data parallel rank its share. Collective.
+
+    The results of a global batch are joined on every rank. Returns log-probabilities [B, S], or a
+    dict that also contains `outputs`, if there are any; on the device of the batch.
+    """
+    share = agreed_share(batch, engine.limits, agreement, phase, data, outputs)
+    with agreement.call(phase):
+        results = engine.scores(share, outputs)
+        if data == "global" and engine.data_parallel.size > 1:
+            results = {name: engine.data_parallel.gather(value) for name, value in results.items()}
+    results = {name: value.to(batch["tokens"].device) for name, value in results.items()}
+    return results if outputs else results["log_probs"]
+
+
+class ScoresBatches(ABC):
+    """Model whose log-probabilities a user can ask for: the actor, or a frozen reference."""
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
+
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> Scores: ...
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | Scores:
+        """Return the log-probability [B, S] fp32 of every label. Collective.
+
+        `ActorHybridWorker` computes it under the training weights, in train or forward context.
+        `ReferenceModel` computes it under the frozen weights, in any state; outside its
+        `forward_context` the other models stay on the device.
+
+        Args:
+            batch: see `batches.Batch`. All results are computed at its `temperature`.
+            data: "global": all ranks pass the same batch and get the whole result; "local": each
+                data parallel rank passes its own batch, of the same size on all ranks, and gets the
+                result for it.
+            entropy: return also `entropy` [B, S] in nats.
+            top_k: if not 0, return also `top_log_probs` and `top_token_ids` [B, S, top_k], the most
+                likely tokens first.
+
+        Returns a tensor; with `entropy` or `top_k` a dict that contains it as `log_probs`; on the
+        device of the batch. Values of padding are 0. Raises BatchError with every violation, and
+        RemoteError with its message on the other ranks.
+        """
+        return self._score(batch, data, Outputs(entropy, top_k))
+
+    @abstractmethod
+    def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
+        """Call `score` with the engine of this model."""
 
 
 class ActorHybridWorker(HybridEngine, ScoresBatches):
@@ -141,7 +213,7 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
                 micro batch, `entropy` with gradient.
 
         Returns the reported scalars, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
-        `TrainableScorer.train_step`.
+        `TrainEngine.train_step`.
 
         Raises on all ranks, before any weight changes:
             BatchError: with every violation.
@@ -213,7 +285,7 @@ def ignore_known_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=pinned, append=True)
 
 
-def _builder(config: HybridConfig) -> Callable[..., ActorParts]:
+def _builder(config: HybridConfig) -> Callable[..., FsdpActor | MegatronActor]:
     """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
 
     Raises DependencyError if its packages are missing or have untested versions.

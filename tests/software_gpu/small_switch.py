@@ -19,7 +19,7 @@ from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
-from hybrid_engine.trainer.ports import TrainableScorer
+from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 from tests.walk.inference import MemoryInference
 from tests.zoo import workers
 
@@ -35,7 +35,7 @@ def write_model(directory: Path) -> Path:
 @contextmanager
 def engine_of(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
-) -> Iterator[tuple[HybridEngine, TrainableScorer]]:
+) -> Iterator[tuple[HybridEngine, TrainEngine]]:
     """Build an engine in state TRAIN, and its trainer, with these keys of `actor_config` and `generate_config`."""
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor
@@ -55,7 +55,7 @@ def engine_of(
         yield engine, trainer
 
 
-def switch(engine: HybridEngine, trainer: TrainableScorer, num_rounds: int = 2) -> None:
+def switch(engine: HybridEngine, trainer: TrainEngine, num_rounds: int = 2) -> None:
     """Train, switch to inference and back, `num_rounds` times."""
     limits = trainer.limits
     for seed in range(num_rounds):

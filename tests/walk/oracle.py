@@ -41,7 +41,7 @@ class Subject(ABC):
             rank}.
         exact: False if values of the inference side are computed, and so round differently.
         saves: whether the trainer has checkpoints.
-        trainer: `ActorParts`; None for a model that another loop trains.
+        trainer: `MegatronActor` or `FsdpActor`; None for a model that another loop trains.
     """
 
     engine: HybridEngine

@@ -11,8 +11,9 @@ unsharded layer:
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +33,23 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine, copy_weights
 from hybrid_engine.trainer.fsdp.training_state import FsdpState
 from hybrid_engine.trainer.learning_rate import param_scheduler
-from hybrid_engine.trainer.ports import ActorParts
 from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
+
+
+@dataclass(frozen=True)
+class FsdpActor:
+    """Parts of an actor that FSDP2 trains, built from a configuration.
+
+    Attributes:
+        engine: steps and scores; `engine.model` has the weights and the state.
+        checkpoints: of the training state.
+        frozen_copy: copies the current weights, adapters merged, into a model for scoring.
+            Collective.
+    """
+
+    engine: FsdpTrainEngine
+    checkpoints: TrainingCheckpoints
+    frozen_copy: Callable[[], FsdpTrainEngine]
 
 
 def build_actor(
@@ -43,7 +59,7 @@ def build_actor(
     owner: ExitStack,
     *,
     weights_only: bool = False,
-) -> ActorParts:
+) -> FsdpActor:
     """Build a sharded transformers model with random weights, and Adam. Collective.
 
     Args:
@@ -81,7 +97,7 @@ def build_actor(
         copy_weights(engine.model, copy.model)
         return copy
 
-    return ActorParts(engine, TrainingCheckpoints(FsdpState(engine, job), job), frozen_copy)
+    return FsdpActor(engine, TrainingCheckpoints(FsdpState(engine, job), job), frozen_copy)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:

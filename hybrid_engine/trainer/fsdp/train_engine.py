@@ -23,7 +23,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Batch, LossFunction, Report
+from hybrid_engine.ports import Batch, Figures, LossFunction, Report
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
@@ -37,7 +37,6 @@ from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Scores, token_outputs
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
-from hybrid_engine.trainer.ports import Figures
 
 _NO_IMAGES = "the model has no token for images in its config.json"
 
@@ -100,9 +99,19 @@ class FsdpTrainEngine:
     def train_step(
         self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
     ) -> Figures:
-        """Take an optimizer step; see `TrainableScorer.train_step`. Collective.
+        """Take one optimizer step on this rank's share of a batch. Collective.
 
-        `skipped` is 1 if a gradient of any rank is not finite.
+        Args:
+            batch: B is a multiple of the micro batch size.
+            loss_function: see `batches.LossFunction`.
+            outputs: tensors that are added to the loss function's micro batch.
+
+        Returns, on every rank, the reported scalars averaged over micro batches and ranks, with
+        `grad_norm`, the `learning_rate` of this step, and `skipped`: 1 if a gradient of any rank is
+        not finite, so that no weight changed.
+
+        Raises, before any weight changes, LossError if the loss function fails or returns no loss,
+        and RemoteError with its message on the other ranks.
         """
         optimizer = self.optimizer.inner
         # of this step, before a schedule changes it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,8 +15,23 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.megatron import build
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine, ValueEngine, copy_weights
 from hybrid_engine.trainer.megatron.training_state import MegatronState
-from hybrid_engine.trainer.ports import ActorParts
 from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
+
+
+@dataclass(frozen=True)
+class MegatronActor:
+    """Parts of an actor that Megatron trains, built from a configuration.
+
+    Attributes:
+        engine: steps and scores; `engine.model` has the weights and the state.
+        checkpoints: of the training state.
+        frozen_copy: copies the current weights, adapters merged, into a model for scoring.
+            Collective.
+    """
+
+    engine: TrainEngine
+    checkpoints: TrainingCheckpoints
+    frozen_copy: Callable[[], TrainEngine]
 
 
 def build_actor(
@@ -25,7 +41,7 @@ def build_actor(
     owner: ExitStack,
     *,
     weights_only: bool = False,
-) -> ActorParts:
+) -> MegatronActor:
     """Build Megatron's groups, model, DDP and optimizer. Collective.
 
     Args:
@@ -66,7 +82,7 @@ def build_actor(
         copy_weights(engine.model, copy.model)
         return copy
 
-    return ActorParts(
+    return MegatronActor(
         engine,
         TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job),
         frozen_copy,

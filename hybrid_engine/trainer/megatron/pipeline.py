@@ -131,8 +131,13 @@ class Pipeline:
             loss_function: see `batches.LossFunction`; its arguments are those of the
                 `ModelOutput`.
 
-        Result and errors as in `TrainableScorer.train_step`. `skipped` is 1 if a gradient of any
-        rank is not finite; in float16 Megatron has then lowered its loss scale.
+        Returns, on every rank, the reported scalars averaged over micro batches and ranks, with
+        `grad_norm`, the `learning_rate` of this step, and `skipped`: 1 if a gradient of any rank is
+        not finite, so that no weight changed; in float16 Megatron has then
+        lowered its loss scale.
+
+        Raises, before any weight changes, LossError if the loss function fails or returns no loss,
+        and RemoteError with its message on the other ranks.
         """
         optimizer = self._optimizer.inner
         # of this step, before a schedule changes it

@@ -28,7 +28,7 @@ from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Batch, LossFunction
+from hybrid_engine.ports import Batch, Figures, LossFunction
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.chunked_scores import (
     chunk_length,
@@ -41,7 +41,6 @@ from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 from hybrid_engine.trainer.megatron.pipeline import Conclude, Pipeline, conclude_without_job
-from hybrid_engine.trainer.ports import Figures
 
 
 class LogProbs:

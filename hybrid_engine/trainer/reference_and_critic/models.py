@@ -15,13 +15,12 @@ from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Offloadable
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.ports import Batch, Data, LossFunction
+from hybrid_engine.ports import Batch, Data, Figures, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
-from hybrid_engine.trainer.ports import Figures, ScoresBatches, score
-from hybrid_engine.trainer.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker, ScoresBatches, score
 
 ALL: frozenset[Kind] = frozenset(KINDS)
 PARAMETERS: frozenset[Kind] = frozenset({"param"})

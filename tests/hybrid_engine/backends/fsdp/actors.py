@@ -15,9 +15,8 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ports import Batch, Report
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.trainer.fsdp.actor import build_actor
+from hybrid_engine.trainer.fsdp.actor import FsdpActor, build_actor
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.trainer.ports import ActorParts
 from tests.hybrid_engine.end_to_end.digests import digest
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import token_batch
@@ -32,7 +31,7 @@ def batch(step: int) -> TensorDict:
 
 
 @contextmanager
-def actor(path: Path, **settings: Any) -> Iterator[ActorParts]:
+def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
     """Build an actor from a configuration and close it like a worker."""
     with closing(Job.join(60)) as job, ExitStack() as owner:
         config = configuration(path, job.world_size, **settings)

@@ -20,7 +20,7 @@ from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import checkpoint_directory
-from hybrid_engine.trainer.ports import ActorParts
+from hybrid_engine.trainer.fsdp.actor import FsdpActor
 from tests.harness.errors import failing
 from tests.harness.launch import Ranks, on_ranks
 from tests.harness.small_disks import file_size_limit
@@ -31,7 +31,7 @@ from tests.zoo.tiny_models import Zoo
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
 
 
-def train_and_save(parts: ActorParts, directory: Path) -> State:
+def train_and_save(parts: FsdpActor, directory: Path) -> State:
     engine = parts.engine
     for step in range(2):
         train(engine, step)
