@@ -28,7 +28,7 @@ settings.
                        checkpoints
     assembly.py        an inference engine beside a live training model
     compute_check/     whether vLLM computes what the trainer computes
-    ports.py           interfaces of a trainer, an inference engine and a transport, and their calls
+    ports.py           interfaces of a trainer and of an inference engine, and their calls
     errors.py          every exception
     messages.py        what processes tell each other: typed and of bounded size
     switch/            the state machine: what is on the device when, and the order of a switch

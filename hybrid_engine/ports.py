@@ -1,4 +1,4 @@
-"""Interfaces (ports) of the parts that the engine drives: trainers, inference engines, transports.
+"""Interfaces (ports) of the parts that the engine drives: trainers and inference engines.
 
     Trainer.weights : TrainingWeights --layout()--> plan <--layout()-- InferenceWeights
                            | buffers()                 allocate(groups) | commit(groups)
@@ -46,7 +46,6 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.memory.pool import Memories
-from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
 
@@ -274,75 +273,3 @@ class InferenceCaches(Protocol):
 
     def reset_caches(self) -> None:
         """Drop everything computed with older weights, so that no later output depends on it."""
-
-
-# -- transports ------------------------------------------------------------------------------------
-
-
-class Transport(Protocol):
-    """Transport of bytes.
-
-    Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
-    Contract, checked for every transport by one test suite: after `run` returned on a rank, every
-    transfer whose `dst_rank` is that rank is complete. Source buffers may be overwritten only after
-    all ranks of their host have returned (the caller fences), regardless of other hosts that read
-    them. Failures raise TransportError and never hang: waits end after the transport's timeout
-    (seconds).
-
-    Classes of transports are registered in transports/router.py, with the transfers that each
-    carries.
-    """
-
-    name: str
-
-    def start(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor] | None,
-        reason: str = "",
-    ) -> None:
-        """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
-
-        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank
-        failed elsewhere; then `reason` is the cause.
-        """
-
-    def run(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Carry out `transfers`: those of bucket `bucket` that read from or write to this rank."""
-
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Replace `run` on a rank that failed elsewhere.
-
-        Peers that wait for this rank fail with `reason`.
-        """
-
-    def notify(
-        self,
-        bucket: int,
-        phase: str,
-        receivers: Iterable[int],
-        senders: Iterable[int],
-        reason: str = "",
-    ) -> str:
-        """Notify `receivers` that this rank has finished a phase of a bucket; wait for `senders`.
-
-        `reason` is not empty if this rank failed. Returns the reason of the first failed sender
-        with peer, bucket and phase; "" if none failed. A rank is a receiver on each of its senders.
-        A transport without messages does nothing, and returns "".
-        """
-
-    def take_costs(self) -> Costs:
-        """Return seconds by phase, and counts, since the last call."""
-
-    def trim(self) -> int:
-        """Free staging memory between fills; return its bytes."""
-
-    def close(self) -> None:
-        """Release mappings and staging memory. Idempotent."""

@@ -2,8 +2,8 @@
 
     router.py            the registry of transports; TransportSet: assigns each transfer of a bucket
                          to one of them, and runs them in order
-      context.py           inputs of the transports; relay buffers: data that several ranks of a
-                           host need crosses the network once, and is read from there
+      context.py           base class and inputs of transports; relay buffers: data that several
+                           ranks of a host need crosses the network once, and is read from there
     pull.py              local: strided copies within a rank; shared_memory: reads the peer's mapped
                          pages, on one host
     collective.py        packed messages over gloo or NCCL

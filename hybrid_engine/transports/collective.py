@@ -17,24 +17,24 @@ group stays usable. `notify` sends headers alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.host_pages import round_up
-from hybrid_engine.planning.plan import Costs, Transfer
+from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
+from hybrid_engine.transports.context import Group, RelayBuffers, Transport, TransportContext
 from hybrid_engine.transports.copies import (
     BatchedCopies,
     CopyError,
@@ -127,7 +127,7 @@ class InFlight:
     headers: Sequence[Header] = ()
 
 
-class CollectiveTransport:
+class CollectiveTransport(Transport):
     """Point-to-point messages over a process group.
 
     After a timeout or a lost connection the process group is unusable, and every later call that
@@ -141,7 +141,7 @@ class CollectiveTransport:
 
     def __init__(self, context: TransportContext) -> None:
         assert context.group is not None
-        self.rank = context.rank
+        super().__init__(context.rank)
         self._timeout = context.timeout
         self._relays = context.relays or RelayBuffers(context.rank, {})
         self._planner = MessagePlanner(
@@ -151,21 +151,15 @@ class CollectiveTransport:
         self._notify_group = context.notify_group or context.group
         self._device = _staging_device(self._group)
         self._notify_device = _staging_device(self._notify_group)
-        self._costs = Costs()
         self._staging: TensorDict = {}
         # Both by bucket.
         self._shares: dict[int, _BucketMessages] = {}
         self._in_flight: dict[int, InFlight] = {}
         self._broken: dict[Group, TransportError] = {}
 
-    @staticmethod
-    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """See `router.RegisteredTransport`: this transport carries every transfer."""
-        return ""
-
     @classmethod
-    def connect(cls, context: TransportContext) -> CollectiveTransport | None:
-        """See `router.RegisteredTransport`; None without a process group."""
+    def connect(cls, context: TransportContext) -> Self | None:
+        """See `Transport`; None without a process group."""
         return None if context.group is None else cls(context)
 
     @torch.no_grad()
@@ -176,7 +170,7 @@ class CollectiveTransport:
         source: FlatBuffers | None,
         reason: str = "",
     ) -> None:
-        """Post the messages of a bucket if they are not posted yet; see `ports.Transport`.
+        """Post the messages of a bucket if they are not posted yet; see `context.Transport`.
 
         Raises TransportError when the group is unusable or memory is short; `run` raises others.
         """
@@ -191,7 +185,7 @@ class CollectiveTransport:
         source: FlatBuffers,
         destination: FlatBuffers,
     ) -> None:
-        """Send and receive this rank's transfers of the bucket; see `ports.Transport`.
+        """Send and receive this rank's transfers of the bucket; see `context.Transport`.
 
         Raises TransportError. `destination` is unchanged unless the phase in the message is
         "write".
@@ -227,7 +221,7 @@ class CollectiveTransport:
             )
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Take part in a bucket without reading or writing; see `ports.Transport`.
+        """Take part in a bucket without reading or writing; see `context.Transport`.
 
         Messages that were started before are sent unchanged. Raises TransportError only when the
         messages cannot be exchanged.
@@ -242,7 +236,7 @@ class CollectiveTransport:
         senders: Iterable[int],
         reason: str = "",
     ) -> str:
-        """Send headers alone to the receivers; see `ports.Transport`.
+        """Send headers alone to the receivers; see `context.Transport`.
 
         Raises TransportError as `run` does.
         """
@@ -265,12 +259,6 @@ class CollectiveTransport:
             )
             for peer in sorted(peers)
         ]
-
-    def take_costs(self) -> Costs:
-        """See `ports.Transport`."""
-        costs = self._costs
-        self._costs = Costs()
-        return costs
 
     def trim(self) -> int:
         """Free the staging memory, which the next bucket allocates again; return its bytes."""

@@ -1,4 +1,4 @@
-"""Inputs of a rank's transports, and the memory of relay buffers (planning/relays.py).
+"""Base class of transports, their inputs, and the memory of relay buffers (planning/relays.py).
 
 Relay buffers are elastic buffers that the other ranks of the host can read:
 
@@ -8,18 +8,22 @@ Relay buffers are elastic buffers that the other ranks of the host can read:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
+from hybrid_engine.planning.plan import Costs
+from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId
+from hybrid_engine.transports.copies import FlatBuffers
 
 Group = dist.ProcessGroup | RankGroup
 """Groups of torch for NCCL, groups of this package for gloo."""
@@ -51,6 +55,100 @@ class TransportContext:
     relays: RelayBuffers | None = None
     notify_group: Group | None = None
     timeout: float = 300.0
+
+
+class Transport:
+    """Base class of transports of bytes, which do nothing but `run` unless they exchange messages.
+
+    Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
+    Contract, checked for every transport by one test suite: after `run` returned on a rank, every
+    transfer whose `dst_rank` is that rank is complete. Source buffers may be overwritten only after
+    all ranks of their host have returned (the caller fences), regardless of other hosts that read
+    them. Failures raise TransportError and never hang: waits end after the transport's timeout
+    (seconds).
+
+    Classes of transports are registered in transports/router.py.
+    """
+
+    name: str
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._costs = Costs()
+
+    @staticmethod
+    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
+        """Return why the transport cannot carry a transfer; "" if it can, as by default.
+
+        `exported`: buffers that peers can map.
+        """
+        return ""
+
+    @classmethod
+    def connect(cls, context: TransportContext) -> Self | None:
+        """Build this rank's transport, or return None if the job lacks a requirement.
+
+        No collective.
+        """
+        return cls(context.rank)
+
+    def start(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str = "",
+    ) -> None:
+        """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
+
+        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank
+        failed elsewhere; then `reason` is the cause.
+        """
+
+    def run(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers,
+        destination: FlatBuffers,
+    ) -> None:
+        """Carry out `transfers`: those of bucket `bucket` that read from or write to this rank."""
+        raise NotImplementedError
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        """Replace `run` on a rank that failed elsewhere.
+
+        Peers that wait for this rank fail with `reason`.
+        """
+
+    def notify(
+        self,
+        bucket: int,
+        phase: str,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        reason: str = "",
+    ) -> str:
+        """Notify `receivers` that this rank has finished a phase of a bucket; wait for `senders`.
+
+        `reason` is not empty if this rank failed. Returns the reason of the first failed sender
+        with peer, bucket and phase; "" if none failed. A rank is a receiver on each of its senders.
+        A transport without messages does nothing, and returns "".
+        """
+        return ""
+
+    def take_costs(self) -> Costs:
+        """Return seconds by phase, and counts, since the last call."""
+        costs = self._costs
+        self._costs = Costs()
+        return costs
+
+    def trim(self) -> int:
+        """Free staging memory between fills; return its bytes."""
+        return 0
+
+    def close(self) -> None:
+        """Release mappings and staging memory. Idempotent."""
 
 
 # Bytes. Relay buffers of a bucket start at multiples of it.

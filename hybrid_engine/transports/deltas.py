@@ -284,7 +284,7 @@ class DeltaTransport(CollectiveTransport):
             super().start(bucket, transfers, source, reason)
 
     def take_costs(self) -> Costs:
-        """See `ports.Transport`."""
+        """See `context.Transport`."""
         costs = super().take_costs()
         costs.counts.update(self.deltas.counts)
         self.deltas.counts.clear()

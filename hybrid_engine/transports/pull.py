@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,10 +23,10 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
 from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
-from hybrid_engine.planning.plan import Costs, Link, Transfer
+from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.context import Transport, TransportContext
 from hybrid_engine.transports.copies import (
     BatchedCopies,
     FlatBuffers,
@@ -35,19 +36,13 @@ from hybrid_engine.transports.copies import (
 )
 
 
-class PullTransport:
+class PullTransport(Transport):
     """Base class of the transports that pull, from this rank unless a subclass opens sources."""
 
-    name: str
-
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._costs = Costs()
+        super().__init__(rank)
         # By bucket and first transfer: relay buffers are read in a second run of the bucket.
         self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}
-
-    def start(self, *_arguments: object, **_named: object) -> None:
-        """Do nothing: there are no messages to post."""
 
     def run(
         self,
@@ -56,7 +51,7 @@ class PullTransport:
         source: FlatBuffers,
         destination: FlatBuffers,
     ) -> None:
-        """Copy the transfers that write to this rank; see `ports.Transport`."""
+        """Copy the transfers that write to this rank; see the base class."""
         if not transfers:
             return
         # Device memory of peers is unmapped when the stack is closed.
@@ -78,23 +73,6 @@ class PullTransport:
                 source_of = self._open_sources(bucket, copies, source, readings)
             with timed_span(self._costs.seconds, "transfer"):
                 copy_straight(self.name, bucket, copies, source_of, destination)
-
-    def abandon(self, *_arguments: object, **_named: object) -> None:
-        """Do nothing: no rank waits for another."""
-
-    def notify(self, *_arguments: object, **_named: object) -> str:
-        """Return "": there are no messages."""
-        return ""
-
-    def take_costs(self) -> Costs:
-        """See `ports.Transport`."""
-        costs = self._costs
-        self._costs = Costs()
-        return costs
-
-    def trim(self) -> int:
-        """Return 0: there is no staging memory."""
-        return 0
 
     def close(self) -> None:
         """Drop the copies prepared for the buckets; idempotent."""
@@ -121,13 +99,8 @@ class LocalTransport(PullTransport):
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """See `router.RegisteredTransport`."""
+        """See `Transport`."""
         return "" if transfer.src_rank == transfer.dst_rank else "another rank"
-
-    @classmethod
-    def connect(cls, context: TransportContext) -> LocalTransport:
-        """See `router.RegisteredTransport`."""
-        return cls(context.rank)
 
 
 class SharedMemoryTransport(PullTransport):
@@ -156,14 +129,14 @@ class SharedMemoryTransport(PullTransport):
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """See `router.RegisteredTransport`."""
+        """See `Transport`."""
         if transfer.link is Link.NETWORK:
             return "across hosts"
         return "" if transfer.src.buffer in exported else "a buffer that is not exported"
 
     @classmethod
-    def connect(cls, context: TransportContext) -> SharedMemoryTransport:
-        """See `router.RegisteredTransport`."""
+    def connect(cls, context: TransportContext) -> Self:
+        """See `Transport`."""
         return cls(context.rank, context.handles)
 
     def trim(self) -> int:

@@ -1,6 +1,6 @@
 """The transports of one rank: each transfer of a bucket is assigned to one, and they run in order.
 
-To add a transport: write a class that implements `RegisteredTransport`; put it into `REGISTRY`,
+To add a transport: write a class that extends `context.Transport`; put it into `REGISTRY`,
 before the transports that it is better than; add its name to `generate_config.transport` if users
 may choose it; add a case to the contract tests.
 """
@@ -11,19 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.plan import Bucket, Costs, ReshardPlan, Transfer
-from hybrid_engine.ports import Transport
 from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.context import RelayBuffers, Transport, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import DeltaTransport
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
@@ -31,34 +29,14 @@ from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 CONFIG_KEY = "generate_config.transport"
 
 
-class RegisteredTransport(Transport, Protocol):
-    """A transport with the transfers that it can carry."""
-
-    @staticmethod
-    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """Return why the transport cannot carry a transfer; "" if it can.
-
-        `exported`: buffers that peers can map.
-        """
-        ...
-
-    @classmethod
-    def connect(cls, context: TransportContext) -> Transport | None:
-        """Build this rank's transport, or return None if the job lacks a requirement.
-
-        No collective.
-        """
-        ...
-
-
-REGISTRY: tuple[type[RegisteredTransport], ...] = (
+REGISTRY: tuple[type[Transport], ...] = (
     LocalTransport,
     SharedMemoryTransport,
     CollectiveTransport,
 )
 """Best first; a bucket's transfers run in this order too. The last carries every transfer."""
 
-DELTA_REGISTRY: tuple[type[RegisteredTransport], ...] = (*REGISTRY[:-1], DeltaTransport)
+DELTA_REGISTRY: tuple[type[Transport], ...] = (*REGISTRY[:-1], DeltaTransport)
 """The same, but messages may be deltas of the previous ones."""
 
 
@@ -143,7 +121,7 @@ class TransportSet:
         cls,
         context: TransportContext,
         preference: str = "auto",
-        registry: Sequence[type[RegisteredTransport]] = REGISTRY,
+        registry: Sequence[type[Transport]] = REGISTRY,
     ) -> TransportSet:
         """Build the transports of a running job. No collective.
 

@@ -17,8 +17,8 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.setup import _gather_handles
-from hybrid_engine.transports.context import RelayBuffers, TransportContext
-from hybrid_engine.transports.router import REGISTRY, RegisteredTransport, TransportSet, export_handles
+from hybrid_engine.transports.context import RelayBuffers, Transport, TransportContext
+from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
 
@@ -88,7 +88,7 @@ class Rank:
         reshard: Reshard,
         job: Job,
         timeout: float = 60,
-        registry: Sequence[type[RegisteredTransport]] = REGISTRY,
+        registry: Sequence[type[Transport]] = REGISTRY,
     ) -> None:
         self.rank = job.rank
         self.meet = partial(job.agreement.conclude, "until here other ranks may read this rank's buffers")

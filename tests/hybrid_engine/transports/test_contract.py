@@ -1,4 +1,4 @@
-"""The contract of `ports.Transport` for every transport: exactly the planned bytes move.
+"""The contract of `Transport` for every transport: exactly the planned bytes move.
 
 One process plays the ranks in turn: local, shared memory and the in-process twin, with cases from
 hypothesis. 2 and 4 real ranks: shared memory, collective over gloo, and both behind `TransportSet`.

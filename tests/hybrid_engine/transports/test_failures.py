@@ -17,11 +17,10 @@ from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports import deltas
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.context import Transport, TransportContext
 from hybrid_engine.transports.router import (
     DELTA_REGISTRY,
     REGISTRY,
-    RegisteredTransport,
     TransportSet,
     choose_transport,
     pulled_buffers,
@@ -49,7 +48,7 @@ SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0
 class Peers:
     """A rank of two; each scenario has new connections."""
 
-    def __init__(self, timeout: float = 60, registry: Sequence[type[RegisteredTransport]] = REGISTRY) -> None:
+    def __init__(self, timeout: float = 60, registry: Sequence[type[Transport]] = REGISTRY) -> None:
         self.rank = dist.get_rank()
         self.group = dist.new_group([0, 1])
         context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout)
