@@ -17,7 +17,6 @@ their environments cannot be; a resumed run holds them again.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import sys
 import time
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_engine.errors import (
     GenerationError,
@@ -55,7 +54,9 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
     from hybrid_engine.backends.vllm.replica_exchange import Completions
+    from hybrid_engine.backends.vllm.server.drawing import Drawing
     from hybrid_engine.backends.vllm.server.inference import ServedInference
+    from hybrid_engine.rl.served_conversations import ServedConversations
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -66,36 +67,12 @@ _REMEDY = (
 )
 
 
-class BackgroundDrawing(Protocol):
-    """Completions or conversations of a step that servers draw.
-
-    Attributes:
-        ended_at: `time.perf_counter` when this rank received the last one.
-        is_finished: True if this rank has nothing to wait for.
-    """
-
-    ended_at: float
-
-    @property
-    def is_finished(self) -> bool: ...
-
-    def cancel(self) -> None:
-        """Make no more requests. Not collective."""
-
-    def collect(self) -> Any:
-        """Wait for the completions of each prompt, and return them. Collective."""
-
-
 @dataclass(frozen=True)
 class _Restored:
     """Completions of a step, from a checkpoint."""
 
     groups: Completions
-    ended_at: float = -math.inf
-    is_finished: bool = True
-
-    def cancel(self) -> None:
-        """Do nothing."""
+    is_finished = True
 
     def collect(self) -> Completions:
         """Return the completions of each prompt."""
@@ -135,8 +112,8 @@ class GroupQueue:
         self._depth = arguments.config.max_staleness
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
-        self._begun: dict[int, BackgroundDrawing | _Restored] = {}
-        self._drawings: list[BackgroundDrawing] = []
+        self._begun: dict[int, Drawing | ServedConversations | _Restored] = {}
+        self._drawings: list[Drawing | ServedConversations] = []
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> StepPrompts:
@@ -187,7 +164,7 @@ class GroupQueue:
             self._drawings = [*self._drawings[-self._depth :], drawing]
         return waited
 
-    def _begin_step(self, number: int) -> BackgroundDrawing:
+    def _begin_step(self, number: int) -> Drawing | ServedConversations:
         """Request the completions of a step, with any weights of this job."""
         names, prompts = self.prompts_of(number)
         if self._environment is not None:

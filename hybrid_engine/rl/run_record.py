@@ -19,7 +19,7 @@ from hybrid_engine.rl.config import (
     shared_engine_settings,
 )
 from hybrid_engine.rl.run_files import Row, RunFiles
-from hybrid_engine.rl.trackers import Tracker, forget_run, opened, tracker_violations
+from hybrid_engine.rl.trackers import SafeTracker, forget_run, opened, tracker_violations
 
 _NOT_PRINTED = {
     "step",
@@ -64,7 +64,7 @@ class RunRecord:
         self._is_writer = job.rank == 0
         self._config = config
         self._files = files
-        self._trackers: list[Tracker] = []
+        self._trackers: list[SafeTracker] = []
         self._has_row = False
         with self._agreement.phase("checking the trackers"):
             if self._is_writer:
@@ -163,5 +163,5 @@ class RunRecord:
                 tracker.add(step, row)
 
 
-def _close(tracker: Tracker, kind: type[BaseException] | None, *_: object) -> None:
+def _close(tracker: SafeTracker, kind: type[BaseException] | None, *_: object) -> None:
     tracker.close(has_failed=kind is not None)

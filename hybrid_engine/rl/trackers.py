@@ -22,7 +22,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_engine.errors import Violation, Violations, first_of
 from hybrid_engine.files.durable import naming, write_text
@@ -47,16 +47,6 @@ _SECONDS_TO_OPEN = 60.0
 _SECONDS_TO_END = 30.0
 """Time for the last rows of a tracker."""
 _NOT_IN_METRICS = re.compile(r"[^A-Za-z0-9_]")
-
-
-class Tracker(Protocol):
-    """Recorder of a run's figures; on rank 0 only."""
-
-    def add(self, step: int, row: Row) -> None:
-        """Record the figures of a step."""
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """End the record of this process."""
 
 
 class Events:
@@ -216,6 +206,9 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Violations:
             yield Violation("trackers", problem, "Pass `out`", code="needs-out")
 
 
+Recorder = Events | _Accelerated | _Prometheus
+
+
 class SafeTracker:
     """A tracker in a thread of its own; metrics.jsonl has the rows, too.
 
@@ -228,16 +221,16 @@ class SafeTracker:
     Raises ArgumentError if it cannot be opened, for example without a log-in.
     """
 
-    def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, opening: Callable[[], Recorder]) -> None:
         self._name = name
         self._thread = CallThread(name)
-        self._tracker: Future[Tracker] = self._thread.submit(opening)
+        self._tracker: Future[Recorder] = self._thread.submit(opening)
         self._is_late = False
         if wait([self._tracker], _SECONDS_TO_OPEN).done:
             with naming_failure("trackers", name):
                 self._tracker.result()
 
-    def _call(self, what: str, call: Callable[[Tracker], None]) -> Future[None]:
+    def _call(self, what: str, call: Callable[[Recorder], None]) -> Future[None]:
         def record() -> None:
             try:
                 call(self._tracker.result())
@@ -270,7 +263,7 @@ def forget_run(out: Path) -> None:
         (out / _RUN_FILE).unlink(missing_ok=True)
 
 
-def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
+def opened(name: str, out: Path, settings: Mapping[str, Any]) -> SafeTracker:
     """Open a tracker. Call it on rank 0, after `tracker_violations` has yielded none."""
     if name in ("tensorboard", "prometheus"):
         return SafeTracker(name, partial(Events if name == "tensorboard" else _Prometheus, out))

@@ -6,7 +6,7 @@ import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from hybrid_engine.errors import BatchError, Violation, Violations, shortened
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
 from hybrid_engine.trainer.batches.image_rows import with_images
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 
 NewBatch = TensorDict
 """A `Batch` that its maker may add to."""
@@ -93,22 +96,6 @@ class Drawn(Protocol):
     def temperature(self) -> float: ...
 
 
-class Routed(Protocol):
-    """Experts that an engine computed the first tokens of a sequence with.
-
-    `numbers` are int16 [tokens, num_layers, top_k].
-    """
-
-    @property
-    def numbers(self) -> bytes: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Sample:
     """A prompt and its completion.
@@ -125,7 +112,7 @@ class Sample:
     prompt_length: int
     is_drawn: tuple[bool, ...]
     temperature: float
-    routed_experts: Routed | None
+    routed_experts: RoutedExperts | None
 
     @property
     def length(self) -> int:

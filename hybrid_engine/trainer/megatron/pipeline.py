@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -41,20 +41,24 @@ Conclude = Callable[[str, Exception | None], object]
 None; raises on all ranks if one has an error."""
 
 
-class ModelOutput(Protocol):
-    """Kind of output of a model: log-probabilities of labels, or values."""
+class ModelOutput:
+    """Base class of outputs of a model: log-probabilities of labels, or values."""
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
         """Return the output of a chunk; `result` receives that of the last chunk."""
+        output: torch.Tensor = model(**inputs.arguments(rows))
+        return output
 
     def result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
         """Return a loss function's second argument, from the output of the last chunk.
 
         Its columns are the user's.
         """
+        raise NotImplementedError
 
     def visible_batch(self, micro_batch: MicroBatch) -> Batch:
-        """Return a loss function's first argument."""
+        """Return a loss function's first argument, by default the user's micro batch."""
+        return micro_batch.batch
 
 
 class Pipeline:

@@ -40,11 +40,16 @@ from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, Sco
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
-from hybrid_engine.trainer.megatron.pipeline import Conclude, Pipeline, conclude_without_job
+from hybrid_engine.trainer.megatron.pipeline import (
+    Conclude,
+    ModelOutput,
+    Pipeline,
+    conclude_without_job,
+)
 
 
-class LogProbs:
-    """Output of a language model: log-probabilities [b, S] of the labels (port `ModelOutput`).
+class LogProbs(ModelOutput):
+    """Output of a language model: log-probabilities [b, S] of the labels.
 
     Padding of the vocabulary has probability 0, as in the inference engine, because the constructor
     sets its logits to -inf.
@@ -179,21 +184,12 @@ class LogProbs:
         return {**micro_batch.batch, **further} if further else micro_batch.batch
 
 
-class Values:
-    """Output of a value model: a value [b, S] fp32 at every token (port `ModelOutput`)."""
-
-    def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
-        """Return the output of a chunk; that of the last chunk are the values."""
-        output: torch.Tensor = model(**inputs.arguments(rows))
-        return output
+class Values(ModelOutput):
+    """Output of a value model: a value [b, S] fp32 at every token."""
 
     def result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
         """Return the values [b, S], 0 for padding."""
         return rows.restore(output.view(rows.tokens.shape).float())
-
-    def visible_batch(self, micro_batch: MicroBatch) -> Batch:
-        """Return the user's micro batch."""
-        return micro_batch.batch
 
 
 class TrainEngine:
