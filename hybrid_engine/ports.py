@@ -81,7 +81,7 @@ class WeightAdaptor(Protocol):
 
 
 class TrainingWeights(WeightAdaptor, Protocol):
-    """Side from which weights are read."""
+    """Side from which weights are read, possibly with adapters."""
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's flat source buffers by `BufferId.name`: live storage, no copies."""
@@ -95,8 +95,9 @@ class TrainingWeights(WeightAdaptor, Protocol):
     def prepare(self) -> None:
         """Finish pending work and compute what is not stored; then buffers hold final values.
 
-        Raises as `finish_pending`.
+        Raises as `finish_pending`, which is all that it does by default.
         """
+        self.finish_pending()
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity.
@@ -105,28 +106,23 @@ class TrainingWeights(WeightAdaptor, Protocol):
         them.
         """
 
-
-class LoadableWeights(TrainingWeights, Protocol):
-    """Training weights into which a checkpoint can be loaded (backends/huggingface)."""
-
     def finish_loading(self) -> None:
-        """Complete the weights once the layout's tensors were written.
+        """Complete the weights once the layout's tensors were written (backends/huggingface).
 
         Zeroes padding and whatever adapters add, and stores what the model has in place of
-        computed tensors.
+        computed tensors. By default there are none of these.
         """
-
-
-class SourceWeights(TrainingWeights, Protocol):
-    """Training weights, possibly with adapters."""
+        return
 
     @property
-    def base(self) -> LoadableWeights:
-        """Weights without adapters."""
+    def base(self) -> TrainingWeights:
+        """Weights without adapters, into which a checkpoint can be loaded; by default the same."""
+        return self
 
     @property
     def merged(self) -> TrainingWeights:
-        """Weights with adapters merged into them."""
+        """Weights with adapters merged into them; by default the same."""
+        return self
 
 
 class Trainer(Protocol):
@@ -144,7 +140,7 @@ class Trainer(Protocol):
     before_step: Callable[[], object]
 
     @property
-    def weights(self) -> SourceWeights:
+    def weights(self) -> TrainingWeights:
         """Weights to reshard; always the same object."""
 
     @property
@@ -210,12 +206,14 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
     def finish_fill(self) -> None:
         """Free staging memory, after the last commit of a fill."""
+        return
 
     def abandon(self) -> None:
         """Abandon a fill on this rank, so that no other rank waits for it in `commit`.
 
         Does not wait. Idempotent. All ranks release the weights before the next fill.
         """
+        return
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Free the memory of all weights; unusable until the next allocate, fill and commit.
@@ -225,10 +223,11 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """
 
     def committed(self) -> Collection[str]:
-        """Return the groups that hold their last committed weights.
+        """Return the groups that hold their last committed weights; by default none.
 
         Only called with `generate_config.incremental`.
         """
+        return ()
 
     def proving(
         self, tensors: Collection[str], unproven: Callable[[str], None]
@@ -247,16 +246,19 @@ class InferenceWeights(WeightAdaptor, Protocol):
     def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
         """Take memory from training's from now on, while training leaves it; see memory/pool.py.
 
-        Called before a fill, while all weights are released, until it returns True.
+        Called before a fill, while all weights are released, until it returns True; by default the
+        sides share nothing.
 
         Args:
             memories: of the kinds that leave. Parameters are there, and keep their contents until
                 all weights are filled; the others have left.
             leave: makes the contents leave that are still there when generation needs the memory.
         """
+        return False
 
     def give_back(self) -> None:
         """End what `share_memory` began, while neither side has contents. Idempotent."""
+        return
 
     def resident_nbytes(self) -> int:
         """Return the bytes of device memory in use for weights.
@@ -270,6 +272,7 @@ class InferenceCaches(Protocol):
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again, if the release of the weights freed it."""
+        return
 
     def reset_caches(self) -> None:
         """Drop everything computed with older weights, so that no later output depends on it."""

@@ -34,6 +34,7 @@ from hybrid_engine.backends.training_side import (
     require_usable_values,
 )
 from hybrid_engine.models.block_quantization import BlockQuantization
+from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.torch_internals import TensorDict, torch_defaults
 from hybrid_engine.records.layout import Extent, Layout
 from hybrid_engine.records.regions import Region
@@ -122,7 +123,7 @@ class View(Protocol):
         """Return the model's tensors behind each canonical tensor, given those of the layout."""
 
 
-class AdaptorWithSources(ABC):
+class AdaptorWithSources(TrainingWeights, ABC):
     """The part of a training adaptor that serves its computed sources; the same for all trainers.
 
     Attributes:

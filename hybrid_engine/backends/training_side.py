@@ -31,6 +31,7 @@ from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
+from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes
@@ -234,10 +235,10 @@ def guard_method(owner: object, name: str, guard: Guard) -> Callable[[], None]:
     return end
 
 
-class WholeTensors:
+class WholeTensors(TrainingWeights):
     """Weights that are whole on every rank, as in a replicated model.
 
-    Implements the port `TrainingWeights`, and the adaptor of such a model.
+    They are the adaptor of such a model, which has no LoRA and no padding that is read.
 
     They move into one elastic buffer per dtype, whose memory comes and goes page by page and which
     peers on the host can read. Parameters stay the same objects, so that an optimizer may refer to
@@ -293,10 +294,6 @@ class WholeTensors:
         for name, flat in self._flat.items():
             yield OffloadItem(name, "param", flat)
 
-    def prepare(self) -> None:
-        """Check that tensors are still in the buffers, as `finish_pending`."""
-        self.finish_pending()
-
     def finish_pending(self) -> None:
         """Check that tensors are still in the buffers.
 
@@ -311,19 +308,6 @@ class WholeTensors:
         `unread`: intervals by buffer, in elements, that need no check because no peer reads them.
         """
         require_usable_values(read_parts(self._flat, unread or {}), self.tensors.items)
-
-    @property
-    def base(self) -> WholeTensors:
-        """The same weights, because they have no LoRA."""
-        return self
-
-    @property
-    def merged(self) -> WholeTensors:
-        """The same weights, because they have no LoRA."""
-        return self
-
-    def finish_loading(self) -> None:
-        """Do nothing: there are no adapters, and padding is never read."""
 
 
 def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
-from hybrid_engine.memory.pool import Memories
+from hybrid_engine.ports import InferenceCaches, InferenceWeights, TrainingWeights
 from hybrid_engine.records.layout import Extent, Layout
 
 
-class NoTraining:
+class NoTraining(TrainingWeights):
     """Trainer without weights or state, for a server's process.
 
-    Implements `ports.Trainer` and its weights.
+    Implements `ports.Trainer`, and is its own weights.
     """
 
     unserved: Collection[str] = ()
@@ -32,14 +32,6 @@ class NoTraining:
     def weights(self) -> NoTraining:
         return self
 
-    @property
-    def base(self) -> NoTraining:
-        return self
-
-    @property
-    def merged(self) -> NoTraining:
-        return self
-
     def layout(self) -> Layout:
         return Layout({}, {}, ())
 
@@ -49,14 +41,8 @@ class NoTraining:
     def finish_pending(self) -> None:
         """Do nothing: no gathers are pending."""
 
-    def prepare(self) -> None:
-        """Do nothing: there are no weights."""
-
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Do nothing: there are no values."""
-
-    def finish_loading(self) -> None:
-        """Do nothing: there are no weights."""
 
     def offload_items(self) -> Iterable[OffloadItem]:
         return ()
@@ -65,10 +51,10 @@ class NoTraining:
         """Do nothing: there are no main parameters."""
 
 
-class NoInference:
+class NoInference(InferenceWeights, InferenceCaches):
     """Engine without weights or caches, for a trainer's process.
 
-    Implements `ports.InferenceWeights` and `ports.InferenceCaches`.
+    No rank waits for it in `commit`, and the server wakes its caches itself.
     """
 
     def layout(self) -> Layout:
@@ -81,33 +67,15 @@ class NoInference:
     def commit(self, groups: Sequence[str]) -> None:
         """Do nothing: this rank has no groups."""
 
-    def finish_fill(self) -> None:
-        """Do nothing: there is no staging memory."""
-
-    def abandon(self) -> None:
-        """Do nothing: no rank waits for this one in `commit`."""
-
     def release(self, keep: Collection[str] = ()) -> None:
         """Do nothing: this rank has no weights."""
-
-    def committed(self) -> Collection[str]:
-        return ()
 
     @contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
         yield
 
-    def share_memory(self, memories: Memories, leave: Callable[[], object]) -> bool:
-        return False
-
-    def give_back(self) -> None:
-        """Do nothing: nothing is shared."""
-
     def resident_nbytes(self) -> int:
         return 0
-
-    def wake_kv_cache(self) -> None:
-        """Do nothing: the server wakes its caches itself."""
 
     def reset_caches(self) -> None:
         """Do nothing: a server clears its caches when it is paused."""

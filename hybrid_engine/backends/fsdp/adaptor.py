@@ -378,9 +378,6 @@ class FsdpAdaptor(AdaptorWithSources):
             return self.without_view()
         return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
 
-    def finish_loading(self) -> None:
-        """Do nothing: `base` has no adapters, and FSDP pads in memory outside of parameters."""
-
     def described_tensors(self) -> Iterator[NamedTensor]:
         for name, tensor in self.tensors.tensors.items():
             yield f"{name} on rank {self.rank}", local_of(tensor)

@@ -29,7 +29,7 @@ from hybrid_engine.files.model_files import CONFIG, DOWNLOAD_AGAIN
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
-from hybrid_engine.ports import LoadableWeights
+from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
@@ -92,7 +92,7 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
 
 
 def load_pretrained(
-    model: Path, weights: LoadableWeights, table: ModelTable, job: Job, *, key: str = "model"
+    model: Path, weights: TrainingWeights, table: ModelTable, job: Job, *, key: str = "model"
 ) -> None:
     """Load a pretrained model, whose output head may be missing. Collective.
 
@@ -103,7 +103,7 @@ def load_pretrained(
 
 
 def load_hf_checkpoint(
-    path: str | Path, weights: LoadableWeights, table: ModelTable, job: Job, *, key: str = "path"
+    path: str | Path, weights: TrainingWeights, table: ModelTable, job: Job, *, key: str = "path"
 ) -> None:
     """Fill this rank's training shards from a checkpoint, on all ranks or on none. Collective.
 

@@ -58,7 +58,7 @@ class _LoraMatrix:
 
 
 class MegatronAdaptor(AdaptorWithSources):
-    """Training weights of one rank (ports `TrainingWeights` and `LoadableWeights`).
+    """Training weights of one rank (port `TrainingWeights`).
 
     Args:
         model: names and storage of this rank's model chunks.
