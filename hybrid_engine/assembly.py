@@ -93,9 +93,9 @@ class InferenceSide:
         parts = side.build(train, ...)      # offloads training state if vLLM needs the memory
         side.check_sampling(parts.inference, sampling)    # optional, before training starts
 
-    `LocalVllm` builds vLLM in the ranks that train; `ServedVllm` publishes to running servers. The
-    checks accept everything here, which is right for servers: they need no package in these ranks,
-    check their own settings when they are invited, and the sampling of each request.
+    This class publishes to running servers, over the network; `LocalVllm` builds vLLM in the ranks
+    that train. The checks accept everything here, because servers need no package in these ranks,
+    and check their own settings when they are invited, and the sampling of each request.
     """
 
     config: HybridConfig
@@ -117,8 +117,15 @@ class InferenceSide:
         lora: ActorLora | None,
         tokenizer_dir: str | None,
     ) -> EngineParts:
-        """Build the inference engine and the switch; `owner` shuts the engine down. Collective."""
-        raise NotImplementedError
+        """Connect to the servers, and build the switch. Collective.
+
+        Training state stays on the device; `owner` ends what is built in these ranks.
+        """
+        from hybrid_engine.backends.vllm.server.inference import ServedInference
+
+        inference = ServedInference(self.config, job, tokenizer_dir)
+        switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
+        return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
 
     def check_sampling(self, inference: Any, sampling: Sampling) -> None:
         """Raise ConfigError if `inference` cannot generate with `sampling`."""
@@ -126,7 +133,7 @@ class InferenceSide:
 
 def inference_side(config: HybridConfig) -> InferenceSide:
     """Return the inference side that `generate_config` asks for."""
-    return ServedVllm(config) if config.generate_config.servers else LocalVllm(config)
+    return InferenceSide(config) if config.generate_config.servers else LocalVllm(config)
 
 
 class LocalVllm(InferenceSide):
@@ -191,28 +198,6 @@ class LocalVllm(InferenceSide):
         from hybrid_engine.backends.vllm.requests import sampling_params
 
         sampling_params(sampling, inference.tokenizer)
-
-
-class ServedVllm(InferenceSide):
-    """Running vLLM servers, which receive the weights over the network."""
-
-    def build(
-        self,
-        train: Trainer,
-        offloader: Offloader,
-        table: ModelTable,
-        job: Job,
-        owner: ExitStack,
-        *,
-        lora: ActorLora | None,
-        tokenizer_dir: str | None,
-    ) -> EngineParts:
-        """Connect to the servers. Collective; training state stays on the device."""
-        from hybrid_engine.backends.vllm.server.inference import ServedInference
-
-        inference = ServedInference(self.config, job, tokenizer_dir)
-        switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
-        return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
 
 
 def parts_with_engine(

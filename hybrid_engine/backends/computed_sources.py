@@ -160,10 +160,6 @@ class AdaptorWithSources(TrainingWeights, ABC):
         """Return the flat buffers of the model's own tensors, by name."""
 
     @abstractmethod
-    def finish_pending(self) -> None:
-        """Make the stored weights final. Raises ReshardError if they are not where they were."""
-
-    @abstractmethod
     def described_tensors(self) -> Iterator[NamedTensor]:
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
 
