@@ -125,19 +125,55 @@ class TrainingWeights(WeightAdaptor, Protocol):
         return self
 
 
-class Trainer(Protocol):
-    """Trainer: its weights, and the state that can be offloaded.
+class GuardedTrainer(Protocol):
+    """The part of a trainer that has defaults; `backends.training_side.GuardedState` has its hooks.
 
     Attributes:
         guard: called with the kinds of state that the trainer is about to use; waits for those that
             are on their way back, and raises StateError if others may be off the device. An
             `Offloader` and a `Switch` of this trainer add themselves.
-        before_step: called before each optimizer step; raises StateError if servers would fall too
-            far behind. A `WeightPublisher` sets it.
+        before_step: called before each optimizer step, even if several optimizers step in it;
+            raises StateError if servers would fall too far behind. A `WeightPublisher` sets it.
     """
 
     guard: Guards
     before_step: Callable[[], object]
+
+    @property
+    def unserved(self) -> Collection[str]:
+        """Canonical tensors that are trained but not read by the inference engine.
+
+        Default: none.
+        """
+        return ()
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """Canonical tensors of this rank that no optimizer step should change, known at set-up.
+
+        With `generate_config.incremental` they get separate buckets. The decision to send a tensor
+        depends on its bytes, not on this list. Default: none.
+        """
+        return ()
+
+    @property
+    def process_groups(self) -> Collection[dist.ProcessGroup]:
+        """Process groups that are unused while vLLM generates, in the same order on all ranks.
+
+        Default: none.
+        """
+        return ()
+
+    def reload_main_params(self) -> None:
+        """Update the optimizer's copies of parameters after these were written from outside.
+
+        By default there are none.
+        """
+        return
+
+
+class Trainer(GuardedTrainer, Protocol):
+    """Trainer: its weights, and the state that can be offloaded."""
 
     @property
     def weights(self) -> TrainingWeights:
@@ -147,30 +183,11 @@ class Trainer(Protocol):
     def version(self) -> int:
         """Number of optimizer steps the weights have taken."""
 
-    @property
-    def unserved(self) -> Collection[str]:
-        """Canonical tensors that are trained but not read by the inference engine."""
-
-    @property
-    def frozen(self) -> Collection[str]:
-        """Canonical tensors of this rank that no optimizer step should change, known at set-up.
-
-        With `generate_config.incremental` they get separate buckets. The decision to send a tensor
-        depends on its bytes, not on this list.
-        """
-
-    @property
-    def process_groups(self) -> Collection[dist.ProcessGroup]:
-        """Process groups that are unused while vLLM generates, in the same order on all ranks."""
-
     def offload_items(self) -> Iterable[OffloadItem]:
         """Return all state that can be offloaded now.
 
         These are parameters, gradients, optimizer state and caches.
         """
-
-    def reload_main_params(self) -> None:
-        """Update the optimizer's copies of parameters after these were written from outside."""
 
 
 class ColocatedModel(Protocol):

@@ -16,14 +16,13 @@ a parameter or a moment, because torch has no hook there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from hybrid_engine.compute_check.fingerprint import Fingerprint
@@ -31,7 +30,7 @@ from hybrid_engine.errors import HybridEngineError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
-from hybrid_engine.ports import TrainingWeights
+from hybrid_engine.ports import GuardedTrainer, TrainingWeights
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes
@@ -55,21 +54,12 @@ Origins = Mapping[str, Sequence[torch.Tensor]]
 """Name of a tensor that is sent -> parameters and buffers that it is read or computed from."""
 
 
-class GuardedState:
-    """Base class of trainers (port `Trainer`) with state that may leave the device.
-
-    Attributes:
-        guard: called with the kinds of state that a call is about to use. The code that moves the
-            state sets it.
-        before_step: called once before each training step, even if several optimizers step in it.
-    """
-
-    guard: Guards
-    before_step: Callable[[], object]
+class GuardedState(GuardedTrainer):
+    """Base class of trainers (port `Trainer`) with state that may leave the device."""
 
     def __init__(self) -> None:
         self.guard = Guards()
-        self.before_step = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
         self._num_steps_begun: dict[torch.optim.Optimizer, int] = {}
         self._cleanup = ExitStack()
         # The models and optimizers may outlive this object, but its hooks must not.
@@ -88,27 +78,6 @@ class GuardedState:
         self._cleanup.close()
         self.guard = Guards()
         self.before_step = lambda: None
-
-    @property
-    def unserved(self) -> Collection[str]:
-        """Canonical tensors that are trained but not read by the inference engine.
-
-        Empty unless overridden.
-        """
-        return ()
-
-    @property
-    def frozen(self) -> Collection[str]:
-        """Canonical tensors that no step changes. Empty unless overridden."""
-        return ()
-
-    @property
-    def process_groups(self) -> Collection[dist.ProcessGroup]:
-        """Process groups that are idle while vLLM generates. Empty unless overridden."""
-        return ()
-
-    def reload_main_params(self) -> None:
-        """Copy the parameters to the optimizer, if it steps on copies. Does nothing by default."""
 
     def watch(
         self,

@@ -6,22 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
-from hybrid_engine.ports import InferenceCaches, InferenceWeights, TrainingWeights
+from hybrid_engine.ports import GuardedTrainer, InferenceCaches, InferenceWeights, TrainingWeights
 from hybrid_engine.records.layout import Extent, Layout
 
 
-class NoTraining(TrainingWeights):
+class NoTraining(GuardedTrainer, TrainingWeights):
     """Trainer without weights or state, for a server's process.
 
     Implements `ports.Trainer`, and is its own weights.
     """
 
-    unserved: Collection[str] = ()
-    frozen: Collection[str] = ()
-    process_groups: Collection[dist.ProcessGroup] = ()
     version = 0
 
     def __init__(self) -> None:
@@ -46,9 +42,6 @@ class NoTraining(TrainingWeights):
 
     def offload_items(self) -> Iterable[OffloadItem]:
         return ()
-
-    def reload_main_params(self) -> None:
-        """Do nothing: there are no main parameters."""
 
 
 class NoInference(InferenceWeights, InferenceCaches):
