@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
-from hybrid_engine.planning.plan import Costs
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
