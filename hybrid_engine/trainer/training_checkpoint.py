@@ -102,7 +102,7 @@ class CheckpointedState(Protocol):
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a trainer, for any layout (port `Checkpoints`).
+    """Checkpoints of a trainer, for any layout.
 
     All training state must be on the device.
     """
