@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[first, 3, 4] for first in range(5, 10)]
 SETTINGS: Values = {
     **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "save_every": 2},
-    **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1, "kl_coefficient": 0.01},
+    **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
 }
 KILLED_AFTER = 3
 RESUMED_AFTER = 2  # step of the last checkpoint before the kill
@@ -40,6 +40,7 @@ TRAINERS: dict[str, Values] = {
     "fsdp2": FSDP2,
     "fsdp2-lora": FSDP2,
     "megatron": MEGATRON,
+    "megatron, in another layout": {"use_distributed_optimizer": False},
     "megatron-lora": {**MEGATRON, "lora": {"rank": 4}},
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -63,10 +64,12 @@ def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
         yield worker
 
 
-def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> Values:
+def run(trainer: str, model: Path, out: Path, killed: Path | None = None, kl: float = 0.01) -> Values:
     """Train; returns the sampled tokens and the final state.
 
-    killed: receives a copy of the run's files, as a kill after step 3 would leave them.
+    Args:
+        killed: receives a copy of the run's files, as a kill after step 3 would leave them.
+        kl: coefficient; the reference has the initial weights, which are random in each layout.
     """
     drawn: list[tuple[Any, ...]] = []
 
@@ -80,7 +83,7 @@ def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> Val
             if killed is not None and worker.rank == 0 and row["step"] == KILLED_AFTER:
                 shutil.copytree(out, killed)
 
-        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, on_step=copy_run)
+        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS, kl_coefficient=kl), out=out, on_step=copy_run)
         with worker.train_context():
             state = training_state(worker.train)
             state |= {"generator": digest(torch.get_rng_state()), "version": str(worker.train.version)}
@@ -110,6 +113,25 @@ def test_a_resumed_run_is_bit_identical(engines: Ranks, tmp_path: Path, trainer:
     assert read_weights(whole) == read_weights(killed)
     assert all(0 < row["reshard_fill_seconds"] < row["reshard_seconds"] for row in RunFiles(whole).metrics.rows())
     assert read_weights(whole)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout(engines: Ranks, tmp_path: Path) -> None:
+    """The weights are equal, so the next step draws the same; then gradients are summed in another order."""
+    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    other = "megatron, in another layout"
+    calls = {
+        "whole": (run, ("megatron", model, whole, killed, 0.0)),
+        "resumed": (run, (other, model, killed, None, 0.0)),
+    }
+    results = engines.launch_in_turn(2, calls)
+    drawn, drawn_again = (results[name][0]["drawn"] for name in calls)
+    next_step = slice(8 * RESUMED_AFTER, 8 * RESUMED_AFTER + 8)
+    assert sorted(drawn[next_step]) == sorted(drawn_again[:8])
+    for row, resumed in zip(rows_of(whole), rows_of(killed), strict=True):
+        assert row["loss"] == pytest.approx(resumed["loss"], rel=1e-3, abs=1e-4)
 
 
 def read_lines(out: Path) -> list[str]:
