@@ -2,7 +2,7 @@
 
     weights (a trainer's)      tensors of this rank, each with the canonical boxes in it, and with
                                what an optimizer steps and keeps for it, or for a flat part of it
-    entries_of(weights, ...)   key -> `Boxes`: their place in whole tensors, and views of memory
+    add_boxes(entries, ...)    key -> `Boxes`: their place in whole tensors, and views of memory
     checkpoint                 torch's planner finds out which boxes a rank reads
 
 Elements without a canonical name (padding of the vocabulary, adapters) are entries of their rank,
@@ -27,6 +27,9 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.backends.training_side import gaps
 from hybrid_engine.records.layout import Shard
 from hybrid_engine.records.regions import Offsets, Shape, Shapes, Strides
+
+TENSOR = "tensor"
+STEPPED = "stepped"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +58,15 @@ class Weight:
     is_copy: bool = False
 
     @property
-    def state(self) -> Mapping[str, Any]:
-        """State of the optimizer by key; none before the first step."""
-        if self.stepped is None or self.optimizer is None:
-            return {}
-        return self.optimizer.state.get(self.stepped, {})
+    def saved(self) -> Mapping[str, Any]:
+        """Values by kind: TENSOR or STEPPED, which is restored in place, then optimizer state.
+
+        The optimizer has no state before its first step.
+        """
+        if self.stepped is None:
+            return {TENSOR: self.tensor}
+        state = {} if self.optimizer is None else self.optimizer.state.get(self.stepped, {})
+        return {STEPPED: self.stepped, **state}
 
 
 @dataclass(eq=False)
@@ -151,7 +158,7 @@ def boxes_between(
 
 
 def add_boxes(
-    entries: Entries, key: str, shapes: Shapes, weight: Weight, values: torch.Tensor, start: int = 0
+    entries: Entries, key: str, shapes: Shapes, weight: Weight, values: torch.Tensor
 ) -> None:
     """Add the canonical boxes in `values` to the entries of their tensors, as views.
 
@@ -160,10 +167,10 @@ def add_boxes(
         key: key with {} for the canonical name.
         shapes: canonical name -> shape of the whole tensor.
         weight: whose boxes they are.
-        values: the weight's flat values, or a part of them, or of a tensor alike.
-        start: number of the element at which `values` begin.
+        values: of `weight.saved`, or a tensor alike, with a value for each element.
     """
     flat = flat_part(values)
+    start = weight.start
     for shard in weight.shards:
         region = shard.region
         place = shard.place
@@ -178,9 +185,7 @@ def add_boxes(
             boxes.views[whole] = flat.as_strided(lengths, place.strides, offset)
 
 
-def add_parts(
-    entries: Entries, key: str, weight: Weight, values: torch.Tensor, start: int = 0
-) -> None:
+def add_parts(entries: Entries, key: str, weight: Weight, values: torch.Tensor) -> None:
     """Add the elements of `values` that are in no canonical box, each run as an entry, as views.
 
     Arguments as for `add_boxes`; `key`: of this rank, the number of the run is appended.
@@ -188,7 +193,7 @@ def add_parts(
     flat = flat_part(values)
     runs = [shard.place.extent(shard.region.lengths) for shard in weight.shards]
     for number, gap in enumerate(gaps(flat_part(weight.tensor).numel(), runs)):
-        first = max(gap.start - start, 0)
-        last = min(gap.stop - start, flat.numel())
+        first = max(gap.start - weight.start, 0)
+        last = min(gap.stop - weight.start, flat.numel())
         if first < last:
             entries[f"{key}.{number}"] = flat[first:last]

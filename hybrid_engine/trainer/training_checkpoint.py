@@ -28,6 +28,8 @@ from hybrid_engine.errors import StateError, first_of
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Shapes
 from hybrid_engine.trainer.canonical_state import (
+    STEPPED,
+    TENSOR,
     Boxes,
     Entries,
     Weight,
@@ -43,8 +45,6 @@ _VALUES = "values"
 _MODEL = "model.{}"
 _OPTIMIZER = "optimizer."
 _GENERATOR = "generator."
-_TENSOR = "tensor"
-_STEPPED = "stepped"
 
 _NOT_RESTORED = ("params", "max_lr", "min_lr")
 """Keys of a parameter group: its parameters, and limits that belong to the present configuration.
@@ -62,7 +62,7 @@ _NUM_CHANGES = 4
 """Maximum number of differences of a layout in a message."""
 
 _Kinds = Mapping[str, Mapping[str, TensorStorageMetadata | None]]
-"""Canonical name, or key of a rank -> kind of optimizer state -> its entry; None: a plain value."""
+"""Key of a weight up to the kind of optimizer state -> kind -> its entry; None: a plain value."""
 
 
 class CheckpointedState(Protocol):
@@ -216,10 +216,7 @@ class TrainingCheckpoints:
         entries: Entries = {}
         for weight in weights:
             part = f"{self._of_rank}part.{weight.name}."
-            kept: Mapping[str, Any] = {_STEPPED: weight.stepped, **weight.state}
-            if weight.stepped is None:
-                kept = {_TENSOR: weight.tensor}
-            for kind, value in kept.items():
+            for kind, value in weight.saved.items():
                 key = _key_of(kind)
                 if not (isinstance(value, torch.Tensor) and value.dim()):
                     for name in weight.names:
@@ -227,9 +224,9 @@ class TrainingCheckpoints:
                     if not weight.names:
                         entries[part + kind] = value
                     continue
-                add_parts(entries, part + kind, weight, value, weight.start)
+                add_parts(entries, part + kind, weight, value)
                 if not weight.is_copy:
-                    add_boxes(entries, key, shapes, weight, value, weight.start)
+                    add_boxes(entries, key, shapes, weight, value)
         for key, value in state.generators().items():
             entries[f"{self._of_rank}{_GENERATOR}{key}"] = value
         entries[self._of_rank + _VALUES] = dict(state.layout())
@@ -249,9 +246,8 @@ class TrainingCheckpoints:
         # Padding depends on the size of the vocabulary, and its parts on the size of buckets.
         parts: Entries = {}
         for weight in weights:
-            kind = _TENSOR if weight.stepped is None else _STEPPED
-            live = weight.tensor if weight.stepped is None else weight.stepped
-            add_parts(parts, f"part.{weight.name}.{kind}", weight, live, weight.start)
+            (kind, live), *_ = weight.saved.items()
+            add_parts(parts, f"part.{weight.name}.{kind}", weight, live)
         for key, part in parts.items():
             entry = entries.get(key)
             if entry is None or entry.size != part.shape:
@@ -272,15 +268,16 @@ class _HostCopy:
         self._weight = weight
         self._part = f"{of_rank}part.{weight.name}."
         self._reads_parts = bool(of_rank)
+        # Key of its optimizer state, without the kind. Its canonical tensors have equal numbers.
+        self._state_key = _key_of("").format(*weight.names[:1]) if weight.names else self._part
         self._numbers: dict[str, Any] = {}
-        live = weight.tensor if weight.stepped is None else weight.stepped
+        (first_kind, live), *_ = weight.saved.items()
         # Elements that are not read keep their values.
         first = live.detach().to("cpu", copy=True)
-        self._values = {_TENSOR if weight.stepped is None else _STEPPED: first}
+        self._values = {first_kind: first}
         if weight.optimizer is None:
             return
-        name = weight.names[0] if weight.names else self._part
-        for kind, entry in kinds.get(name, {}).items():
+        for kind, entry in kinds.get(self._state_key, {}).items():
             if entry is None:
                 self._numbers[kind] = None
             elif not entry.size:
@@ -294,42 +291,38 @@ class _HostCopy:
         """Add what is to be read."""
         weight = self._weight
         for kind, values in self._values.items():
-            add_boxes(entries, _key_of(kind), shapes, weight, values, weight.start)
+            add_boxes(entries, _key_of(kind), shapes, weight, values)
             if self._reads_parts:
-                add_parts(entries, self._part + kind, weight, values, weight.start)
-        entries.update({self._key_of_number(kind): value for kind, value in self._numbers.items()})
+                add_parts(entries, self._part + kind, weight, values)
+        for kind, value in self._numbers.items():
+            entries[self._state_key + kind] = value
 
     def take_numbers(self, entries: Entries) -> None:
         """Take numbers that were read; each weight has its own."""
         for kind in self._numbers:
-            value = entries[self._key_of_number(kind)]
+            value = entries[self._state_key + kind]
             self._numbers[kind] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def move_moments(self) -> None:
         """Move the state of the optimizer to the device."""
         for kind, values in self._values.items():
-            if kind not in (_TENSOR, _STEPPED):
+            if kind not in (TENSOR, STEPPED):
                 self._values[kind] = values.to(self._weight.tensor.device)
 
     def restore(self) -> None:
         """Write the weight, or what is stepped, and the state of the optimizer."""
         weight = self._weight
-        live = weight.tensor if weight.stepped is None else weight.stepped
-        (_, first), *moments = self._values.items()
-        flat_part(live).copy_(flat_part(first))
+        (kind, first), *moments = self._values.items()
+        flat_part(weight.saved[kind]).copy_(flat_part(first))
         if weight.stepped is not None and weight.optimizer is not None:
             weight.optimizer.state.pop(weight.stepped, None)
             if state := {**self._numbers, **dict(moments)}:
                 weight.optimizer.state[weight.stepped] = state
 
-    def _key_of_number(self, kind: str) -> str:
-        names = self._weight.names
-        return _key_of(kind).format(names[0]) if names else self._part + kind
-
 
 def _key_of(kind: str) -> str:
     """Return the key of a canonical tensor's values of this kind, with {} for its name."""
-    return _MODEL if kind in (_TENSOR, _STEPPED) else f"{_OPTIMIZER}{{}}.{kind}"
+    return _MODEL if kind in (TENSOR, STEPPED) else f"{_OPTIMIZER}{{}}.{kind}"
 
 
 def _tensors_in(entries: Entries, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -345,13 +338,13 @@ def _kinds_in(saved: SavedCheckpoint, of_rank: str) -> _Kinds:
     kinds: defaultdict[str, dict[str, TensorStorageMetadata | None]] = defaultdict(dict)
     for key, entry in saved.entries(_OPTIMIZER).items():
         name, _, kind = key.rpartition(".")
-        kinds[name][kind] = entry
+        kinds[f"{_OPTIMIZER}{name}."][kind] = entry
     for key, entry in saved.entries(f"{of_rank}part.").items():
         name, _, kind = key.rpartition(".")
         if kind.isdigit():
             # A run of elements. All runs of a kind have its dtype.
             name, _, kind = name.rpartition(".")
-        if kind not in (_TENSOR, _STEPPED):
+        if kind not in (TENSOR, STEPPED):
             kinds[f"{of_rank}part.{name}."][kind] = entry
     return kinds
 
