@@ -138,9 +138,9 @@ def measure(point: Point) -> Figures:
     source = training_side(table, point.train)
     destination = inference_side(table, point.infer)
     times.append(time.perf_counter())
-    summary = summarize(source.holdings, destination.holdings, hosts)
+    summary = summarize(source, destination, hosts)
     times.append(time.perf_counter())
-    rank_order("auto", source.holdings, destination.holdings, hosts, point.infer.tensor)
+    rank_order("auto", source, destination, hosts, point.infer.tensor)
     times.append(time.perf_counter())
     bucket_nbytes = GenerateConfig().bucket_mb * 1024**2
     plan = plan_sides(source, destination, hosts, bucket_nbytes, unserved, num_ranks // 2)

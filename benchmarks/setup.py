@@ -149,7 +149,7 @@ class SharedMessages(NamedTuple):
 
 def share_messages(side: SideLayout, extra: Sequence[bytes] = ()) -> SharedMessages:
     """Return the result of `Agreement.share`; ranks of a class send equal messages."""
-    classes = rank_classes(side.holdings)
+    classes = rank_classes(side)
     indices: dict[bytes, int] = {}
     by_class = []
     for first in first_members(classes):

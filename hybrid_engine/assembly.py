@@ -321,9 +321,7 @@ def build_inference_engine(
     if generate.infer_rank_order != "sequential" and settings.sizes.ranks_per_instance > 1:
         positions = gather_positions(settings, table, job)
         with job.agreement.phase("choosing the order of ranks"):
-            held, needed = (
-                side.placed.holdings for side in refined_alike(training_side, positions)
-            )
+            held, needed = (side.holdings for side in refined_alike(training_side, positions))
             order = rank_order(
                 generate.infer_rank_order, held, needed, job.hosts, settings.sizes.tensor
             )

@@ -3,8 +3,8 @@
     TrainParallelism, ModelTable      --training_side-->    SideLayout (Megatron's)
     InferenceParallelism, ModelTable  --inference_side-->   SideLayout (vLLM's)
 
-`SideLayout.holdings` has the boxes and ranks of each tensor as numbers; `layout_of(rank)` returns
-the explicit records of a rank.
+A `SideLayout` has the boxes and ranks of each tensor as numbers; `layout_of(rank)` returns the
+explicit records of a rank.
 
     parallelism.py  parallel sizes of both sides with all their names; place of each rank
     size_rules.py   constraints on the sizes for a model

@@ -149,7 +149,7 @@ def sharded_memory(
     dtype: str,
 ) -> TrainingMemory:
     """Return the memory of FSDP2's ranks. The few buffers of modules count as parameters."""
-    moments = 2 * source.holdings.nbytes_by_rank()
+    moments = 2 * source.nbytes_by_rank()
     params = source.num_elements * DTYPE_NBYTES[dtype]
     uneven_numel = 0
     for name in model.shapes:

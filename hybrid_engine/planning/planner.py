@@ -32,12 +32,7 @@ from hybrid_engine.planning.routes import (
 )
 from hybrid_engine.planning.summary import missing_by_rank
 from hybrid_engine.planning.tensor_classes import TensorClass, holding_faults, tensor_classes
-from hybrid_engine.records.holdings import (
-    Holdings,
-    PlacedHoldings,
-    PlaceIndex,
-    contains,
-)
+from hybrid_engine.records.holdings import Holdings, contains
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout, Place
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side, refined_alike
@@ -80,10 +75,10 @@ def plan(
     Round robins follow the order in which the destination declares its tensors (the model's own).
     Buckets alternate between pipeline stages (planning/buckets.py).
     """
-    placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
+    held, needed = _checked_sides(source, destination, may_stay_unread)
     result = plan_sides(
-        placed_source,
-        placed_destination,
+        held,
+        needed,
         hosts,
         bucket_nbytes,
         may_stay_unread,
@@ -103,8 +98,8 @@ def plan(
 
 
 def plan_sides(
-    source: PlacedHoldings,
-    destination: PlacedHoldings,
+    source: Holdings,
+    destination: Holdings,
     hosts: Sequence[object],
     bucket_nbytes: int,
     may_stay_unread: Collection[str],
@@ -120,13 +115,13 @@ def plan_sides(
     Raises:
         PlanError: as `plan`, except that buffers are not checked.
     """
-    unread = _unread(source.holdings.owners, destination.holdings.owners)
+    unread = _unread(source.owners, destination.owners)
     unread_faults = _unread_faults(unread, may_stay_unread)
     if unread_faults:
-        raise PlanError([*holding_faults(source.holdings, destination.holdings), *unread_faults])
+        raise PlanError([*holding_faults(source, destination), *unread_faults])
     numbered = Hosts(hosts, relaying_hosts, devices)
     planner = _Planner(source, destination, numbered, rank)
-    for tensors in tensor_classes(source.holdings, destination.holdings):
+    for tensors in tensor_classes(source, destination):
         planner.add(tensors)
     needs = _needs(source, destination)
     outlines = outline_buckets(needs, numbered.num_ranks, bucket_nbytes, frozen)
@@ -138,29 +133,29 @@ def plan_sides(
 
 
 def frozen_tensors(
-    source: PlacedHoldings,
-    destination: PlacedHoldings,
+    source: Holdings,
+    destination: Holdings,
     frozen: Collection[str],
     bucket_nbytes: int,
 ) -> frozenset[str]:
     """Return the tensors in `frozen` that have separate buckets in a plan of these sides."""
     frozen = frozenset(frozen)
-    num_ranks = destination.holdings.num_ranks
+    num_ranks = destination.num_ranks
     outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes, frozen)
     separate = (outline.tensors for outline in outlines if frozen.issuperset(outline.tensors))
     return frozenset().union(*separate)
 
 
 def largest_bucket(
-    source: PlacedHoldings,
-    destination: PlacedHoldings,
+    source: Holdings,
+    destination: Holdings,
     bucket_nbytes: int,
 ) -> int:
     """Return the most bytes that any rank fills or frees in one bucket of a plan.
 
     The result exceeds `bucket_nbytes` if a group is larger, as all experts of a layer may be.
     """
-    num_ranks = destination.holdings.num_ranks
+    num_ranks = destination.num_ranks
     outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes)
     return max((outline.nbytes for outline in outlines), default=0)
 
@@ -177,13 +172,12 @@ def box_transfers(
     They are for files, which are read and written box by box, and have neither buckets nor
     coalescing. Arguments and errors as in `plan`.
     """
-    source, destination = refined_alike(source, destination)
-    placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
-    planner = _Planner(placed_source, placed_destination, Hosts(hosts), rank)
-    for tensors in tensor_classes(placed_source.holdings, placed_destination.holdings):
+    held, needed = _checked_sides(*refined_alike(source, destination), may_stay_unread)
+    planner = _Planner(held, needed, Hosts(hosts), rank)
+    for tensors in tensor_classes(held, needed):
         planner.add(tensors)
     transfers: list[Transfer] = []
-    for tensor in placed_destination.holdings.owners:
+    for tensor in needed.owners:
         transfers += sorted(planner.transfers.get(tensor, ()), key=by_place)
     return transfers
 
@@ -192,7 +186,7 @@ def _checked_sides(
     source: Side,
     destination: Side,
     may_stay_unread: Collection[str],
-) -> tuple[PlacedHoldings, PlacedHoldings]:
+) -> tuple[Holdings, Holdings]:
     """Return the compact form of both sides.
 
     Raises:
@@ -205,12 +199,12 @@ def _checked_sides(
     unread = _unread(_held(source.layout), _held(destination.layout))
     unread_faults = _unread_faults(unread, may_stay_unread)
     if not faults and not unread_faults:
-        return source.placed, destination.placed
+        return source.holdings, destination.holdings
     # Compare holdings only of tensors with sound records on both sides.
     unusable = unusable_tensors(source.layout) | unusable_tensors(destination.layout)
-    usable_source = source.placed_of(source.layout.without(unusable))
-    usable_destination = destination.placed_of(destination.layout.without(unusable))
-    faults += holding_faults(usable_source.holdings, usable_destination.holdings)
+    usable_source = source.holdings_of(source.layout.without(unusable))
+    usable_destination = destination.holdings_of(destination.layout.without(unusable))
+    faults += holding_faults(usable_source, usable_destination)
     raise PlanError([*faults, *unread_faults])
 
 
@@ -227,7 +221,7 @@ def _unread_faults(unread: Iterable[str], may_stay_unread: Collection[str]) -> l
     return [f"{name}: a training parameter that no inference rank reads" for name in unexpected]
 
 
-def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Need]:
+def _needs(source: Holdings, destination: Holdings) -> dict[str, Need]:
     """Return the bytes of every tensor on both sides, in the plan's order."""
     # Tensors with the same owners and dtype share one object, which `outline_buckets` counts once.
     known: dict[tuple[int, str], BytesByRank] = {}
@@ -244,12 +238,12 @@ def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Nee
         return known[key]
 
     needs = {}
-    for tensor in destination.holdings.owners:
+    for tensor in destination.owners:
         groups = dict.fromkeys(placed.group for placed in destination.placed[tensor])
         needs[tensor] = Need(
             groups=tuple(groups),
-            fills=bytes_of(destination.holdings, tensor),
-            frees=bytes_of(source.holdings, tensor),
+            fills=bytes_of(destination, tensor),
+            frees=bytes_of(source, tensor),
         )
     return needs
 
@@ -287,17 +281,15 @@ class _Planner:
 
     def __init__(
         self,
-        source: PlacedHoldings,
-        destination: PlacedHoldings,
+        source: Holdings,
+        destination: Holdings,
         hosts: Hosts,
         rank: int | None,
     ) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
         self.relayed: dict[str, list[RelayedTransfer]] = {}
-        self._source_dtypes = source.holdings.dtypes
-        self._destination_dtypes = destination.holdings.dtypes
-        self._sources = PlaceIndex(source)
-        self._destinations = PlaceIndex(destination)
+        self._source = source
+        self._destination = destination
         self._hosts = hosts
         self._rank = rank
         # Tensor -> (elements that each rank must receive, bytes per element). The tensors of a
@@ -321,7 +313,7 @@ class _Planner:
             missing.update(dict.fromkeys(ranks.tolist(), numel))
         routes = Routes(tensors.sources, tensors.destinations, self._hosts)
         for index, name in enumerate(tensors.tensors):
-            dtype = wire_dtype(self._source_dtypes[name], self._destination_dtypes[name])
+            dtype = wire_dtype(self._source.dtypes[name], self._destination.dtypes[name])
             offset = RoundRobinOffset(tensors.first, index)
             moving = _Moving(name, tensors, routes, offset, dtype)
             self._missing[name] = (missing, int(tensors.itemsizes[index]))
@@ -370,8 +362,8 @@ class _Planner:
                 pairs = zip(dst_ranks.tolist(), senders.tolist(), strict=True)
                 for dst_rank, src_rank in pairs:
                     # Any copy that the sender has will do; take its first place.
-                    src = self._sources.places(moving.name, source, src_rank, region)[0]
-                    for dst in self._destinations.places(
+                    src = self._source.places(moving.name, source, src_rank, region)[0]
+                    for dst in self._destination.places(
                         moving.name,
                         destination,
                         dst_rank,
@@ -389,11 +381,11 @@ class _Planner:
             source = moving.tensors.sources[ingress.source]
             hosts = moving.routes.ingress_of(ingress, moving.offset, self._rank)
             for (src_rank, relay_rank), readers in hosts:
-                src = self._sources.places(moving.name, source, src_rank, region)[0]
+                src = self._source.places(moving.name, source, src_rank, region)[0]
                 places: list[Place] = []
                 for rank, index in zip(readers, ingress.destinations, strict=True):
                     destination = moving.tensors.destinations[index]
-                    places += self._destinations.places(moving.name, destination, rank, region)
+                    places += self._destination.places(moving.name, destination, rank, region)
                 if ingress.is_relayed:
                     relayed = RelayedTransfer(region, src, relay_rank, moving.dtype, tuple(places))
                     self.relayed.setdefault(moving.name, []).append(relayed)

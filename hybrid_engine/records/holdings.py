@@ -4,9 +4,8 @@ The `BoxOwners` of a tensor list which boxes of it are held, and by which ranks.
 same owners (the experts of one stage, a projection in the layers of one stage) share one tuple of
 `BoxOwners`, so work on owners is done once for all of them.
 
-    Holdings         boxes of every tensor and the ranks that hold them
-    PlacedHoldings   the same with places in buffers; made of records by `placed_holdings`
-    SideLayout       the same for a side that is computed (layouts/), made by `SideBuilder`
+    Holdings      boxes of every tensor, the ranks that hold them, and their places in buffers
+    SideLayout    the same of a side that is computed (layouts/), made by `SideBuilder`
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -114,48 +113,6 @@ Box = tuple[Offsets, Shape]
 """Offsets and lengths."""
 
 
-@dataclass(frozen=True, eq=False)
-class Holdings:
-    """Boxes of every tensor and the ranks that hold them.
-
-    Attributes:
-        num_ranks: size of the world.
-        shapes: all tensors known to this side, in the model's order, whether held or not.
-        dtypes: dtype of each tensor that is held, the same on all ranks.
-        owners: boxes of each tensor that is held, in the order of `shapes`. The boxes of a tensor
-            are sorted and distinct; equal tuples are one object.
-    """
-
-    num_ranks: int
-    shapes: Shapes
-    dtypes: Mapping[str, str]
-    owners: Mapping[str, TensorOwners]
-
-    @property
-    def model_nbytes(self) -> int:
-        """Bytes of all tensors that are held, each counted once."""
-        return sum(
-            math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype]
-            for name, dtype in self.dtypes.items()
-        )
-
-    def nbytes_by_rank(self) -> np.ndarray:
-        """Return the bytes that each rank holds, counting each place; int array by rank."""
-        # Sum the item sizes of tensors with the same owners, and visit their boxes once.
-        itemsizes: dict[int, int] = {}
-        distinct: dict[int, TensorOwners] = {}
-        for name, owners in self.owners.items():
-            key = id(owners)
-            itemsizes[key] = itemsizes.get(key, 0) + DTYPE_NBYTES[self.dtypes[name]]
-            distinct[key] = owners
-        total = np.zeros(self.num_ranks, dtype=np.int64)
-        for key, owners in distinct.items():
-            for box in owners:
-                # A rank occurs once per place, and `total[ranks] +=` would add it once only.
-                np.add.at(total, box.ranks, box.region.numel * itemsizes[key])
-        return total
-
-
 def rank_classes(holdings: Holdings) -> np.ndarray:
     """Return the class number of each rank; ranks of one class hold the same boxes."""
     classes = np.zeros(holdings.num_ranks, dtype=np.int64)
@@ -240,16 +197,47 @@ class PlacedBoxes:
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedHoldings:
-    """Holdings of all ranks of one side, with the place of every box.
+class Holdings:
+    """Boxes of every tensor, the ranks that hold them, and the place of every box.
 
     Attributes:
-        holdings: boxes and the ranks that hold them.
+        num_ranks: size of the world.
+        shapes: all tensors known to this side, in the model's order, whether held or not.
+        dtypes: dtype of each tensor that is held, the same on all ranks.
+        owners: boxes of each tensor that is held, in the order of `shapes`. The boxes of a tensor
+            are sorted and distinct; equal tuples are one object.
         placed: boxes with their places, by tensor.
     """
 
-    holdings: Holdings
+    num_ranks: int
+    shapes: Shapes
+    dtypes: Mapping[str, str]
+    owners: Mapping[str, TensorOwners]
     placed: Mapping[str, tuple[PlacedBoxes, ...]]
+
+    @property
+    def model_nbytes(self) -> int:
+        """Bytes of all tensors that are held, each counted once."""
+        return sum(
+            math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype]
+            for name, dtype in self.dtypes.items()
+        )
+
+    def nbytes_by_rank(self) -> np.ndarray:
+        """Return the bytes that each rank holds, counting each place; int array by rank."""
+        # Sum the item sizes of tensors with the same owners, and visit their boxes once.
+        itemsizes: dict[int, int] = {}
+        distinct: dict[int, TensorOwners] = {}
+        for name, owners in self.owners.items():
+            key = id(owners)
+            itemsizes[key] = itemsizes.get(key, 0) + DTYPE_NBYTES[self.dtypes[name]]
+            distinct[key] = owners
+        total = np.zeros(self.num_ranks, dtype=np.int64)
+        for key, owners in distinct.items():
+            for box in owners:
+                # A rank occurs once per place, and `total[ranks] +=` would add it once only.
+                np.add.at(total, box.ranks, box.region.numel * itemsizes[key])
+        return total
 
     def shards_of(self, rank: int, tensor: str) -> Iterator[tuple[Shard, Buffer]]:
         """Yield one rank's records of one tensor, with their buffers."""
@@ -260,21 +248,12 @@ class PlacedHoldings:
                 buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
                 region = Region(tensor, box.owners.offsets, box.owners.lengths)
                 shard = Shard(region, Place(buffer_id, box.start, box.strides))
-                yield shard, Buffer(box.numel, self.holdings.dtypes[tensor], placed.group)
-
-
-class PlaceIndex:
-    """Lookup of the places where a rank has a part of a box.
-
-    A lookup does not visit all boxes of the tensor.
-    """
-
-    def __init__(self, side: PlacedHoldings) -> None:
-        self._side = side
-        self._by_box: dict[int, dict[Box, list[PlacedBox]]] = {}  # by identity of a tuple of boxes
+                yield shard, Buffer(box.numel, self.dtypes[tensor], placed.group)
 
     def places(self, tensor: str, owners: BoxOwners, rank: int, part: Region) -> list[Place]:
         """Return the place of `part` in each copy that `rank` has of a box, sorted.
+
+        It does not visit all boxes of the tensor.
 
         Args:
             tensor: canonical name.
@@ -284,10 +263,10 @@ class PlaceIndex:
         """
         shift = [low - base for low, base in zip(part.offsets, owners.offsets, strict=True)]
         places = []
-        for placed in self._side.placed[tensor]:
-            index = self._by_box.get(id(placed.boxes))
+        for placed in self.placed[tensor]:
+            index = self._placed_by_box.get(id(placed.boxes))
             if index is None:
-                index = self._by_box[id(placed.boxes)] = {}
+                index = self._placed_by_box[id(placed.boxes)] = {}
                 for box in placed.boxes:
                     index.setdefault((box.owners.offsets, box.owners.lengths), []).append(box)
             for box in index.get((owners.offsets, owners.lengths), ()):
@@ -296,12 +275,17 @@ class PlaceIndex:
                     places.append(Place(buffer_id, box.start, box.strides).at(shift))
         return sorted(places, key=lambda place: (place.buffer, place.offset))
 
+    @cached_property
+    def _placed_by_box(self) -> dict[int, dict[Box, list[PlacedBox]]]:
+        """By identity of a tuple of boxes; filled by `places`."""
+        return {}
 
-def placed_holdings(
+
+def holdings_of(
     layout: Layout,
     num_ranks: int,
-    alike: Mapping[int, np.ndarray] | None = None,
-) -> PlacedHoldings:
+    alike: Mapping[int, np.ndarray],
+) -> Holdings:
     """Return the compact form of explicit records, e.g. of live engines.
 
     Padding and exports are left out.
@@ -309,8 +293,7 @@ def placed_holdings(
     Args:
         layout: the records.
         num_ranks: size of the world.
-        alike: for each rank of `layout`, all ranks that hold the same in the same places. Default:
-            every rank of the world is in `layout`.
+        alike: for each rank of `layout`, all ranks that hold the same in the same places.
 
     Raises:
         PlanError: lists every tensor that is held in several dtypes.
@@ -323,8 +306,6 @@ def placed_holdings(
     @cache
     def all_ranks(ranks: tuple[int, ...]) -> np.ndarray:
         """Return the ranks that hold the same as any of `ranks`."""
-        if alike is None:
-            return interned.ranks(ranks)
         return interned.ranks(np.concatenate([alike[rank] for rank in ranks]))
 
     dtypes = {}
@@ -357,8 +338,7 @@ def placed_holdings(
             parts.append(PlacedBoxes(tuple(boxes), {"name": buffer_name}, group))
         placed[name] = tuple(parts)
         owners[name] = _joined_owners(interned, parts)
-    holdings = Holdings(num_ranks, layout.tensors, dtypes, owners)
-    return PlacedHoldings(holdings, placed)
+    return Holdings(num_ranks, layout.tensors, dtypes, owners, placed)
 
 
 def _joined_owners(interned: Interned, parts: Iterable[PlacedBoxes]) -> TensorOwners:
@@ -366,8 +346,8 @@ def _joined_owners(interned: Interned, parts: Iterable[PlacedBoxes]) -> TensorOw
 
 
 @dataclass(frozen=True, eq=False)
-class SideLayout(PlacedHoldings):
-    """Placed holdings of a side that is computed from sizes.
+class SideLayout(Holdings):
+    """Holdings of a side that is computed from sizes.
 
     Attributes:
         num_elements: elements of the parameters that each rank stores, padding and copies
@@ -394,14 +374,14 @@ class SideLayout(PlacedHoldings):
                     held.add(tensor)
         tensors = {
             name: shape
-            for name, shape in self.holdings.shapes.items()
+            for name, shape in self.shapes.items()
             if self.is_offered_all or name in held
         }
         return Layout(tensors, buffers, tuple(shards))
 
     def layout(self) -> Layout:
         """Return the explicit records of all ranks."""
-        return self.layout_of(*range(self.holdings.num_ranks))
+        return self.layout_of(*range(self.num_ranks))
 
 
 class SideBuilder:
@@ -471,8 +451,11 @@ class SideBuilder:
             if of_expert:
                 np.add.at(num_expert_elements, ranks, numel)
         return SideLayout(
-            holdings=Holdings(self._num_ranks, self._shapes, dtypes, owners),
-            placed=placed,
+            self._num_ranks,
+            self._shapes,
+            dtypes,
+            owners,
+            placed,
             num_elements=num_elements,
             num_expert_elements=num_expert_elements,
             is_offered_all=self._is_offered_all,

@@ -10,7 +10,7 @@ the rank, and that many ranks have in common:
     Side.from_messages(...)             from the messages of all ranks (`Agreement.share`)
     Side.of(layouts), split(layout)     from explicit records
       .layout                           the records of the first rank of every kind
-      .placed                           the compact records of all ranks, from which plans are made
+      .holdings                         the compact records of all ranks, from which plans are made
       .of_rank(rank), .buffers[id]      the records of any rank
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from hybrid_engine.errors import MessageError, PlanError
 from hybrid_engine.messages import Record, decode, encode
-from hybrid_engine.records.holdings import PlacedHoldings, placed_holdings
+from hybrid_engine.records.holdings import Holdings, holdings_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shape, Shapes, splits_of
 from hybrid_engine.records.validation import undeclared_faults
@@ -316,21 +316,21 @@ class Side:
         return Layout.merge(self.kinds)
 
     @cached_property
-    def placed(self) -> PlacedHoldings:
+    def holdings(self) -> Holdings:
         """Compact records of all ranks.
 
         Raises:
             PlanError: lists every tensor that ranks hold in several dtypes.
         """
-        return self.placed_of(self.layout)
+        return self.holdings_of(self.layout)
 
-    def placed_of(self, layout: Layout) -> PlacedHoldings:
-        """Return the compact records of a part of `self.layout`; errors as `placed`."""
+    def holdings_of(self, layout: Layout) -> Holdings:
+        """Return the compact records of a part of `self.layout`; errors as `holdings`."""
         _, firsts = np.unique(self.kind_of, return_index=True)
         alike = {
             int(rank): np.flatnonzero(self.kind_of == kind) for kind, rank in enumerate(firsts)
         }
-        return placed_holdings(layout, self.num_ranks, alike)
+        return holdings_of(layout, self.num_ranks, alike)
 
     def holds_any(self) -> np.ndarray:
         """Return whether each rank holds any buffer, bool array by rank."""

@@ -45,7 +45,7 @@ class Replicas:
 
     def __init__(self, source: Side, rank: int) -> None:
         """Group the boxes of `rank`; `source`: training layouts of all ranks."""
-        holdings = source.placed.holdings
+        holdings = source.holdings
         shards = source.kind(rank).shards_by_tensor()
         # Most tensors share their owners with others.
         ranks_by_owners: dict[int, dict[tuple[Offsets, Shape], _Ranks]] = {}

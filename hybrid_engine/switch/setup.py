@@ -283,7 +283,7 @@ def rank_plan(
     source, destination = refined_alike(source, destination)
     is_apart = bool((source.holds_any() != destination.holds_any()).any())
     # If every rank has both sides, one configuration key sets both dtypes, and they cannot differ.
-    dtypes = (source.placed.holdings.dtypes, destination.placed.holdings.dtypes)
+    dtypes = (source.holdings.dtypes, destination.holdings.dtypes)
     if is_apart and not config.compress_reshard:
         faults = rounding_faults(*dtypes)
         if faults:
@@ -333,7 +333,7 @@ def rank_plan(
         release_schedule(layout.shards, [bucket.tensors for bucket in job_plan.buckets]),
         CommonRegions(source, destination, rank) if verifies else None,
         incremental,
-        ValueRanges(rank, layout, destination.placed.holdings.dtypes) if config.check_nan else None,
+        ValueRanges(rank, layout, destination.holdings.dtypes) if config.check_nan else None,
         is_apart,
     )
 

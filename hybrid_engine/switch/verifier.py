@@ -273,7 +273,7 @@ class CommonRegions:
     """
 
     def __init__(self, source: Side, destination: Side, rank: int) -> None:
-        training, inference = source.placed.holdings, destination.placed.holdings
+        training, inference = source.holdings, destination.holdings
         # Most tensors share their owners with others, so overlaps are computed once per pair of
         # owners' identities.
         known: dict[tuple[int, int], tuple[_Overlap, ...]] = {}

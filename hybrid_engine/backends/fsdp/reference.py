@@ -212,7 +212,7 @@ class _Parts:
             weights.prepare()
         source = gather_side(job, weights)
         with job.agreement.phase(_PHASE):
-            dtypes = source.placed.holdings.dtypes
+            dtypes = source.holdings.dtypes
             stored = {
                 name: StoredTensor("", table.shapes[name], dtypes[name])
                 for part in parts

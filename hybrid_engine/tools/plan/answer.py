@@ -261,8 +261,8 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
     Raises:
         ConfigError: if a pattern matches no tensor.
     """
-    source = job.source.holdings
-    destination = job.destination.holdings
+    source = job.source
+    destination = job.destination
     frozen = set()
     violations = []
     for pattern in patterns:
@@ -295,7 +295,7 @@ def _without(holdings: Holdings, names: Collection[str]) -> Holdings:
 
 def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
     """Return the bytes by rank of the buffers that contain these tensors, including padding."""
-    classes = rank_classes(side.holdings)
+    classes = rank_classes(side)
     nbytes = []
     for rank in first_members(classes).tolist():
         buffers = {}

@@ -316,7 +316,7 @@ class JobPlan:
     @property
     def model_nbytes(self) -> int:
         """Bytes of all tensors that vLLM serves, without replicas."""
-        return self.destination.holdings.model_nbytes
+        return self.destination.model_nbytes
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -371,7 +371,7 @@ class JobPlan:
     @cached_property
     def gathered(self) -> np.ndarray:
         """Bytes that each rank would receive in a gather of all parameters on every rank."""
-        return self.source.holdings.model_nbytes - self.source.holdings.nbytes_by_rank()
+        return self.source.model_nbytes - self.source.nbytes_by_rank()
 
     @cached_property
     def peak(self) -> np.ndarray:
@@ -486,7 +486,7 @@ def plan_job(
     lay_out: Callable[[ModelTable, InferenceParallelism], SideLayout]
     if table.is_derived:
         # How vLLM divides it among stages and what its layers cache is in no rule.
-        sides = TracedSides(config, len(set(hosts)), source.holdings.shapes)
+        sides = TracedSides(config, len(set(hosts)), source.shapes)
         lay_out = sides.side
         traced = sides.positions(table, infer)
         cached = [planned.caches for planned in traced]
@@ -498,13 +498,13 @@ def plan_job(
     positions = lay_out(table, infer)
     relaying = cluster.relaying_hosts(world_size)
     progress("counting bytes")
-    sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
+    sequential = summarize(source, positions, hosts, relaying)
     progress("choosing the order of ranks")
     try:
         order = rank_order(
             generate.infer_rank_order,
-            source.holdings,
-            positions.holdings,
+            source,
+            positions,
             hosts,
             infer.tensor,
         )
@@ -519,7 +519,7 @@ def plan_job(
         progress("counting bytes in that order")
         infer = replace(infer, rank_order=order)
         destination = lay_out(table, infer)
-        moved = summarize(source.holdings, destination.holdings, hosts, relaying)
+        moved = summarize(source, destination, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
     weights = destination.num_elements * DTYPE_NBYTES[dtype]

@@ -18,7 +18,7 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import SideLayout, placed_holdings
+from hybrid_engine.records.holdings import SideLayout, holdings_of
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Shapes
 
@@ -73,7 +73,7 @@ class TracedSides:
             alike[first] = np.sort(ranks)
             layouts.append(planned.layout.refined(self._shapes).on(first))
         whole = Layout.merge(layouts)
-        placed = placed_holdings(whole, sizes.world_size, alike)
+        held = holdings_of(whole, sizes.world_size, alike)
         elements = np.zeros((2, sizes.world_size), dtype=np.int64)
         for buffer_id, buffer in whole.buffers.items():
             ranks = alike[buffer_id.rank]
@@ -81,7 +81,14 @@ class TracedSides:
             if _OF_EXPERT.search(buffer_id.name):
                 elements[1, ranks] += buffer.numel
         return SideLayout(
-            placed.holdings, placed.placed, elements[0], elements[1], is_offered_all=True
+            held.num_ranks,
+            held.shapes,
+            held.dtypes,
+            held.owners,
+            held.placed,
+            elements[0],
+            elements[1],
+            is_offered_all=True,
         )
 
     def positions(self, table: ModelTable, sizes: InferenceParallelism) -> list[PlannedPosition]:

@@ -275,7 +275,7 @@ def test_a_value_model_differs_only_in_its_head(family: str) -> None:
 def test_the_head_of_a_value_model_is_only_on_the_last_stage(tied: bool) -> None:
     table = value_table(table_for(tiny_config("qwen3", tie_word_embeddings=tied)))
     side = training_side(table, TrainParallelism(4, tensor=2, pipeline=2, make_vocab_size_divisible_by=8), "float32")
-    owners = side.holdings.owners
+    owners = side.owners
     assert [owner.ranks.tolist() for owner in owners[VALUE_HEAD]] == [[2, 3]]
     embedding_owners = owners["model.embed_tokens.weight"]
     assert sorted(rank for owner in embedding_owners for rank in owner.ranks.tolist()) == [0, 1]

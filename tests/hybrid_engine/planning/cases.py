@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hybrid_engine.planning import planner
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
 from hybrid_engine.planning.summary import summarize
-from hybrid_engine.records.holdings import placed_holdings
+from hybrid_engine.records.holdings import Holdings, holdings_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.records.sides import Side
@@ -138,9 +138,14 @@ def wire_itemsizes(case: Case) -> dict[str, int]:
     return {name: min(source[name], nbytes) for name, nbytes in itemsizes(case.destination).items()}
 
 
+def holdings_by_rank(layout: Layout, num_ranks: int) -> Holdings:
+    """Return the compact records of a layout that has those of every rank."""
+    return holdings_of(layout, num_ranks, {rank: np.array([rank]) for rank in range(num_ranks)})
+
+
 def network_lower_bound(source: Layout, destination: Layout, hosts: Sequence[str]) -> dict[str, int]:
     """Return the bytes that the ranks of each host must receive from other hosts in any plan."""
-    sides = (placed_holdings(layout, len(hosts)).holdings for layout in (source, destination))
+    sides = (holdings_by_rank(layout, len(hosts)) for layout in (source, destination))
     return dict(zip(dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True))
 
 

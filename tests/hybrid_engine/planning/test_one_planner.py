@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.summary import ByteSummary, summarize
-from hybrid_engine.records.holdings import placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import JOBS, LayoutCase, layout_cases, sharded_cases
-from tests.hybrid_engine.planning.cases import ByteCount, Case, bytes_read, cases, filled_buffers, plan, run_plan, whole
+from tests.hybrid_engine.planning.cases import (
+    ByteCount,
+    Case,
+    bytes_read,
+    cases,
+    filled_buffers,
+    holdings_by_rank,
+    plan,
+    run_plan,
+    whole,
+)
 
 
 def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
@@ -43,10 +52,10 @@ def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
 @JOBS
 @given(st.one_of(layout_cases(), sharded_cases()))
 def test_every_rank_receives_the_minimum(case: LayoutCase) -> None:
-    summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
+    summary = summarize(case.source, case.destination, case.hosts, case.relaying)
     np.testing.assert_array_equal(summary.received, summary.lower_bound)
     if DTYPE_NBYTES[case.infer_dtype] <= DTYPE_NBYTES[case.train_dtype]:
-        np.testing.assert_array_equal(summary.own + summary.received, case.destination.holdings.nbytes_by_rank())
+        np.testing.assert_array_equal(summary.own + summary.received, case.destination.nbytes_by_rank())
     for host, least in zip(dict.fromkeys(case.hosts), summary.network_lower_bound, strict=True):
         entered = summary.network[np.array(case.hosts) == host].sum()
         assert entered == least if host in case.relaying else entered >= least
@@ -55,7 +64,7 @@ def test_every_rank_receives_the_minimum(case: LayoutCase) -> None:
 @given(cases())
 def test_the_summary_matches_plans_of_any_records(case: Case) -> None:
     """Boxes overlap, ranks hold a box twice, and tensors are cut in several dims."""
-    holdings = (placed_holdings(layout, len(case.hosts)).holdings for layout in (case.source, case.destination))
+    holdings = (holdings_by_rank(layout, len(case.hosts)) for layout in (case.source, case.destination))
     summary = summarize(*holdings, case.hosts, case.relaying)
     assert_same_bytes(plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary)
 
@@ -78,10 +87,10 @@ def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
 @given(layout_cases())
 def test_holdings_match_the_records(case: LayoutCase) -> None:
     for side in (case.source, case.destination):
-        expected = placed_holdings(side.layout(), len(case.hosts)).holdings
-        assert side.holdings.dtypes == expected.dtypes
-        assert list(side.holdings.owners) == list(expected.owners)
-        for name, owners in side.holdings.owners.items():
+        expected = holdings_by_rank(side.layout(), len(case.hosts))
+        assert side.dtypes == expected.dtypes
+        assert list(side.owners) == list(expected.owners)
+        for name, owners in side.owners.items():
             for box, other in zip(owners, expected.owners[name], strict=True):
                 assert box.region == other.region
                 assert (box.ranks == other.ranks).all()
@@ -97,7 +106,7 @@ def test_a_tensor_has_one_dtype_on_each_side() -> None:
     )
     text = "t: held as bfloat16 and as float32; a tensor has one dtype on each side"
     needed = Layout.merge([whole("t", (4,), 0, "t"), whole("u", (4,), 0, "u")])
-    for attempt in (lambda: placed_holdings(mixed, 2), lambda: plan(mixed, needed, ["a", "a"])):
+    for attempt in (lambda: holdings_by_rank(mixed, 2), lambda: plan(mixed, needed, ["a", "a"])):
         with pytest.raises(PlanError) as caught:
             attempt()
         assert caught.value.findings == (text,)

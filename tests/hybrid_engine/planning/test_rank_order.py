@@ -28,7 +28,7 @@ from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_ca
 
 
 def order_of(case: LayoutCase) -> tuple[int, ...]:
-    return rank_order("auto", case.source.holdings, case.positions.holdings, case.hosts, case.infer.tensor)
+    return rank_order("auto", case.source, case.positions, case.hosts, case.infer.tensor)
 
 
 def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> int:
@@ -49,13 +49,13 @@ def test_ranks_hold_at_least_as_much_as_in_sequential_order(case: LayoutCase) ->
     best = order_of(case)
     sequential = tuple(range(len(case.hosts)))
     assert sorted(best) == list(sequential)
-    source = case.source.holdings
-    held = {order: held_nbytes(source, case.positions.holdings, order) for order in (best, sequential)}
+    source = case.source
+    held = {order: held_nbytes(source, case.positions, order) for order in (best, sequential)}
     assert held[best] >= held[sequential]
     if held[best] == held[sequential]:
         assert best == sequential, "a tie must keep the sequential order"
     for order, nbytes in held.items():
-        destination = inference_side(case.table, replace(case.infer, rank_order=order)).holdings
+        destination = inference_side(case.table, replace(case.infer, rank_order=order))
         assert summarize(source, destination, case.hosts).own.sum() == nbytes
 
 
@@ -75,7 +75,7 @@ def test_the_order_on_one_host_is_the_best(case: LayoutCase) -> None:
     if len(case.hosts) > 4:  # too many orders
         return
     case = replace(case, hosts=(0,) * len(case.hosts))
-    sides = (case.source.holdings, case.positions.holdings)
+    sides = (case.source, case.positions)
     all_orders = itertools.permutations(range(len(case.hosts)))
     assert held_nbytes(*sides, order_of(case)) == max(held_nbytes(*sides, order) for order in all_orders)
 
@@ -106,24 +106,24 @@ def test_nested_shards_meet_the_bound(
     """Every rank receives M * (1 / (tg * pg) - 1 / (t * p)), as in HybridFlow
     (arXiv:2409.19256)."""
     table = table_for(DENSE)
-    source = layers_of(training_side(table, TrainParallelism(num_ranks, *train)).holdings)
+    source = layers_of(training_side(table, TrainParallelism(num_ranks, *train)))
     infer_sizes = InferenceParallelism(num_ranks, *infer)
-    positions = layers_of(inference_side(table, infer_sizes).holdings)
+    positions = layers_of(inference_side(table, infer_sizes))
     hosts = [rank // per_host for rank in range(num_ranks)]
     order = rank_order("auto", source, positions, hosts, infer[0])
-    destination = layers_of(inference_side(table, replace(infer_sizes, rank_order=order)).holdings)
+    destination = layers_of(inference_side(table, replace(infer_sizes, rank_order=order)))
     model = 2 * sum(int(np.prod(shape)) for name, shape in table.shapes.items() if "_proj." in name)
     bound = model // (infer[0] * infer[1]) - model // (train[0] * train[1])
     assert summarize(source, destination, hosts).received.tolist() == [bound] * num_ranks
 
 
 def test_sequential_order_keeps_the_ranks() -> None:
-    holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
+    holdings = training_side(table_for(DENSE), TrainParallelism(2))
     assert rank_order("sequential", holdings, holdings, "ab", 1) == (0, 1)
 
 
 def test_auto_order_requires_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
+    holdings = training_side(table_for(DENSE), TrainParallelism(2))
     real_import = builtins.__import__
 
     def import_all_but_scipy(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -12,21 +12,20 @@ from hybrid_engine.errors import MessageError, PlanError
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.records.holdings import PlacedHoldings, first_members, placed_holdings, rank_classes
+from hybrid_engine.records.holdings import Holdings, first_members, rank_classes
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from tests.hybrid_engine.layouts.cases import EXPERTS
-from tests.hybrid_engine.planning.cases import Case, cases, whole
+from tests.hybrid_engine.planning.cases import Case, cases, holdings_by_rank, whole
 
 
 def sorted_records(layout: Layout) -> object:
     return layout.tensors, layout.buffers, sorted(layout.shards, key=repr)
 
 
-def contents_of(side: PlacedHoldings) -> object:
+def contents_of(holdings: Holdings) -> object:
     """Return the contents of all tensors' holdings, without identities."""
-    holdings = side.holdings
     owners = {
         name: [(box.offsets, box.lengths, box.ranks.tolist()) for box in boxes]
         for name, boxes in holdings.owners.items()
@@ -37,7 +36,7 @@ def contents_of(side: PlacedHoldings) -> object:
             for part in parts
             for box in part.boxes
         ]
-        for name, parts in side.placed.items()
+        for name, parts in holdings.placed.items()
     }
     return holdings.num_ranks, holdings.shapes, holdings.dtypes, owners, placed
 
@@ -49,7 +48,7 @@ def test_a_side_equals_the_layouts_of_its_ranks(case: Case) -> None:
         side = Side.split(layout, num_ranks)
         ranks = [side.of_rank(rank) for rank in range(num_ranks)]
         assert sorted_records(Layout.merge(ranks)) == sorted_records(layout)
-        assert contents_of(side.placed) == contents_of(placed_holdings(layout, num_ranks))
+        assert contents_of(side.holdings) == contents_of(holdings_by_rank(layout, num_ranks))
         assert dict(side.buffers) == dict(layout.buffers)
         assert len(side.buffers) == len(layout.buffers)
 
@@ -61,7 +60,7 @@ def test_ranks_with_the_same_holdings_are_stored_once() -> None:
     for num_ranks in (8, 32):
         computed = training_side(table, TrainParallelism(num_ranks, tensor=2, pipeline=2, expert=2, expert_tensor=1))
         side = Side.of([computed.layout_of(rank) for rank in range(num_ranks)])
-        assert len(side.kinds) == len(first_members(rank_classes(computed.holdings)))
+        assert len(side.kinds) == len(first_members(rank_classes(computed)))
         counts.append(len(side.kinds))
     assert counts[0] == counts[1] < 8  # 32 ranks have more replicas, not more kinds
 

@@ -85,10 +85,10 @@ def test_tracing_leaves_no_state_and_plans_choose_the_same_order(tmp_path: Path,
     positions = gather_positions(settings, table, job())  # each rank traces one position
     assert _residue_since(before) == []
     computed = inference_side(table, case.sizes)
-    source = training_side(table, TrainParallelism(job().world_size, **case.train)).holdings
+    source = training_side(table, TrainParallelism(job().world_size, **case.train))
     choose = partial(rank_order, "auto", source, hosts=("host",) * job().world_size, tensor=case.sizes.tensor)
     # `plan` uses computed positions, jobs use traced ones.
-    assert choose(positions=positions.placed.holdings) == choose(positions=computed.holdings) == case.order
+    assert choose(positions=positions.holdings) == choose(positions=computed) == case.order
 
 
 def _settings_of(case: Case, directory: Path) -> InferenceSettings:
