@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hybrid_engine.compute_check.logprob_check import ConfigModel
-from hybrid_engine.compute_check.probes import Probed, WithAttention
+from hybrid_engine.compute_check.probes import Probed
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
@@ -63,35 +63,14 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """Parts of a `HybridEngine`.
-
-    Attributes:
-        train: trainer that provides the weights.
-        inference: engine in these ranks, or the client of the servers.
-        config: checked configuration of both sides.
-        switch: state machine that moves the weights between them.
-        adapter: name of the LoRA to generate with, if adapters are delivered separately.
-        reports_cover_all_ranks: True if each report of a switch counts the bytes of all ranks.
-    """
-
-    train: Trainer
-    inference: InferenceEngine | ServedInference
-    config: HybridConfig
-    switch: Switch
-    adapter: str | None = None
-    reports_cover_all_ranks: bool = False
-
-
-@dataclass(frozen=True)
 class InferenceSide:
     """Place where completions are generated. Every rank calls, in this order:
 
         side = inference_side(config)
-        side.require_packages()             # before a process group exists
-        side.check(job)                     # before anything is built
-        parts = side.build(train, ...)      # offloads training state if vLLM needs the memory
-        side.check_sampling(parts.inference, sampling)    # optional, before training starts
+        side.require_packages()                       # before a process group exists
+        side.check(job)                               # before anything is built
+        inference, switch = side.build(train, ...)    # offloads training state if vLLM needs memory
+        side.check_sampling(inference, sampling)      # optional, before training starts
 
     This class publishes to running servers, over the network; `LocalVllm` builds vLLM in the ranks
     that train. The checks accept everything here, because servers need no package in these ranks,
@@ -116,7 +95,7 @@ class InferenceSide:
         *,
         lora: ActorLora | None,
         tokenizer_dir: str | None,
-    ) -> EngineParts:
+    ) -> tuple[InferenceEngine | ServedInference, Switch]:
         """Connect to the servers, and build the switch. Collective.
 
         Training state stays on the device; `owner` ends what is built in these ranks.
@@ -125,7 +104,7 @@ class InferenceSide:
 
         inference = ServedInference(self.config, job, tokenizer_dir)
         switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
-        return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
+        return inference, switch
 
     def check_sampling(self, inference: Any, sampling: Sampling) -> None:
         """Raise ConfigError if `inference` cannot generate with `sampling`."""
@@ -162,7 +141,7 @@ class LocalVllm(InferenceSide):
         *,
         lora: ActorLora | None,
         tokenizer_dir: str | None,
-    ) -> EngineParts:
+    ) -> tuple[InferenceEngine | ServedInference, Switch]:
         """Build vLLM in every rank, and the switch between it and `train`. Collective."""
         # Before state leaves the device, because quantised weights are a part of it.
         table = quantised_table(self.config, train.weights, table, job)
@@ -183,55 +162,23 @@ class LocalVllm(InferenceSide):
                 weights = WeightsWithLora(
                     inference.adaptor, inference.loras, lora, self.config.served_dtype
                 )
-        return parts_with_engine(
-            train,
-            inference,
-            self.config,
+        switch = ShardingManager(
+            trainer=train,
+            inference=weights,
+            caches=inference,
             offloader=offloader,
-            weights=weights,
+            config=self.config.generate_config,
+            job=job,
             training_side=training_side,
-            adapter=None if lora is None else lora.name,
+            reference=_reference_of(train, self.config, job),
         )
+        return inference, switch
 
     def check_sampling(self, inference: Any, sampling: Sampling) -> None:
         """Raise ConfigError for a `sampling` that vLLM refuses."""
         from hybrid_engine.backends.vllm.requests import sampling_params
 
         sampling_params(sampling, inference.tokenizer)
-
-
-def parts_with_engine(
-    train: Trainer,
-    inference: InferenceEngine,
-    config: HybridConfig,
-    *,
-    offloader: Offloader | None = None,
-    weights: InferenceWeights | None = None,
-    training_side: Side | None = None,
-    adapter: str | None = None,
-) -> EngineParts:
-    """Return the parts of an engine whose trainer and inference engine are built.
-
-    Args:
-        train: trainer that provides the weights.
-        inference: engine in this rank; the switch belongs to its job.
-        config: configuration of both sides.
-        offloader: offloader of the trainer's state; default: a new one.
-        weights: weights that a switch writes; default: all weights of the inference engine.
-        training_side: layouts of all ranks for training, if known (`gather_side`).
-        adapter: name of the LoRA to generate with.
-    """
-    switch = ShardingManager(
-        trainer=train,
-        inference=weights or inference.adaptor,
-        caches=inference,
-        offloader=offloader or Offloader(train),
-        config=config.generate_config,
-        job=inference.job,
-        training_side=training_side,
-        reference=_reference_of(train, config, inference.job),
-    )
-    return EngineParts(train, inference, config, switch, adapter)
 
 
 def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel | None:
@@ -248,43 +195,6 @@ def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel
         )
 
     return ConfigModel(build, is_needed=table.is_derived)
-
-
-def build_parts(
-    train: Trainer,
-    config: HybridConfig,
-    table: ModelTable,
-    job: Job,
-    owner: ExitStack,
-    *,
-    lora: ActorLora | None = None,
-    tokenizer_dir: str | None = None,
-    gives_back: bool = True,
-) -> EngineParts:
-    """Build the inference side for this trainer, and the switch between both.
-
-    Collective, within `job.agreement.building()`.
-
-    Args:
-        train: trainer that provides the weights.
-        config: configuration of both sides.
-        table: name table of the model.
-        job: all ranks.
-        owner: closes everything that is built here.
-        lora: adapters that are delivered separately.
-        tokenizer_dir: directory of the tokenizer, if it is not the model's.
-        gives_back: return training state to the device at the end, or if a rank fails.
-    """
-    with job.agreement.phase("looking at the trainer's state", SHORT_PATIENCE):
-        offloader = Offloader(train)
-        if gives_back:
-            owner.callback(offloader.onload)
-        trainer: object = train
-        if isinstance(trainer, WithAttention) and config.generate_config.check_compute != "off":
-            # Read now and remembered, because vLLM changes classes of transformers when it loads.
-            trainer.attention()
-    side = inference_side(config)
-    return side.build(train, offloader, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def build_inference_engine(
@@ -475,6 +385,7 @@ def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
 def shard_and_build(
     model: torch.nn.Module,
     owner: ExitStack,
+    add_inference: Callable[..., None],
     *,
     rollout_config: Mapping[str, Any] | None,
     train_config: Mapping[str, Any] | None,
@@ -482,12 +393,12 @@ def shard_and_build(
     enable_reshard: bool,
     compress_reshard: bool,
     compression_dtype: torch.dtype | str,
-) -> EngineParts:
+) -> None:
     """Shard the model, unless it is sharded or stays whole, and build vLLM for it. Collective.
 
-    `owner` closes everything that is created here. See `HybridEngine` for the other arguments.
-    Raises, on all ranks, ConfigError, UnknownModelError or ModelError, each with all its
-    violations.
+    `owner` closes everything that is created here, and `add_inference` is the method of the
+    `HybridEngine`, which documents the other arguments. Raises, on all ranks, ConfigError,
+    UnknownModelError or ModelError, each with all its violations.
     """
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
@@ -527,7 +438,7 @@ def shard_and_build(
             train = ShardedModel(model, table, job.rank, lora_delivery=delivery, is_whole=is_whole)
             owner.callback(train.close)  # runs after its state has returned to the device
         lora = train.weights.lora
-        return build_parts(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
+        add_inference(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def _checked_config(

@@ -12,10 +12,14 @@ from weakref import WeakSet
 
 import torch
 
-from hybrid_engine.assembly import EngineParts, build_parts, inference_side, shard_and_build
+from hybrid_engine.assembly import inference_side, shard_and_build
+from hybrid_engine.compute_check.probes import WithAttention
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import ColocatedModel, Data, Trainer
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State, SwitchContexts
@@ -89,9 +93,10 @@ class HybridEngine(SwitchContexts):
         compression_dtype: torch.dtype | str = torch.bfloat16,
     ) -> None:
         with Ends() as undo:
-            parts = shard_and_build(
+            shard_and_build(
                 model,
                 undo,
+                self._add_inference,
                 rollout_config=rollout_config,
                 train_config=train_config,
                 shard=shard,
@@ -99,7 +104,6 @@ class HybridEngine(SwitchContexts):
                 compress_reshard=compress_reshard,
                 compression_dtype=compression_dtype,
             )
-            self._adopt(parts, undo)
             self.take_over(undo)
 
     @classmethod
@@ -120,60 +124,72 @@ class HybridEngine(SwitchContexts):
                 with job.agreement.phase("checking what is installed"):
                     inference_side(config).check(job)
 
-                def create_trainer() -> Trainer:
+                with job.agreement.phase("looking at the training model"):
                     train = make_trainer(job)
                     owner.callback(getattr(train, "close", lambda: None))
-                    return train
-
-                table = config.table()
-                engine = cls.beside(create_trainer, config, table, job, owner)
+                engine = cls.beside(train, config, config.table(), job, owner)
             engine.take_over(owner)
         return engine
 
     @classmethod
     def beside(
-        cls,
-        find_trainer: Callable[[], Trainer],
+        cls, train: Trainer, config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack
+    ) -> HybridEngine:
+        """Return an engine in an existing job; see `_add_inference`."""
+        engine = cls.__new__(cls)
+        engine._add_inference(train, config, table, job, owner)
+        return engine
+
+    def _add_inference(
+        self,
+        train: Trainer,
         config: HybridConfig,
         table: ModelTable,
         job: Job,
         owner: ExitStack,
-    ) -> HybridEngine:
-        """Return an engine in an existing job, in state TRAIN.
+        *,
+        lora: ActorLora | None = None,
+        tokenizer_dir: str | None = None,
+        gives_back: bool = True,
+    ) -> None:
+        """Build the inference side for this trainer, and the switch between both: state TRAIN.
 
-        Collective, within `job.agreement.building()`. `find_trainer` may fail on one rank, and
-        `owner` ends everything that is built here. If anything fails on any rank, training state
-        returns to the device.
+        Collective, within `job.agreement.building()`.
+
+        Args:
+            train: trainer that provides the weights.
+            config: configuration of both sides.
+            table: name table of the model.
+            job: all ranks.
+            owner: closes everything that is built here.
+            lora: adapters that are delivered separately.
+            tokenizer_dir: directory of the tokenizer, if it is not the model's.
+            gives_back: return training state to the device at the end, or if a rank fails.
         """
-        with job.agreement.phase("looking at the training model"):
-            train = find_trainer()
-        engine = cls.__new__(cls)
-        engine._adopt(build_parts(train, config, table, job, owner), owner)
-        return engine
-
-    @classmethod
-    def from_parts(cls, parts: EngineParts) -> HybridEngine:
-        """Return an engine of `parts`, which the caller has built and will close."""
-        engine = cls.__new__(cls)
-        engine._adopt(parts)
-        return engine
-
-    def _adopt(self, parts: EngineParts, owner: ExitStack | None = None) -> None:
-        """Drive `parts`. `owner`, if given, closes the switch; without it the caller does."""
+        with job.agreement.phase("looking at the trainer's state", SHORT_PATIENCE):
+            offloader = Offloader(train)
+            if gives_back:
+                owner.callback(offloader.onload)
+            trainer: object = train
+            if isinstance(trainer, WithAttention) and config.generate_config.check_compute != "off":
+                # Read now and remembered, because vLLM changes classes of transformers when it
+                # loads.
+                trainer.attention()
+        inference, self._sharding = inference_side(config).build(
+            train, offloader, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir
+        )
         self.ends = Ends()
         self.colocated_models: WeakSet[ColocatedModel] = WeakSet()
-        self.train = parts.train
+        self.train = train
         # Both inference sides generate in the same way; only with servers there is no `llm`.
-        self.inference = cast("InferenceEngine", parts.inference)
-        self.config = parts.config
-        self.job = parts.inference.job
-        self.adapter = parts.adapter
-        self.reports_cover_all_ranks = parts.reports_cover_all_ranks
-        self._sharding = parts.switch
-        if owner is not None:
-            owner.callback(self.sharding.close)
-            # Model and optimizer belong to the caller, but left the device while vLLM was built.
-            self.start()
+        self.inference = cast("InferenceEngine", inference)
+        self.config = config
+        self.job = job
+        self.adapter = None if lora is None else lora.name
+        self.reports_cover_all_ranks = bool(config.generate_config.servers)
+        owner.callback(self.sharding.close)
+        # Model and optimizer belong to the caller, but left the device while vLLM was built.
+        self.start()
 
     def generate(
         self,

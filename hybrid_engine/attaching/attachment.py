@@ -228,7 +228,7 @@ def attach(
                 inference_side(checked).check(job)
                 job.require_timeout(checked.generate_config.timeout_seconds)
 
-            def find_trainer() -> Trainer:
+            with job.agreement.phase("looking at the training model"):
                 from hybrid_engine.backends.megatron.live_model import in_ddp, live_model
 
                 noop_layers = checked.actor_config.noop_layers
@@ -237,9 +237,7 @@ def attach(
                 )
                 owner.callback(live.close)
                 _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
-                return live
-
-            engine = HybridEngine.beside(find_trainer, checked, table, job, owner)
+            engine = HybridEngine.beside(live, checked, table, job, owner)
         engine.take_over(owner)
     return engine
 

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,9 +289,10 @@ class ScriptEngine:
         with Ends() as undo:
             self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with self.job.agreement.building():
-                find_model = partial(self._live_model, model_chunks, optimizer, num_steps)
+                with self.job.agreement.phase("looking at the training model"):
+                    train = self._live_model(model_chunks, optimizer, num_steps)
                 self.hybrid = HybridEngine.beside(
-                    find_model, config, self.settings.table, self.job, undo
+                    train, config, self.settings.table, self.job, undo
                 )
                 self.inference = self.hybrid.inference
                 with self.job.agreement.phase("prompts and output"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from hybrid_engine.assembly import build_parts, inference_side, megatron_lora
+from hybrid_engine.assembly import inference_side, megatron_lora
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
@@ -177,7 +177,7 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
                 logger.warning("actor_config.lora: the adapters are new; they add nothing yet")
             with job.agreement.phase("copying weights for the optimizer", SHORT_PATIENCE):
                 train.reload_main_params()
-        parts = build_parts(
+        self._add_inference(
             train,
             self.config,
             table,
@@ -186,7 +186,6 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             lora=megatron_lora(self.config, table),
             gives_back=False,  # the trainer is built here, so nobody else trains on with it
         )
-        self._adopt(parts, undo)
 
     def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
         self.sharding.require(State.TRAIN, State.FORWARD)

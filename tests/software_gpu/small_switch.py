@@ -14,13 +14,12 @@ from typing import Any
 from unittest import mock
 
 from hybrid_engine import HybridEngine
-from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine
-from tests.walk.inference import MemoryInference
+from tests.walk.inference import build_engine
 from tests.zoo import workers
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 256, "vocab_size": 8192}
@@ -43,15 +42,11 @@ def engine_of(
     settings = {"bucket_mb": 1, "timeout_seconds": 30, "verify": "full", "check_compute": "off", **generate}
     config = workers.configuration(model, {"tensor_model_parallel_size": 2, **actor}, settings)
     table = config.table()
-    shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
     with ExitStack() as ends:
         ends.enter_context(mock.patch.object(device_pages, "CHUNK_NBYTES", CHUNK_NBYTES))
         job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
         trainer = build_actor(config, table, job, ends).engine
-        inference = MemoryInference(job, shapes, "float32")
-        engine = HybridEngine.from_parts(parts_with_engine(trainer.model, inference, config))
-        ends.callback(engine.sharding.close)
-        engine.start()
+        engine, _ = build_engine(trainer.model, config, table, job, ends, serve=False)
         yield engine, trainer
 
 

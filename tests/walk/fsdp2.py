@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hybrid_engine import HybridEngine
-from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
@@ -25,7 +23,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
-from tests.walk.inference import inference_for
+from tests.walk.inference import build_engine
 from tests.walk.oracle import Subject, Write
 from tests.zoo import sharded_models
 from tests.zoo.tiny_models import label_log_probs, token_batch
@@ -50,10 +48,7 @@ class Fsdp2(Subject):
             train = trainer.engine.model
             self.model = train.model
             self.optimizer = trainer.engine.optimizer.inner
-        side, inference = inference_for(train, config, table, job, ends, serve=serve)
-        engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
-        ends.callback(engine.sharding.close)
-        engine.start()
+        engine, inference = build_engine(train, config, table, job, ends, serve=serve)
         super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora, trainer=trainer)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0

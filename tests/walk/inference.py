@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
-from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine import HybridEngine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.regions import Shapes
-from hybrid_engine.switch.setup import gather_side
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.zoo import workers
 
@@ -35,6 +35,8 @@ class MemoryInference(FakeInference):
         self.job = job
         self.adaptor = self
         self.dtype = dtype
+
+    def shutdown(self) -> None: ...
 
     def whole(self) -> TensorDict:
         return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
@@ -62,14 +64,19 @@ def scored_batch() -> TensorDict:
     return workers.batch(seed=0)
 
 
-def inference_for(
+def build_engine(
     train: Any, config: HybridConfig, table: ModelTable, job: Job, ends: ExitStack, *, serve: bool
-) -> tuple[Any, MemoryInference | Served]:
-    """Return the inference side for the engine, and the view of it that the walk inspects."""
-    if not serve:
-        shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
-        inference = MemoryInference(job, shapes, config.actor_config.params_dtype)
-        return inference, inference
-    engine = build_inference_engine(config, table, gather_side(job, train.weights), job)
-    ends.callback(engine.shutdown)
-    return engine, Served(engine)
+) -> tuple[HybridEngine, MemoryInference | Served]:
+    """Build an engine in state TRAIN; return also the view of its inference side that the walk inspects."""
+    if serve:
+        with job.agreement.building():
+            engine = HybridEngine.beside(train, config, table, job, ends)
+        return engine, Served(engine.inference)
+    shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
+    inference = MemoryInference(job, shapes, config.actor_config.params_dtype)
+    with (
+        mock.patch("hybrid_engine.assembly.build_inference_engine", return_value=inference),
+        mock.patch("hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table),
+        job.agreement.building(),
+    ):
+        return HybridEngine.beside(train, config, table, job, ends), inference

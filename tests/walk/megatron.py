@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hybrid_engine import HybridEngine
-from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.walk.inference import inference_for
+from tests.walk.inference import build_engine
 from tests.walk.oracle import Subject, Write
 from tests.zoo import workers
 from tests.zoo.megatron_models import whole_weights
@@ -33,10 +31,7 @@ class Megatron(Subject):
         train = trainer.engine.model
         self.chunks = train.chunks
         self.optimizer = train.optimizer
-        side, inference = inference_for(train, config, table, job, ends, serve=serve)
-        engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
-        ends.callback(engine.sharding.close)
-        engine.start()
+        engine, inference = build_engine(train, config, table, job, ends, serve=serve)
         super().__init__(engine, job, inference, exact=not serve, trainer=trainer)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0

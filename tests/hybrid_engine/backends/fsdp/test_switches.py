@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybrid_engine import ReshardReport
-from hybrid_engine.assembly import build_inference_engine, parts_with_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig, load_config
@@ -119,9 +118,9 @@ def check_switches(job: Job, path: Path, case: Case) -> None:
     # line cannot plan for meshes made by users.
     plan = None if case.tensor_parallel else _plan(config, case, job)
     side = gather_side(job, trainer.weights)
-    inference = build_inference_engine(config, table, side, job)
-    engine = HybridEngine.from_parts(parts_with_engine(trainer, inference, config, training_side=side))
-    try:
+    with ExitStack() as ends:
+        with job.agreement.building():
+            engine = HybridEngine.beside(trainer, config, table, job, ends)
         for step in range(case.num_steps):
             with engine.train_context():
                 sharded_models.save(model, path, getattr(torch, case.dtype))  # for vLLM's own load
@@ -140,9 +139,6 @@ def check_switches(job: Job, path: Path, case: Case) -> None:
                 planned = [nbytes[job.rank] for nbytes in (state.params, state.grads, state.optimizer)]
                 memory = [_nbytes(trainer, kind) for kind in ("param", "grad", "optimizer")]
                 assert memory == pytest.approx(planned, rel=0.02)
-    finally:
-        engine.sharding.close()
-        inference.shutdown()
 
 
 def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
