@@ -51,7 +51,7 @@ from hybrid_engine.switch.states import Switch
 from hybrid_engine.tracing import check_path, path_of_rank
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
+    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
 
@@ -105,9 +105,6 @@ class InferenceSide:
         inference = ServedInference(self.config, job, tokenizer_dir)
         switch = inference.switch(train, offloader, _reference_of(train, self.config, job))
         return inference, switch
-
-    def check_sampling(self, inference: Any, sampling: Sampling) -> None:
-        """Raise ConfigError if `inference` cannot generate with `sampling`."""
 
 
 def inference_side(config: HybridConfig) -> InferenceSide:
@@ -173,12 +170,6 @@ class LocalVllm(InferenceSide):
             reference=_reference_of(train, self.config, job),
         )
         return inference, switch
-
-    def check_sampling(self, inference: Any, sampling: Sampling) -> None:
-        """Raise ConfigError for a `sampling` that vLLM refuses."""
-        from hybrid_engine.backends.vllm.requests import sampling_params
-
-        sampling_params(sampling, inference.tokenizer)
 
 
 def _reference_of(train: Trainer, config: HybridConfig, job: Job) -> ConfigModel | None:

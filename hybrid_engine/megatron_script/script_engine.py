@@ -315,7 +315,7 @@ class ScriptEngine:
                 self._token_ids.append(list(prompt))
         sampling = self.settings.sampling
         self.inference.check_prompts(self._token_ids, sampling.max_tokens or 1)
-        inference_side(self.settings.config).check_sampling(self.inference, sampling)
+        self.inference.params_of(sampling)
         self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)
 
     def switch(self, iteration: int) -> None:

@@ -32,6 +32,7 @@ from hybrid_engine.rl.served_conversations import ServedConversations
 from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion
     from hybrid_engine.backends.vllm.prompts import ChatArguments
     from hybrid_engine.backends.vllm.requests import Samplings
 
@@ -155,12 +156,20 @@ def begin_conversations(
         goes_on: they continue after a publish, with the next weights; see `Completion.versions`.
             Otherwise the present weights draw all tokens.
     """
+    from hybrid_engine.backends.vllm.requests import Request
+
     samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
     inference: Any = engine.inference
     first_prompts = [prompt_of(prompt) for prompt in prompts]
-    token_ids, seeded = inference.requests_of(first_prompts, list(samplings), chat=chat)
-    complete = inference.completer(goes_on=goes_on)
-    num_servers = inference.num_servers
+    token_ids, seeded = inference.prepare(first_prompts, list(samplings), chat=chat)
+    with engine.job.agreement.phase("looking for weights"):
+        weights = inference.weights(goes_on=goes_on)
+
+    def complete(number: int, context: Sequence[int], params: Any) -> Completion:
+        request = Request.of(context, params, number=number, weights=weights)
+        ((answer,),) = inference.whole([context], inference.complete([request]))
+        return answer
+
     runner = EnvironmentRunner(engine, environment, chat)
     groups = [
         [
@@ -177,7 +186,7 @@ def begin_conversations(
             prompts, names or range(len(prompts)), seeded, token_ids, strict=True
         )
     ]
-    return ServedConversations(engine, groups, runner, complete, num_servers, max_tokens_per_turn)
+    return ServedConversations(engine, groups, runner, complete, max_tokens_per_turn)
 
 
 def _checked(
@@ -204,7 +213,7 @@ def _checked(
             )
         if violations:
             raise ArgumentError(violations)
-        samplings = asked_for(sampling, len(prompts), _require_bound).each
+        samplings = asked_for(sampling, len(prompts), _require_bound)
         # Later turns begin with token ids, which have no images.
         pictured = [index for index, prompt in enumerate(prompts) if _has_images(prompt)]
         if pictured:

@@ -53,9 +53,8 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
-    from hybrid_engine.backends.vllm.replica_exchange import Completions
-    from hybrid_engine.backends.vllm.server.drawing import Drawing
-    from hybrid_engine.backends.vllm.server.inference import ServedInference
+    from hybrid_engine.backends.vllm.completing import Completions
+    from hybrid_engine.backends.vllm.server.inference import ServedDrawing
     from hybrid_engine.rl.served_conversations import ServedConversations
 
 logger = logging.getLogger("hybrid_engine")
@@ -112,8 +111,8 @@ class GroupQueue:
         self._depth = arguments.config.max_staleness
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
-        self._begun: dict[int, Drawing | ServedConversations | _Restored] = {}
-        self._drawings: list[Drawing | ServedConversations] = []
+        self._begun: dict[int, ServedDrawing | ServedConversations | _Restored] = {}
+        self._drawings: list[ServedDrawing | ServedConversations] = []
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> StepPrompts:
@@ -164,7 +163,7 @@ class GroupQueue:
             self._drawings = [*self._drawings[-self._depth :], drawing]
         return waited
 
-    def _begin_step(self, number: int) -> Drawing | ServedConversations:
+    def _begin_step(self, number: int) -> ServedDrawing | ServedConversations:
         """Request the completions of a step, with any weights of this job."""
         names, prompts = self.prompts_of(number)
         if self._environment is not None:
@@ -176,9 +175,10 @@ class GroupQueue:
                 goes_on=True,
                 **self._of_conversations(names),
             )
-        servers = cast("ServedInference", self._worker.inference)
+        servers = self._worker.inference
         plain_prompts = [prompt_of(prompt) for prompt in prompts]
-        return servers.begin(plain_prompts, self.sampling(number), chat=self._chat, goes_on=True)
+        prepared = servers.prepare(plain_prompts, self.sampling(number), chat=self._chat)
+        return cast("ServedDrawing", servers.begin(*prepared, goes_on=True))
 
     def take(self, number: int) -> Groups:
         """Return the completions of each prompt of a step. Collective, in the rollout context.
@@ -296,7 +296,7 @@ class GroupQueue:
             self._source.load(directory, step)
         if not self._depth:
             return
-        from hybrid_engine.backends.vllm.replica_exchange import Completions
+        from hybrid_engine.backends.vllm.completing import Completions
 
         # Versions of the last publishes, and completions by step.
         kind = tuple[list[int], dict[int, Completions]]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import GenerationError
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hybrid_engine")
 
-_MOST_REQUESTS = 256
-"""Maximum number of concurrent requests to a server. vLLM queues those above its max_num_seqs."""
-
 
 class ServedConversations:
     """Conversations that have begun; rank 0 holds them.
@@ -46,7 +43,6 @@ class ServedConversations:
         runner: environments.
         complete: (number, token ids, sampling) -> answer; called in several threads. Requests with
             the same number reach the same server, which has their prefix in its cache.
-        num_servers: number of servers.
         max_tokens_per_turn: bounds each answer.
 
     Attributes:
@@ -60,7 +56,6 @@ class ServedConversations:
         groups: Sequence[Sequence[ConversationState]],
         runner: EnvironmentRunner,
         complete: Callable[[int, Sequence[int], Sampling], Completion],
-        num_servers: int,
         max_tokens_per_turn: int | None,
     ) -> None:
         self._job = engine.job
@@ -69,7 +64,8 @@ class ServedConversations:
         self._states = [state for group in groups for state in group]
         self._runner = runner
         self._complete = complete
-        self._num_servers = num_servers
+        inference: Any = engine.inference
+        self._most_requests = inference.most_requests
         self._max_tokens_per_turn = max_tokens_per_turn
         self._conversations: list[list[Conversation]] | None = None
         self.ended_at = -math.inf
@@ -79,7 +75,7 @@ class ServedConversations:
 
     async def _hold_all(self) -> None:
         # A semaphore of the event loop that runs this coroutine.
-        room = asyncio.Semaphore(_MOST_REQUESTS * self._num_servers)
+        room = asyncio.Semaphore(self._most_requests)
         tasks = [
             asyncio.ensure_future(self._hold(number, state, room))
             for number, state in enumerate(self._states)

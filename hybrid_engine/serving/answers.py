@@ -88,13 +88,15 @@ class Expected:
     """Properties that the response to a request must have.
 
     Attributes:
-        num_choices: number of completions over all prompts of the request.
+        prompt: token ids of the request.
+        num_choices: number of completions.
         max_tokens: maximum number of tokens per completion.
         vocab_size: exclusive upper bound of token ids.
         has_logprobs: the request asked for log-probabilities.
         weights: requested job and version; None: any.
     """
 
+    prompt: list[int]
     num_choices: int
     max_tokens: int
     vocab_size: int
@@ -157,6 +159,8 @@ def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
     """Yield every deviation of a choice from the request."""
     num_tokens = len(choice.token_ids)
     place = f"choice {choice.index}"
+    if choice.prompt_token_ids not in (None, expected.prompt):  # not every server returns them
+        yield f"{place} completes another prompt than the one of the request"
     if not 1 <= num_tokens <= expected.max_tokens:
         yield f"{place} has {num_tokens} tokens, max_tokens is {expected.max_tokens}"
     for token_id in choice.token_ids:

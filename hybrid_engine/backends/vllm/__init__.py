@@ -10,8 +10,8 @@
     prompts.py          prompts -> token ids, completions in the prompts' form; the tokenizer
     images.py           prompts with images, for vLLM and for the trainer
     tool_calls.py       calls of tools in answers, by vLLM's parsers
+    completing.py       calls for completions over any engine: checks, seeds, shares of the ranks
     requests.py         requests and completions in vLLM's terms; no request outlives its call
-    replica_exchange.py distribution of prompts over replicas, and exchange of completions
     lora.py             LoRA from memory, and LoRA that arrives with a switch
     quantised_layers.py which layers a quantization method has left as they are
     live_attention.py   windows, scales and rotations of vLLM's layers
@@ -41,7 +41,7 @@ Sequence of calls, and the memory that each adds (+) to or removes (-) from this
       7  adaptor.finish_fill                                         - staging memory
       8  engine.wake_kv_cache (GPU), engine.reset_caches             + KV cache (GPU)
     generate
-      9  prompts.py, replica_exchange.py and requests.py before
+      9  prompts.py, completing.py and requests.py before
          and after it, process_state.py around it
     release (switch/sharding_manager.py)
       10 adaptor.release                                             - weights, - KV cache (GPU)

@@ -25,23 +25,22 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import starmap
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
+from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state
+from hybrid_engine.backends.vllm.completing import (
+    CompletingEngine,
+    Completions,
+    seeded,
+)
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, TokenIds
-from hybrid_engine.backends.vllm.images import (
-    ImagePrompt,
-    image_faults,
-    image_refusal,
-    noise_chat,
-)
+from hybrid_engine.backends.vllm.images import image_refusal, noise_chat
 from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import (
@@ -49,21 +48,24 @@ from hybrid_engine.backends.vllm.process_state import (
     process_settings_kept,
     random_state_kept,
 )
-from hybrid_engine.backends.vllm.prompts import (
-    ChatArguments,
-    ModelTokenizer,
-    Prompts,
-    check_token_ids,
-    token_ids_of,
-)
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
 from hybrid_engine.backends.vllm.quantised_layers import require_quantised
-from hybrid_engine.backends.vllm.replica_exchange import (
-    ReplicaExchange,
+from hybrid_engine.backends.vllm.requests import (
     Request,
-    check_data,
-    stream_seeds,
+    abandon,
+    asked_for,
+    completions_of,
+    needs_tokenizer,
+    none_left,
+    one_thread,
+    probe_limits,
+    prompt_distributions,
+    refusals_named,
+    require_answers,
+    reset_prefix_cache,
+    sampling_params,
+    zero_caches,
 )
-from hybrid_engine.backends.vllm.requests import asked_for, one_thread, sampling_of, sampling_params
 from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
@@ -84,10 +86,10 @@ from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLim
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.files.model_files import HfConfig
+from hybrid_engine.messages import decode
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.models.quantization_configs import format_in
-from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
@@ -103,12 +105,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hybrid_engine")
 
 
-class InferenceEngine:
+class InferenceEngine(CompletingEngine):
     """One rank of the colocated vLLM.
 
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
-        tokenizer: the model's, if its directory has one.
         trained_lora: name of the LoRA that switches deliver with the weights; None without one.
     """
 
@@ -135,10 +136,10 @@ class InferenceEngine:
 
         Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        self.job = job
+        tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
+        super().__init__(job, settings.sizes, tokenizer)
         self.rank = job.rank
         self.settings = settings
-        self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         self._agreement = job.agreement
         with Ends() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
@@ -176,9 +177,9 @@ class InferenceEngine:
                     model = functools.reduce(join, models)
                 config = self._llm.llm_engine.vllm_config
                 hf_config = config.model_config.hf_config
-                self._placeholders = placeholder_tokens(hf_config.to_dict()).values()
+                self.placeholders = placeholder_tokens(hf_config.to_dict()).values()
                 layers = config.compilation_config.static_forward_context
-                self._no_images = image_refusal(layers.values())
+                self.no_images = image_refusal(layers.values())
                 seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
                 self._generator_state = process_state.seeded_state(seed)
                 self._process_settings = ProcessSettings.now()
@@ -200,8 +201,7 @@ class InferenceEngine:
             processing = replace(self._process_settings, stream=None, num_threads=None)
             keeps_memory = not settings.generate.release_weights
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory, processing)
-            self._exchange = ReplicaExchange(settings.sizes, job, self.tokenizer)
-            undo.callback(self._exchange.close)
+            undo.callback(self.groups.close)
             self._ends = undo.pop_all()
 
     # -- completions -------------------------------------------------------------------------------
@@ -217,14 +217,10 @@ class InferenceEngine:
         of other callers, and ArgumentError naming every prompt that is empty, too long or out of
         the vocabulary.
         """
-        requested = asked_for(sampling, len(prompts), self._params_of)
-        self.check_prompts(prompts, requested.max_tokens)
-        seeds = stream_seeds(requested.seeds, prompts, "global", self.job)
-        params = [
-            sampling_of(b"", shared, seed)
-            for shared, seed in zip(requested.each, seeds, strict=True)
-        ]
-        return self._complete(prompts, params, lora)
+        samplings = asked_for(sampling, len(prompts), self.params_of)
+        self.check_prompts(prompts, [params.max_tokens or 1 for params in samplings])
+        requests = self.requests_of(prompts, seeded(samplings, prompts), lora)
+        return self.whole(prompts, self.complete(requests))
 
     def prompt_logprobs(self, token_ids: TokenIds, lora: str | None = None) -> list[torch.Tensor]:
         """Return log-probabilities of each token given the tokens before it.
@@ -232,7 +228,7 @@ class InferenceEngine:
         Per sequence a float32 tensor [length - 1].
         """
         scored = self._score(token_ids, 0, lora)
-        return list(starmap(requests.logprobs_of_prompt, zip(scored, token_ids, strict=True)))
+        return [torch.tensor(completion.prompt_logprobs) for completion in scored]
 
     def prompt_distributions(
         self, token_ids: TokenIds, lora: str | None = None
@@ -241,68 +237,7 @@ class InferenceEngine:
 
         Per sequence a float32 tensor [length - 1, vocabulary].
         """
-        return [requests.distributions_of_prompt(rows) for rows in self._score(token_ids, -1, lora)]
-
-    @one_thread
-    def generate_over_replicas(
-        self,
-        prompts: Prompts,
-        sampling: Samplings | None = None,
-        lora: str | None = None,
-        attention_mask: torch.Tensor | None = None,
-        data: Data = "global",
-        chat: ChatArguments | None = None,
-    ) -> list[list[Completion]]:
-        """Complete prompts of any form (prompts.py), in their order, on all replicas. Collective.
-
-        Args:
-            prompts: with global data the same on every rank, each of which gets all completions;
-                with local data any number of prompts of this rank, which gets their completions.
-            sampling: one for all prompts or a list with one for each; `n` completions per prompt;
-                default: `Sampling()`. Equal on all ranks, except for a list with local data.
-            lora: name of a delivered LoRA.
-            attention_mask: mask of a tensor of prompts.
-            data: "global" or "local", the same on every rank.
-            chat: arguments for rendering chats.
-
-        Raises, on all ranks: ArgumentError naming every invalid prompt, StateError as `generate`
-        does, GenerationError if vLLM failed, and RemoteError on the other ranks.
-        """
-        state = self._generator_state
-        # Prompts of all ranks are checked first, so that no replica starts in vain.
-        with self._agreement.phase("checking prompts"):
-            check_data(data)
-            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
-            requested = asked_for(sampling, len(token_ids), self._params_of)
-            self.check_prompts(token_ids, requested.max_tokens)
-            faults = list(image_faults(token_ids, self._placeholders, self._no_images))
-            if faults:
-                raise ArgumentError(faults)
-
-        def complete(share: Sequence[Request]) -> list[list[Completion]]:
-            params = [
-                sampling_of(request.sampling, requested.shared, request.seed) for request in share
-            ]
-            return self._complete([request.prompted for request in share], params, lora)
-
-        try:
-            completions = self._exchange.complete(
-                token_ids,
-                data,
-                settings=(data, requested.fields(data), lora),
-                seeds=requested.seeds,
-                sampling=requested.messages(),
-                generate=complete,
-            )
-        except BaseException:
-            self._generator_state = state  # also if this replica succeeded and another failed
-            raise
-        return [
-            [replace(completion, image_inputs=prompt.inputs) for completion in group]
-            if isinstance(prompt, ImagePrompt)
-            else group
-            for prompt, group in zip(token_ids, completions, strict=True)
-        ]
+        return list(map(prompt_distributions, self._score(token_ids, -1, lora)))
 
     def abandon_requests(self) -> None:
         """Abort all unfinished requests and reset the prefix cache; every rank calls this.
@@ -310,14 +245,14 @@ class InferenceEngine:
         A failed call does this itself. Call it after adding requests to `llm` directly, or after
         interrupting that clean-up.
         """
-        requests.abandon(self.llm)
+        abandon(self.llm)
 
     # -- port `Probed` of compute_check ------------------------------------------------------------
 
     def probe_limits(self) -> ProbeLimits:
         """See the port."""
         refusal = arguments.scoring_problem(self.settings.sizes, self._device_type) or ""
-        return requests.probe_limits(self.llm.llm_engine.vllm_config, refusal)
+        return probe_limits(self.llm.llm_engine.vllm_config, refusal)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """See the port. Uses the trained LoRA, and draws nothing."""
@@ -325,7 +260,7 @@ class InferenceEngine:
 
     def image_prompt(self) -> ProbeImage | None:
         """See `probes.WithImagePrompt`."""
-        if self._no_images or not self._placeholders:
+        if self.no_images or not self.placeholders:
             return None
         try:
             prompt = self.tokenizer.encode_images(noise_chat(), {})
@@ -436,17 +371,17 @@ class InferenceEngine:
 
         Raises StateError while requests are unfinished.
         """
-        requests.reset_prefix_cache(self.llm)
+        reset_prefix_cache(self.llm)
         runner = internals.model_runner_of(self.llm)
         if self._sleep_mode is None:
-            requests.zero_caches(runner)
+            zero_caches(runner)
         # A sleeping cache has no memory.
         elif not self._sleep_mode.is_kv_cache_asleep:
-            requests.zero_caches(runner, self._sleep_mode.pending())
+            zero_caches(runner, self._sleep_mode.pending())
 
     def release(self) -> None:
         """Free the weights and, on GPU with sleep mode, the KV cache. Raises as `reset_caches`."""
-        requests.reset_prefix_cache(self.llm)
+        reset_prefix_cache(self.llm)
         if self._loras is not None:
             self._loras.drop_from_device()
         self.adaptor.release()
@@ -585,28 +520,35 @@ class InferenceEngine:
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
         return ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
 
-    def _params_of(self, sampling: AnySampling | None) -> Any:
+    def params_of(self, sampling: AnySampling | None) -> Any:
+        """Return vLLM's parameters, which never draw the placeholder of an image."""
         params = sampling_params(sampling, self.tokenizer)
-        if self._placeholders:
+        if self.placeholders:
             # In place of an image's embedding it would have none.
-            bias = dict.fromkeys(self._placeholders, PLACEHOLDER_BIAS)
+            bias = dict.fromkeys(self.placeholders, PLACEHOLDER_BIAS)
             params.logit_bias = {**(params.logit_bias or {}), **bias}
         return params
 
-    def _complete(
-        self, prompts: TokenIds, params: Sequence[Any], lora: str | None
-    ) -> list[list[Completion]]:
-        outputs = self._run(prompts, params, lora)
-        return [
-            requests.completions_of(output, prompt_params, self.tokenizer)
-            for output, prompt_params in zip(outputs, params, strict=True)
-        ]
+    @contextlib.contextmanager
+    def one_call(self) -> Iterator[None]:
+        """See the base class: restores the generator, also if another replica fails."""
+        with one_thread:
+            state = self._generator_state
+            try:
+                yield
+            except BaseException:
+                self._generator_state = state
+                raise
 
     @one_thread
-    def _run(self, prompts: TokenIds, params: Sequence[Any], lora: str | None) -> list[Any]:
-        """Return vLLM's outputs of prompts, given the parameters of each."""
+    def complete(self, requests: Sequence[Request]) -> Completions:
+        """See the base class."""
+        from vllm import SamplingParams
+
         llm = self.llm
-        lora_request = None if lora is None else self.loras.request(lora)
+        params = [decode(request.sampling, SamplingParams) for request in requests]
+        names = [request.lora for request in requests]
+        loras = [name and self.loras.request(name) for name in names] if any(names) else None
         are_scored = any(prompt_params.prompt_logprobs is not None for prompt_params in params)
         problem_of = arguments.scoring_problem if are_scored else arguments.generation_problem
         problem = problem_of(self.settings.sizes, self._device_type)
@@ -620,9 +562,8 @@ class InferenceEngine:
                 "the KV cache's memory is released: call wake_kv_cache() before generating",
                 code="kv-cache-released",
             )
-        prompted = [requests.request_of(prompt) for prompt in prompts]
         tokenizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if any(map(requests.needs_tokenizer, params)):
+        if any(map(needs_tokenizer, params)):
             tokenizer = self.tokenizer.attached_to(llm)
         with (
             torch_defaults(),
@@ -632,26 +573,32 @@ class InferenceEngine:
             tokenizer,
         ):
             process_state.set_state(self._generator_state)
-            with requests.refusals_named(), requests.none_left(llm):
-                outputs = llm.generate(prompted, params, use_tqdm=False, lora_request=lora_request)
+            with refusals_named(), none_left(llm):
+                prompts = [request.for_vllm for request in requests]
+                outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
                 num_each = [prompt_params.n for prompt_params in params]
-                requests.require_answers(outputs, prompts, num_each)
+                require_answers(outputs, requests, num_each)
             self._generator_state = process_state.get_state()
-        return outputs
+        return list(map(completions_of, outputs, params))
 
-    def _score(self, token_ids: TokenIds, num_logprobs: int, lora: str | None = None) -> list[Any]:
-        """Return vLLM's `prompt_logprobs` of each sequence; -1 asks for the whole vocabulary."""
+    def _score(
+        self, token_ids: TokenIds, num_logprobs: int, lora: str | None = None
+    ) -> list[Completion]:
+        """Return a completion of each sequence with the log-probabilities of its tokens.
+
+        `num_logprobs`: of other tokens in their places; -1 asks for the whole vocabulary.
+        """
         from vllm import SamplingParams
 
         self.check_prompts(token_ids, 1)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False
         )
-        outputs = self._run(token_ids, [params] * len(token_ids), lora)
-        return [output.prompt_logprobs for output in outputs]
+        requests = self.requests_of(token_ids, [params] * len(token_ids), lora)
+        return [completion for (completion,) in self.complete(requests)]
 
     def check_prompts(self, prompts: TokenIds, max_tokens: int | Sequence[int]) -> None:
-        """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
+        """See the base class."""
         config = self.llm.llm_engine.model_config
         check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())
 

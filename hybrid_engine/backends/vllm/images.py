@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import TokenIds
-from hybrid_engine.errors import ArgumentError, Violation, Violations
+from hybrid_engine.errors import Violation, Violations
 from hybrid_engine.messages import Record
 
 
@@ -167,34 +167,19 @@ def image_faults(prompts: TokenIds, placeholders: Collection[int], refusal: str)
     Args:
         prompts: token ids, such as those of an earlier prompt with images.
         placeholders: token ids in whose places the model puts images and the like.
-        refusal: of `image_refusal`.
+        refusal: why the engine takes no images, such as of `image_refusal`; "" if it does.
     """
     for index, prompt in enumerate(prompts):
         key = f"prompts[{index}]"
         if isinstance(prompt, ImagePrompt):
             if refusal:
                 problem = f"has images, and {refusal}"
-                yield Violation(key, problem, "Use a GPU, or text", code="images-unsupported")
+                remedy = "Use text, or vLLM in the training processes, on a GPU"
+                yield Violation(key, problem, remedy, code="images-unsupported")
         elif not set(placeholders).isdisjoint(prompt):
             problem = "has tokens of images, but no images"
             remedy = "Pass a chat with the images; several turns have text alone"
             yield Violation(key, problem, remedy, code="tokens-without-images")
-
-
-def require_text(prompts: TokenIds) -> None:
-    """Raise ArgumentError naming every prompt with images, which servers do not take."""
-    violations = [
-        Violation(
-            f"prompts[{index}]",
-            "has images, and a server takes text alone",
-            "Use vLLM in the training processes, without an environment",
-            code="images-unsupported",
-        )
-        for index, prompt in enumerate(prompts)
-        if isinstance(prompt, ImagePrompt)
-    ]
-    if violations:
-        raise ArgumentError(violations)
 
 
 def _image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,10 +23,8 @@ from hybrid_engine.backends.vllm.engine_settings import (
     Completion,
     RoutedExperts,
     Sampling,
-    TokenDecoder,
-    TokenIds,
 )
-from hybrid_engine.backends.vllm.images import ImagePrompt
+from hybrid_engine.backends.vllm.images import ImagePrompt, PackedImage, unpacked
 from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
 from hybrid_engine.compute_check.attention import compared_positions
 from hybrid_engine.compute_check.probes import ProbeLimits
@@ -41,8 +39,8 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.memory.offload_items import Spans
-from hybrid_engine.messages import decode, encode
-from hybrid_engine.ports import Data
+from hybrid_engine.messages import Record, encode
+from hybrid_engine.serving.invitation import DrawnWith
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -75,6 +73,48 @@ def probe_limits(vllm_config: Any, refusal: str = "") -> ProbeLimits:
         vocab_size=config.get_vocab_size(),
         positions=compared_positions(last, config.hf_config.to_dict()),
     )
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+class Request(Record, frozen=True):
+    """A prompt to complete.
+
+    Attributes:
+        prompt: token ids, with all tokens of images.
+        sampling: message of its sampling, in the engine's class and with the seed of its stream.
+        number: number of the prompt. Requests with the same number reach the same server.
+        lora: name of a delivered LoRA.
+        weights: weights of servers with which it must be answered.
+        unexpanded: token ids with one token for an image; empty without images.
+        images: of the prompt.
+    """
+
+    prompt: list[int]
+    sampling: bytes
+    number: int = 0
+    lora: str | None = None
+    weights: DrawnWith | None = None
+    unexpanded: tuple[int, ...] = ()
+    images: tuple[PackedImage, ...] = ()
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], sampling: AnySampling, **values: Any) -> Request:
+        """Return the request for a prompt; `values` of further attributes."""
+        if isinstance(prompt, ImagePrompt):
+            values |= {"unexpanded": tuple(prompt.unexpanded), "images": tuple(prompt.packed)}
+        return cls(list(prompt), encode(sampling), **values)
+
+    @property
+    def for_vllm(self) -> dict[str, Any]:
+        """The prompt in vLLM's form."""
+        if not self.images:
+            return {"prompt_token_ids": self.prompt}
+        return {
+            "prompt_token_ids": list(self.unexpanded),
+            "multi_modal_data": {"image": unpacked(self.images)},
+        }
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -118,51 +158,16 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
     return params
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Sampling parameters of the prompts of a call.
-
-    Attributes:
-        each: parameters of each prompt, in the form that its completer takes.
-        shared: parameters of all prompts, if the caller passed one object instead of a list.
-    """
-
-    each: tuple[Any, ...]
-    shared: Any
-
-    @property
-    def seeds(self) -> list[int | None] | int | None:
-        """The seed of all prompts, or a list with one for each."""
-        return [params.seed for params in self.each] if self.shared is None else self.shared.seed
-
-    @property
-    def max_tokens(self) -> list[int]:
-        """Tokens to generate after each prompt, at least."""
-        return [params.max_tokens or 1 for params in self.each]
-
-    def fields(self, data: Data) -> object:
-        """Return the fields that must be equal on all ranks; a list of local data may differ."""
-        if self.shared is not None:
-            return caller_fields(self.shared)
-        return [caller_fields(params) for params in self.each] if data == "global" else "a list"
-
-    def messages(self) -> list[bytes]:
-        """Return a message for `sampling_of` per prompt; empty if all prompts share parameters."""
-        # Shared parameters are known on all ranks already.
-        return [encode(params) if self.shared is None else b"" for params in self.each]
-
-
 def asked_for(
     sampling: Samplings | None, num_prompts: int, taken: Callable[[AnySampling | None], Any]
-) -> Asked:
-    """Return the sampling parameters of `num_prompts` prompts, from one object for all or a list.
+) -> list[Any]:
+    """Return the sampling of each of `num_prompts` prompts, from one object for all or a list.
 
     `taken` checks an object and converts it. Raises ArgumentError with the violations of all
     objects, and for a list of another length.
     """
     if not isinstance(sampling, list | tuple):
-        params = taken(sampling)
-        return Asked((params,) * num_prompts, params)
+        return [taken(sampling)] * num_prompts
     violations = []
     converted = []
     if len(sampling) != num_prompts:
@@ -180,29 +185,20 @@ def asked_for(
             ]
     if violations:
         raise ArgumentError(violations)
-    return Asked(tuple(converted), None)
+    return converted
 
 
-def sampling_of(message: bytes, shared: Any, seed: int | None) -> Any:
-    """Return vLLM's parameters of one prompt, from a message of `Asked.messages` or `shared`.
+def with_values(sampling: AnySampling, **values: Any) -> Any:
+    """Return a copy of a sampling, ours or vLLM's, with other values.
 
-    Completion i draws with seed + i.
+    Does not import vLLM, which need not be installed.
     """
-    from vllm import SamplingParams
-
-    params = decode(message, SamplingParams) if message else shared
-    if params.seed is None:
-        return params
-    # A copy, because other prompts may share the parameters.
-    seeded = params.clone()
-    seeded.seed = seed
-    return seeded
-
-
-def caller_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the caller's fields; the `repr` of `SamplingParams` omits some (`logit_bias`)."""
-    names = (name for name in params.__struct_fields__ if not name.startswith("_"))
-    return {name: getattr(params, name) for name in names}
+    if isinstance(sampling, Sampling):
+        return replace(sampling, **values)
+    params = sampling.clone()
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
 
 
 def needs_tokenizer(params: SamplingParams) -> bool:
@@ -257,9 +253,8 @@ def _unsupported(params: SamplingParams) -> Violations:
 # -- completions -----------------------------------------------------------------------------------
 
 
-def completions_of(output: Any, params: Any, tokenizer: TokenDecoder) -> list[Completion]:
+def completions_of(output: Any, params: Any) -> list[Completion]:
     """Return the completions of one prompt from vLLM's `RequestOutput`."""
-    prompt = tuple(output.prompt_token_ids)
     # No log-probability exists for the first token of a prompt.
     rows = output.prompt_logprobs[1:] if output.prompt_logprobs else ()
     has_top = bool(params.logprobs or params.logprob_token_ids)
@@ -269,12 +264,10 @@ def completions_of(output: Any, params: Any, tokenizer: TokenDecoder) -> list[Co
             logprobs=_scored(choice.logprobs or (), choice.token_ids),
             finish_reason=str(choice.finish_reason),
             stop_reason=choice.stop_reason,
-            prompt_token_ids=prompt,
             top_logprobs=_all_scored(choice.logprobs or ()) if has_top else (),
             drawn_text=choice.text if params.detokenize else None,
-            tokenizer=tokenizer,
             temperature=params.temperature or 1.0,
-            prompt_logprobs=_scored(rows, prompt[1:]),
+            prompt_logprobs=_scored(rows, output.prompt_token_ids[1:]),
             prompt_top_logprobs=_all_scored(rows) if params.prompt_logprobs else (),
             routed_experts=_routed_experts_of(choice),
         )
@@ -302,28 +295,11 @@ def _routed_experts_of(choice: Any) -> RoutedExperts | None:
     return RoutedExperts(experts.astype("int16").tobytes(), *experts.shape[1:])
 
 
-def request_of(prompt: Sequence[int]) -> dict[str, Any]:
-    """Return a prompt in vLLM's form."""
-    if isinstance(prompt, ImagePrompt):
-        return {
-            "prompt_token_ids": prompt.unexpanded,
-            "multi_modal_data": {"image": list(prompt.images)},
-        }
-    return {"prompt_token_ids": list(prompt)}
-
-
-def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:
-    """Return log-probabilities [length - 1] of each token but the first, from vLLM's rows."""
-    pairs = zip(rows[1:], token_ids[1:], strict=True)
-    return torch.tensor([row[token].logprob for row, token in pairs], dtype=torch.float32)
-
-
-def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
-    """Return log-probabilities [length - 1, vocabulary] from vLLM's rows of a prompt."""
-    table = torch.empty(len(rows) - 1, len(rows[1]), dtype=torch.float32)
-    for index, row in enumerate(rows[1:]):
-        table[index, list(row)] = torch.tensor([entry.logprob for entry in row.values()])
-    return table
+def prompt_distributions(completion: Completion) -> torch.Tensor:
+    """Return the log-probabilities [length - 1, vocabulary] of a prompt that was wholly scored."""
+    return torch.tensor(
+        [[row[token] for token in range(len(row))] for row in completion.prompt_top_logprobs]
+    )
 
 
 # -- vLLM's engine around a call -------------------------------------------------------------------
@@ -449,27 +425,29 @@ def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def require_answers(outputs: Sequence[Any], prompts: TokenIds, num_each: Sequence[int]) -> None:
-    """Raise StateError unless `outputs` answer `prompts`, in order, with `num_each` completions.
+def require_answers(
+    outputs: Sequence[Any], requests: Sequence[Request], num_each: Sequence[int]
+) -> None:
+    """Raise StateError unless `outputs` answer `requests`, in order, with `num_each` completions.
 
     Raises ModelError if vLLM gives images another number of tokens than the model's processor does,
     and GenerationError for NaN among the requested log-probabilities.
     """
     problem = None
-    if len(outputs) != len(prompts):
-        problem = f"{len(outputs)} results for {len(prompts)} prompts"
-    expected = zip(outputs, prompts, num_each, strict=False)
-    for index, (output, prompt, num) in enumerate(expected):
+    if len(outputs) != len(requests):
+        problem = f"{len(outputs)} results for {len(requests)} prompts"
+    expected = zip(outputs, requests, num_each, strict=False)
+    for index, (output, request, num) in enumerate(expected):
         num_tokens = len(output.prompt_token_ids)
-        if isinstance(prompt, ImagePrompt) and num_tokens != len(prompt):
+        if request.images and num_tokens != len(request.prompt):
             raise ModelError(
-                f"prompt {index} has {len(prompt)} tokens with those of its images by the model's "
-                f"processor, and {num_tokens} by vLLM. Correct the settings that decide how many "
-                "tokens an image has, such as vision_feature_select_strategy, in config.json and "
-                "the processor's files",
+                f"prompt {index} has {len(request.prompt)} tokens with those of its images by the "
+                f"model's processor, and {num_tokens} by vLLM. Correct the settings that decide "
+                "how many tokens an image has, such as vision_feature_select_strategy, in "
+                "config.json and the processor's files",
                 code="image-tokens-differ",
             )
-        if list(output.prompt_token_ids) != list(prompt):
+        if list(output.prompt_token_ids) != request.prompt:
             problem = problem or f"result {index} is of another prompt"
         elif len(output.outputs) != num:
             problem = problem or f"result {index} has {len(output.outputs)} completions, not {num}"

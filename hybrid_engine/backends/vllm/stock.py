@@ -14,7 +14,11 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
-from hybrid_engine.backends.vllm.requests import cache_storages, distributions_of_prompt
+from hybrid_engine.backends.vllm.requests import (
+    cache_storages,
+    completions_of,
+    prompt_distributions,
+)
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.tracing import NamedModules
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -100,7 +104,7 @@ def observe(llm: Any, directory: Path) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in tokens]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    rows = [distributions_of_prompt(output.prompt_logprobs) for output in outputs]
+    rows = [prompt_distributions(*completions_of(output, params)) for output in outputs]
     torch.save(torch.cat(rows), directory / "logprobs.pt")
     # After a forward pass, because layers may derive tensors in their first one.
     llm.collective_rpc(look, args=(str(directory),))

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from hybrid_engine import Completion, Sampling, build_batch, pack
 from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
-from hybrid_engine.backends.vllm.requests import caller_fields
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
@@ -300,7 +299,7 @@ def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer)
     lengths = [(len(conversation.turns), conversation.is_cut) for conversation in (*cut, whole)]
     assert lengths == [(1, True), (1, True), (3, False)]
     (_, (first, second)), *later = engine.calls
-    assert (first, caller_fields(second)) == (ours, caller_fields(theirs))
+    assert (first, second) == (ours, theirs)
     for prompts, (sampling,) in later:
         assert (sampling.n, sampling.temperature, sampling.logit_bias, sampling.seed) == (1, 0.5, {5: 1.0}, None)
         assert sampling.max_tokens == 50 - (len(prompts[0]) - len(whole.prompt_token_ids))

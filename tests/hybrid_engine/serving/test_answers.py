@@ -24,10 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import Completion, Sampling, load_config
+from hybrid_engine import Sampling, load_config
+from hybrid_engine.backends.vllm.completing import Completions
 from hybrid_engine.backends.vllm.images import ImagePrompt
-from hybrid_engine.backends.vllm.server import drawing
-from hybrid_engine.backends.vllm.server.drawing import Drawing
+from hybrid_engine.backends.vllm.requests import Request
+from hybrid_engine.backends.vllm.server import inference as server_inference
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import ArgumentError, GenerationError, ServerError
 from hybrid_engine.ranks import rank_tree
@@ -42,8 +43,9 @@ from tests.harness.values import Values
 pytestmark = pytest.mark.slow  # imports vLLM
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "gpt_rl" / "model"
-PROMPTS = [[3, 4, 5], [3, 4]]
+PROMPTS = [[3, 4, 5]]
 MAX_TOKENS = 4
+SAMPLING = Sampling(n=2, max_tokens=MAX_TOKENS)
 WEIGHTS = DrawnWith(job="host/1/abc", version=3)
 SECONDS = 20.0
 """Longest wait for any response."""
@@ -98,14 +100,19 @@ def serving() -> Iterator[Server]:
         server.shutdown()
 
 
+def served_by(url: str, job: Job, **generate: Any) -> ServedInference:
+    keys = {"servers": [url], "timeout_seconds": 5, **generate}
+    config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": keys}, world_size=1)
+    inference = ServedInference(config, job)
+    inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
+    return inference
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[ServedInference, Server]]:
     world = World(dist.HashStore(), 0, 1)
     with serving() as server, closing(Job.join(60, world=world, device=torch.device("cpu"))) as job:
-        generate = {"servers": [f"http://127.0.0.1:{server.server_port}"], "max_model_len": 20, "timeout_seconds": 5}
-        config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1)
-        inference = ServedInference(config, job)
-        inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
+        inference = served_by(f"http://127.0.0.1:{server.server_port}", job, max_model_len=20)
         yield inference, server
 
 
@@ -169,7 +176,7 @@ INVALID: dict[str, bytes] = {
     "no UTF-8": b"\xff\xfe",
     "deep JSON": DEEP,
     "empty": b"",
-    "another prompt": first_choice(prompt_token_ids=PROMPTS[1]),
+    "another prompt": first_choice(prompt_token_ids=[3, 4]),
     "aborted": first_choice(finish_reason="abort"),
     "refused": first_choice(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
     "unfinished": first_choice(finish_reason=None),
@@ -187,7 +194,7 @@ GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (mat
 
 
 def generate(inference: ServedInference) -> list[Any]:
-    return inference.generate_over_replicas(PROMPTS, Sampling(max_tokens=MAX_TOKENS))
+    return inference.generate_over_replicas(PROMPTS, SAMPLING)
 
 
 @pytest.mark.parametrize("name", VALID)
@@ -196,7 +203,7 @@ def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], na
     server.status = 200
     server.headers = {}
     server.body = VALID[name]
-    assert [len(completions) for completions in generate(inference)] == [1, 1]
+    assert [len(completions) for completions in generate(inference)] == [2]
     body, key = server.requests[-1]
     assert body["vllm_xargs"] == {JOB: WEIGHTS.job, VERSION: "3"}
     assert key is None
@@ -219,7 +226,7 @@ def test_an_invalid_response_raises_a_named_error(served: tuple[ServedInference,
     kind = GenerationError if name in GENERATION_ERRORS else ServerError
     started = time.monotonic()
     with pytest.raises(kind) as caught:
-        inference._ask(0, PROMPTS, Sampling(max_tokens=MAX_TOKENS), WEIGHTS)
+        inference.complete([Request.of(PROMPTS[0], SAMPLING, weights=WEIGHTS)])
     assert type(caught.value) is kind
     assert len(str(caught.value)) < 3000
     with pytest.raises((GenerationError, ServerError)):
@@ -233,34 +240,39 @@ def test_a_failure_stops_further_requests(
     inference, _ = served
     num_requests = itertools.count()
 
-    def fail_first(number: int, prompts: object, sampling: object, weights: object) -> list[Any]:
+    def fail_first(requests: Sequence[Request]) -> Completions:
         if next(num_requests) == 0:
             raise ServerError("no memory")
         time.sleep(0.1)
-        return []
+        return [[] for _ in requests]
 
-    monkeypatch.setattr(drawing, "_MOST_REQUESTS", 2)
-    monkeypatch.setattr(inference, "_ask", fail_first)
+    monkeypatch.setattr(server_inference, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(inference, "complete", fail_first)
     with pytest.raises(ServerError, match="no memory"):
         inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MAX_TOKENS, seed=1))
     assert next(num_requests) < 20
 
 
-LENGTHS = range(0, 900, 100)
+LENGTHS = range(1, 900, 100)
 
 
-def exchange_in_parts() -> list[list[Completion]]:
+class ServerOfLengths:
+    """Answers with as many tokens as the first token of the prompt says."""
+
+    def complete(self, body: Values) -> Values:
+        answer = choice(token_ids=[7] * body["prompt"][0], logprobs=None)
+        return {"choices": [answer]}
+
+
+def exchange_in_parts() -> Completions:
     """Draw a completion of each length on two ranks that send a kilobyte at a time."""
     dist.init_process_group("gloo")
-
-    def ask(server: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        return [[Completion(tuple(range(prompt[0])), (), "stop")] for prompt in prompts]
-
-    prompts = [[length] for length in LENGTHS]
-    samplings = [Sampling(max_tokens=4)] * len(prompts)
-    tokenizer: Any = None
-    with mock.patch.object(rank_tree, "_PART", 1000), mock.patch.object(drawing, "LIMIT", 1000, create=True):
-        completions = Drawing(ask, Job.join(60), tokenizer, prompts, samplings, "global", 1).collect()
+    inference = served_by("http://127.0.0.1:1", Job.join(60), max_model_len=2000)
+    inference._servers = [ServerOfLengths()]  # type: ignore[list-item]
+    inference._vocab_size = 1000
+    sampling = Sampling(max_tokens=max(LENGTHS), logprobs=False)
+    with mock.patch.object(rank_tree, "_PART", 1000):
+        completions = inference.generate_over_replicas([[length] for length in LENGTHS], sampling)
     dist.destroy_process_group()
     return completions
 

@@ -33,8 +33,8 @@ ENGINE = {
 
 def complete(server: VllmActor) -> list[Any]:
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 0}
-    choices = server.complete({"prompt": PROMPTS, **sampling})["choices"]
-    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+    answers = [server.complete({"prompt": prompt, **sampling})["choices"] for prompt in PROMPTS]
+    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for (choice,) in answers]
 
 
 def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
@@ -43,7 +43,7 @@ def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[lis
     (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: Values = {"server": server, "publisher": publisher}
     exec(compile(snippet, "docs/servers.md", "exec"), names)
-    whole = server.complete({"prompt": [[5, 6, 7]], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
+    whole = server.complete({"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
     return [*map(list, names["parts"]), whole]
 
 

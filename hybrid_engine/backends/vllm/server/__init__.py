@@ -15,6 +15,5 @@
 On the trainers' side:
 
     inference.py     completions over HTTP, instead of an `InferenceEngine`
-    drawing.py       the requests of a call, in background threads
     async_server.py  an `AsyncLLM` in the publisher's own process
 """

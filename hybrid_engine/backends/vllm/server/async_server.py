@@ -47,33 +47,28 @@ class AsyncServer(Server):
     async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         from vllm import SamplingParams
 
-        values = {name: value for name, value in body.items() if name not in _NOT_SAMPLING}
-        for name, value in values.items():
-            if isinstance(value, tuple):  # vLLM expects lists, as JSON has no tuples
-                values[name] = list(value)
-        extra_args = body.get("vllm_xargs")
+        # vLLM expects lists, as JSON has no tuples.
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in body.items()
+            if name not in _NOT_SAMPLING
+        }
         sampling = SamplingParams(
             **values,
             output_kind=internals.OUTPUT_KIND.load().FINAL_ONLY,
             detokenize=bool(values.get("stop")),
-            extra_args=extra_args and dict(extra_args),
+            extra_args=body.get("vllm_xargs"),
         )
-        prompts = [list(prompt) for prompt in body["prompt"]]
-        by_prompt = await asyncio.gather(*(self._answer(prompt, sampling) for prompt in prompts))
-        choices = enumerate(itertools.chain(*by_prompt))
-        return {"choices": [{**choice, "index": index} for index, choice in choices]}
-
-    async def _answer(self, prompt: list[int], sampling: Any) -> list[dict[str, Any]]:
-        request_id = next(self._request_ids)
-        async for output in self.engine.generate(
-            {"prompt_token_ids": prompt}, sampling, request_id
-        ):
+        prompt = {"prompt_token_ids": body["prompt"]}
+        async for output in self.engine.generate(prompt, sampling, next(self._request_ids)):
             last = output
         # The last output has the whole completions, because of FINAL_ONLY.
-        outputs = sorted(last.outputs, key=lambda choice: choice.index)
-        return [
-            {**_choice(choice), **drawn_with(choice, sampling.extra_args)} for choice in outputs
-        ]
+        return {
+            "choices": [
+                {**_choice(choice), **drawn_with(choice, sampling.extra_args)}
+                for choice in last.outputs
+            ]
+        }
 
     def describe(self) -> str:
         (description, *_) = self._call("collective_rpc", method="hybrid_engine_describe")
@@ -135,6 +130,7 @@ def _choice(output: Any) -> dict[str, Any]:
         pairs = zip(output.token_ids, output.logprobs, strict=True)
         logprobs = {"token_logprobs": [by_token[token].logprob for token, by_token in pairs]}
     return {
+        "index": output.index,
         "token_ids": list(output.token_ids),
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,

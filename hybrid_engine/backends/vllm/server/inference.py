@@ -2,69 +2,67 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling, TokenIds
-from hybrid_engine.backends.vllm.images import require_text
-from hybrid_engine.backends.vllm.prompts import (
-    ChatArguments,
-    ModelTokenizer,
-    Prompts,
-    check_token_ids,
-    token_ids_of,
-)
-from hybrid_engine.backends.vllm.replica_exchange import (
+from hybrid_engine.backends.vllm.completing import (
+    CompletingEngine,
     Completions,
-    check_data,
-    stream_seeds,
+    Drawing,
 )
-from hybrid_engine.backends.vllm.requests import asked_for
-from hybrid_engine.backends.vllm.server.drawing import Drawing
+from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling, TokenIds
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
+from hybrid_engine.backends.vllm.requests import Request
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, ServerError, StateError, Violation
+from hybrid_engine.errors import ArgumentError, StateError, Violation
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.messages import decode
 from hybrid_engine.ports import Data, Trainer
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.serving.answers import Choice, Expected, checked_choices
+from hybrid_engine.serving.answers import Expected, checked_choices
 from hybrid_engine.serving.clients import named_server
 from hybrid_engine.serving.invitation import DrawnWith
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.roles import NoInference
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm.requests import Samplings
+    from hybrid_engine.backends.vllm.requests import AnySampling
+
+_MOST_REQUESTS = 256
+"""Maximum number of concurrent requests to a server. vLLM queues those above its max_num_seqs."""
 
 
-class ServedInference:
+class ServedInference(CompletingEngine):
     """The inference side if `generate_config.servers` names servers; replaces an `InferenceEngine`.
 
     Attributes:
-        job: the trainers' job.
         adaptor: a placeholder: the weights are in the servers.
-        tokenizer: the model's.
     """
 
     trained_lora: str | None = None
+    no_images = "a server takes text alone"
 
     def __init__(self, config: HybridConfig, job: Job, tokenizer_dir: str | None = None) -> None:
         """Check the servers' addresses. Raises ConfigError for an invalid one."""
         generate = config.generate_config
-        self.job = job
+        tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
+        super().__init__(job, InferenceParallelism(job.world_size), tokenizer)
         self.adaptor = NoInference()
-        self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate = generate
         settings = config.hf_config()
         # Without a limit in the configuration the servers check the prompts.
         self._vocab_size = int(settings.get("vocab_size") or 2**31)
         positions = int(settings.get("max_position_embeddings") or 2**31)
         self._longest = generate.max_model_len or positions
+        self.most_requests = _MOST_REQUESTS * len(generate.servers)
         self._turns = itertools.count()
         self._publisher: WeightPublisher | None = None
         with job.agreement.phase("looking at the servers"):
@@ -94,74 +92,24 @@ class ServedInference:
         )
         return self._publisher
 
-    def generate_over_replicas(
-        self,
-        prompts: Prompts,
-        sampling: Samplings | None = None,
-        lora: str | None = None,
-        attention_mask: torch.Tensor | None = None,
-        data: Data = "global",
-        chat: ChatArguments | None = None,
-    ) -> Completions:
-        """Complete prompts on the servers; see `InferenceEngine.generate_over_replicas`.
-
-        Collective. `sampling` is a `Sampling`, or a list of them.
-        """
-        return self.begin(prompts, sampling, attention_mask, data, chat).collect()
-
-    def begin(
-        self,
-        prompts: Prompts,
-        sampling: Samplings | None = None,
-        attention_mask: torch.Tensor | None = None,
-        data: Data = "global",
-        chat: ChatArguments | None = None,
-        *,
-        goes_on: bool = False,
-    ) -> Drawing:
-        """Begin to draw completions in the background; `collect` of the result waits for them.
-
-        Collective. Each rank requests its share of the prompts, starting with a different server.
-
-        Args:
-            prompts, sampling, attention_mask, data, chat: as of `generate_over_replicas`.
-            goes_on: completions continue after a publish, with the next weights; see
-                `Completion.versions`. Otherwise the present weights draw all tokens.
-        """
-        token_ids, samplings = self.requests_of(prompts, sampling, attention_mask, data, chat)
-        with self.job.agreement.phase("looking for weights"):
-            ask = functools.partial(self._ask, weights=self._weights(goes_on))
-        return Drawing(
-            ask, self.job, self.tokenizer, token_ids, samplings, data, len(self._servers)
+    def params_of(self, sampling: AnySampling | None) -> Sampling:
+        """Return `sampling`. Raises ArgumentError for vLLM's own parameters."""
+        if sampling is None or isinstance(sampling, Sampling):
+            return sampling or Sampling()
+        violation = Violation(
+            "sampling",
+            "vLLM's own parameters cannot be sent over HTTP",
+            "Pass hybrid_engine.Sampling, or send other requests to the server yourself",
+            code="not-over-http",
         )
+        raise ArgumentError([violation])
 
-    def requests_of(
-        self,
-        prompts: Prompts,
-        sampling: Samplings | None = None,
-        attention_mask: torch.Tensor | None = None,
-        data: Data = "global",
-        chat: ChatArguments | None = None,
-    ) -> tuple[list[list[int]], list[Sampling]]:
-        """Return token ids and sampling of each prompt, with the seed of its random stream.
-
-        Collective. Raises ArgumentError on all ranks for invalid prompts.
-        """
-        with self.job.agreement.phase("checking prompts"):
-            check_data(data)
-            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
-            require_text(token_ids)
-            requested = asked_for(sampling, len(token_ids), _over_http)
-            self.check_prompts(token_ids, requested.max_tokens)
-        seeds = stream_seeds(requested.seeds, token_ids, data, self.job)
-        samplings = [
-            replace(unseeded, seed=seed)
-            for unseeded, seed in zip(requested.each, seeds, strict=True)
-        ]
-        return token_ids, samplings
+    def drawing_of(self, prompts: TokenIds, requests: Sequence[Request], data: Data) -> Drawing:
+        """Return a drawing whose requests are made in the background."""
+        return ServedDrawing(self, prompts, requests, data)
 
     def check_prompts(self, prompts: TokenIds, max_tokens: int | Sequence[int]) -> None:
-        """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
+        """See the base class."""
         check_token_ids(prompts, max_tokens, self._longest, self._vocab_size)
 
     def complete_one(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
@@ -170,31 +118,13 @@ class ServedInference:
         Raises ArgumentError for an invalid prompt, GenerationError, ServerError.
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
-        return self._complete(next(self._turns), prompt, sampling, self._weights())
+        weights = self.weights(goes_on=False)
+        number = next(self._turns)
+        request = Request.of(prompt, replace(sampling, n=1), number=number, weights=weights)
+        return self.answer(request)
 
-    @property
-    def num_servers(self) -> int:
-        """Number of servers."""
-        return len(self._servers)
-
-    def completer(self, *, goes_on: bool) -> Callable[[int, Sequence[int], Sampling], Completion]:
-        """Return a function (number, prompt, sampling) -> completion, from any thread.
-
-        It does not check prompts. The same number reaches the same server. Collective. Raises
-        StateError without weights. For `goes_on` see `begin`.
-        """
-        with self.job.agreement.phase("looking for weights"):
-            return functools.partial(self._complete, weights=self._weights(goes_on))
-
-    def _complete(
-        self, number: int, prompt: Sequence[int], sampling: Sampling, weights: DrawnWith
-    ) -> Completion:
-        server = number % len(self._servers)
-        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1), weights)
-        return completion
-
-    def _weights(self, goes_on: bool = False) -> DrawnWith:
-        """Return the weights that a request asks for. Raises StateError if there are none."""
+    def weights(self, *, goes_on: bool) -> DrawnWith:
+        """See the base class."""
         weights = None if self._publisher is None else self._publisher.drawn_with
         if weights is None:
             raise StateError(
@@ -203,16 +133,15 @@ class ServedInference:
             )
         return DrawnWith(job=weights.job, version=None) if goes_on else weights
 
-    def _ask(
-        self,
-        number: int,
-        prompts: TokenIds,
-        sampling: Sampling,
-        weights: DrawnWith,
-    ) -> Completions:
-        """Complete prompts in one request to server `number`."""
+    def complete(self, requests: Sequence[Request]) -> Completions:
+        """See the base class."""
+        return [self._completed(request) for request in requests]
+
+    def _completed(self, request: Request) -> list[Completion]:
+        sampling: Sampling = decode(request.sampling, Sampling)
+        assert request.weights is not None
         # Without a value vLLM would generate 16 tokens.
-        max_tokens = sampling.max_tokens or self._longest - len(prompts[0])
+        max_tokens = sampling.max_tokens or self._longest - len(request.prompt)
         values = {name: value for name, value in asdict(sampling).items() if value is not None}
         body = {
             **values,
@@ -221,55 +150,91 @@ class ServedInference:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "max_tokens": max_tokens,
-            "prompt": [list(prompt) for prompt in prompts],
+            "prompt": request.prompt,
             "return_token_ids": True,
             # A server without a tokenizer makes no text.
             "return_tokens_as_token_ids": True,
-            "vllm_xargs": weights.arguments(),
+            "vllm_xargs": request.weights.arguments(),
         }
+        server = self._servers[request.number % len(self._servers)]
         expected = Expected(
-            len(prompts) * sampling.n, max_tokens, self._vocab_size, sampling.logprobs, weights
+            request.prompt,
+            sampling.n,
+            max_tokens,
+            self._vocab_size,
+            sampling.logprobs,
+            request.weights,
         )
-        choices = checked_choices(self._servers[number].complete(body), expected)
-        completions = []
-        for index, prompt in enumerate(prompts):
-            own_choices = choices[index * sampling.n : (index + 1) * sampling.n]
-            completions.append(
-                [self._completion(choice, prompt, sampling, weights) for choice in own_choices]
+        return [
+            Completion(
+                tuple(choice.token_ids),
+                tuple(choice.log_probs) if sampling.logprobs else (),
+                choice.finish_reason,
+                choice.stop_reason,
+                drawn_text=choice.text if sampling.stop else None,
+                temperature=sampling.temperature or 1.0,
+                versions=choice.versions(request.weights),
             )
-        return completions
-
-    def _completion(
-        self, choice: Choice, prompt: Sequence[int], sampling: Sampling, weights: DrawnWith
-    ) -> Completion:
-        if choice.prompt_token_ids not in (None, list(prompt)):  # not every server returns them
-            raise ServerError(
-                f"choice {choice.index} completes another prompt than the one of the request",
-                code="unexpected-completion",
-            )
-        return Completion(
-            tuple(choice.token_ids),
-            tuple(choice.log_probs) if sampling.logprobs else (),
-            choice.finish_reason,
-            choice.stop_reason,
-            tuple(prompt),
-            drawn_text=choice.text if sampling.stop else None,
-            tokenizer=self.tokenizer,
-            temperature=sampling.temperature or 1.0,
-            versions=choice.versions(weights),
-        )
+            for choice in checked_choices(server.complete(body), expected)
+        ]
 
     def shutdown(self) -> None:
         """Do nothing: the servers stay up."""
 
 
-def _over_http(sampling: object) -> Sampling:
-    if sampling is None or isinstance(sampling, Sampling):
-        return sampling or Sampling()
-    violation = Violation(
-        "sampling",
-        "vLLM's own parameters cannot be sent over HTTP",
-        "Pass hybrid_engine.Sampling, or send other requests to the server yourself",
-        code="not-over-http",
-    )
-    raise ArgumentError([violation])
+class ServedDrawing(Drawing):
+    """Completions that a rank requests in the background, from its creation on.
+
+    Attributes:
+        ended_at: `time.perf_counter` when a thread of this rank ended last, or at the start.
+    """
+
+    def __init__(
+        self, engine: ServedInference, prompts: TokenIds, requests: Sequence[Request], data: Data
+    ) -> None:
+        super().__init__(engine, prompts, requests, data)
+        self._waiting = deque(enumerate(self.share))
+        self._rows: dict[int, list[Completion]] = {}
+        self.ended_at = time.perf_counter()
+        # Not an executor: it would be joined when the wait is interrupted, and a server that does
+        # not respond would block that forever.
+        num_threads = min(len(self.share), engine.most_requests)
+        self._threads = [in_background(self._work, "completions") for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.add_done_callback(self._note_end)
+
+    def _work(self) -> None:
+        """Make requests until none is left; one of several threads."""
+        while self._waiting:
+            try:
+                number, request = self._waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                (self._rows[number],) = self.engine.complete([request])
+            except BaseException:
+                self.cancel()  # the whole call fails, so draw nothing more
+                raise
+
+    def _note_end(self, _thread: object) -> None:
+        self.ended_at = time.perf_counter()
+
+    @property
+    def is_finished(self) -> bool:
+        """True if this rank has nothing to wait for."""
+        return all(thread.done() for thread in self._threads)
+
+    def cancel(self) -> None:
+        """Make no more requests. Not collective."""
+        self._waiting.clear()
+
+    def completed(self) -> Completions:
+        """Wait for the completions of this rank's share."""
+        try:
+            wait(self._threads)
+        except BaseException:  # an interrupt
+            self.cancel()
+            raise
+        for thread in self._threads:
+            thread.result()
+        return [self._rows[number] for number in range(len(self.share))]

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from hybrid_engine.backends.vllm.completing import seeded
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.images import ImagePrompt
 from hybrid_engine.backends.vllm.prompts import (
@@ -22,16 +24,10 @@ from hybrid_engine.backends.vllm.prompts import (
     in_form_of,
     token_ids_of,
 )
-from hybrid_engine.backends.vllm.requests import (
-    asked_for,
-    caller_fields,
-    require_answers,
-    sampling_of,
-    sampling_params,
-    zero_caches,
-)
+from hybrid_engine.backends.vllm.requests import Request, asked_for, require_answers, sampling_params, zero_caches
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.messages import decode
 from tests.harness.errors import has_violations, refused, violated, violations_of
 from tests.harness.values import Values
 from tests.zoo.tokenizers import save_numbers
@@ -157,20 +153,15 @@ def test_every_prompt_has_its_own_sampling() -> None:
         SamplingParams(temperature=0.0, logit_bias={5: 1.0}, stop=["x"]),
         Sampling(seed=4),
     ]
-    request = asked_for(samplings, 3, sampling_params)
-    assert (request.seeds, request.max_tokens) == ([3, None, 4], [16, 16, 16])
-    received = [
-        sampling_of(message, None, seed) for message, seed in zip(request.messages(), (70, 71, 72), strict=True)
-    ]
-    assert [sampling.seed for sampling in received] == [70, None, 72]
-    for sampling, params in zip(received, request.each, strict=True):
-        params.seed = sampling.seed
-        assert caller_fields(sampling) == caller_fields(params)
-    same = asked_for(Sampling(seed=3), 2, sampling_params)
-    # A shared sampling is not sent with every prompt.
-    assert (same.seeds, same.messages()) == (3, [b"", b""])
-    assert sampling_of(b"", same.shared, 70).seed == 70
-    assert same.shared.seed == 3, "the shared sampling must not change"
+    parameters = asked_for(samplings, 3, sampling_params)
+    streams = seeded(parameters, [[5]] * 3)
+    assert [params.seed for params in parameters] == [3, None, 4], "a sampling that prompts may share must not change"
+    assert [params.seed is None for params in streams] == [False, True, False]
+    for params, stream in zip(parameters, streams, strict=True):
+        received = decode(Request.of([5], stream).sampling, SamplingParams)
+        assert received == stream
+        params.seed = stream.seed
+        assert received == params
 
 
 def test_stop_tokens_may_be_a_list_and_stop_a_single_string() -> None:
@@ -432,8 +423,9 @@ def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
 
 def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
     output = SimpleNamespace(prompt_token_ids=[1, 9, 9], outputs=[None])
+    request = Request.of(ImagePrompt([1, 9, 9, 9], [1, 9], [Image.new("RGB", (1, 1))], {}), Sampling())
     with refused(ModelError, "image-tokens-differ", "has 4 tokens", "3 by vLLM"):
-        require_answers([output], [ImagePrompt([1, 9, 9, 9], [1, 9], [], {})], [1])
+        require_answers([output], [request], [1])
 
 
 def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling
+from hybrid_engine.backends.vllm.completing import seeded
 from hybrid_engine.backends.vllm.prompts import Prompts
-from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
-from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks, of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import Drawn, build, job, sizes
@@ -48,17 +46,13 @@ def test_a_stream_depends_on_seed_prompt_and_repetition(calls: list[tuple[int, l
     by_key: dict[tuple[int, tuple[int, ...], int], int] = {}
     for seed, prompts in calls:
         num_before: Counter[tuple[int, ...]] = Counter()
-        streams = stream_seeds(seed, prompts, "global", cast(Job, SimpleNamespace()))
-        for prompt, stream in zip(map(tuple, prompts), streams, strict=True):
+        streams = seeded([Sampling(seed=seed)] * len(prompts), prompts)
+        for prompt, stream in zip(map(tuple, prompts), (sampling.seed for sampling in streams), strict=True):
             assert stream is not None
             assert by_key.setdefault((seed, prompt, num_before[prompt]), stream) == stream
             num_before[prompt] += 1
     # Room for all completions of a prompt.
     assert all(later - earlier > 2**14 for earlier, later in pairwise(sorted(by_key.values())))
-
-
-def test_without_a_seed_there_is_no_stream() -> None:
-    assert stream_seeds(None, PROMPTS, "local", cast(Job, SimpleNamespace())) == [None] * 4
 
 
 # -- engines ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Sampling, load_config
-from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
+from hybrid_engine.backends.vllm.completing import seeded
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.backends.vllm.server import inference as server_inference
 from hybrid_engine.backends.vllm.server.inference import ServedInference
@@ -53,7 +53,7 @@ class RecordingServer:
             "finish_reason": "stop",
             "hybrid_engine": drawn,
         }
-        return {"choices": [{**choice, "index": index} for index in range(len(body["prompt"]) * body["n"])]}
+        return {"choices": [{**choice, "index": index} for index in range(body["n"])]}
 
 
 @pytest.fixture
@@ -100,17 +100,17 @@ def test_requests_to_a_server_equal_sampling_in_this_process(
     inference.generate_over_replicas(PROMPTS, sampling)
     expected = sampling_params(sampling)
     compared = {field.name for field in fields(Sampling)} - {"max_tokens", "seed"} | MODEL_DEFAULTS.keys()
-    assert sorted(prompt for body in server.bodies for prompt in body["prompt"]) == sorted(PROMPTS)
-    for body in server.bodies:
+    bodies = sorted(server.bodies, key=lambda body: PROMPTS.index(body["prompt"]))
+    assert [body["prompt"] for body in bodies] == PROMPTS
+    for body, seeded_sampling in zip(bodies, seeded([sampling] * 2, PROMPTS), strict=True):
         request = CompletionRequest(**body)
-        for prompt in body["prompt"]:
-            most = get_max_tokens(LONGEST, request.max_tokens, len(prompt), MODEL_DEFAULTS)
-            assert most == (LONGEST - len(prompt) if expected.max_tokens is None else expected.max_tokens)
-            params = request.to_sampling_params(most, MODEL_DEFAULTS)
-            for name in compared - {"max_tokens"}:
-                assert getattr(params, name) == getattr(expected, name), name
-            seeds = stream_seeds(sampling.seed, PROMPTS, "global", inference.job)
-            assert params.seed == seeds[PROMPTS.index(prompt)]
+        length = len(body["prompt"])
+        most = get_max_tokens(LONGEST, request.max_tokens, length, MODEL_DEFAULTS)
+        assert most == (LONGEST - length if expected.max_tokens is None else expected.max_tokens)
+        params = request.to_sampling_params(most, MODEL_DEFAULTS)
+        for name in compared - {"max_tokens"}:
+            assert getattr(params, name) == getattr(expected, name), name
+        assert params.seed == seeded_sampling.seed
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
@@ -128,26 +128,17 @@ def test_single_completions_alternate_between_servers(inference: ServedInference
     drawn = [inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5)) for prompt in PROMPTS]
     assert [completion.prompt_token_ids for completion in drawn] == [tuple(prompt) for prompt in PROMPTS]
     assert [completion.token_ids for completion in drawn] == [(7,), (7,)]
-    assert [body["prompt"] for body in server.bodies] == [PROMPTS[:1]]
-    assert [body["prompt"] for body in second.bodies] == [PROMPTS[1:]]
+    assert [body["prompt"] for body in (*server.bodies, *second.bodies)] == PROMPTS
     assert [body["n"] for body in server.bodies] == [1]
     with violated(ArgumentError, ("prompts[0]", "prompt-too-long")):
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
 
 
-def test_prompts_with_different_samplings_are_sent_separately(
-    inference: ServedInference, server: RecordingServer
-) -> None:
+def test_every_prompt_is_sent_with_its_sampling(inference: ServedInference, server: RecordingServer) -> None:
     inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)])
-    (seed,) = stream_seeds(5, PROMPTS[1:], "global", inference.job)
+    (of_second,) = seeded([Sampling(seed=5)], PROMPTS[1:])
     requests = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)
-    assert requests == [([PROMPTS[1]], 2, 2, seed), ([PROMPTS[0]], 1, 3, None)]
-    inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3)] * 2)
-    assert server.bodies[-1]["prompt"] == PROMPTS, "equal samplings must share a request"
-    with pytest.raises(ArgumentError) as caught:
+    assert requests == [(PROMPTS[1], 2, 2, of_second.seed), (PROMPTS[0], 1, 3, None)]
+    wrong = [("sampling", "wrong-length"), ("sampling[0]", "not-over-http"), ("sampling[2]", "not-over-http")]
+    with violated(ArgumentError, *wrong):
         inference.generate_over_replicas(PROMPTS, [5, Sampling(), "x"])  # type: ignore[arg-type]
-    assert [violation.key for violation in caught.value.findings] == [
-        "sampling",
-        "sampling[0]",
-        "sampling[2]",
-    ]
