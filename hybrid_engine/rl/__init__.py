@@ -8,8 +8,7 @@
       prompts           all ranks   a list, a function or a stream              prompt_source.py
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
                                     conversations with an environment           conversations.py,
-                                                                       conversation_state.py,
-                                                                       served_conversations.py
+                                                                       conversation_state.py
       tools             rank 0      functions that the model calls              tools.py
       queue             servers     with max_staleness: the next steps, while one is learned
                                                                                 group_queue.py

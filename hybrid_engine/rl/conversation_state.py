@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.rl.user_callbacks import run_callback, run_callbacks
+from hybrid_engine.rl.user_callbacks import run_callback
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
@@ -137,32 +136,20 @@ def prompt_of(element: Any) -> Any:
     return element
 
 
-def sampling_of_turn(sampling: Any, room: int, limit: int | None, turn: int = 1) -> Any:
+def sampling_of_turn(sampling: Any, room: int, limit: int | None, turn: int) -> Any:
     """Return the sampling of a turn for which `room` tokens are left.
 
-    The turn draws at most `limit` tokens. From the second turn on it draws one answer, with a seed
-    that depends on the turn.
+    The turn draws at most `limit` tokens. From the second turn on its seed depends on the turn.
     """
+    from hybrid_engine.backends.vllm.requests import with_values
+
     max_tokens = min(room, limit or room)
     # vLLM refuses min_tokens above max_tokens, which a short rest of the room would cause.
-    changes: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "min_tokens": min(max_tokens, sampling.min_tokens),
-    }
-    if turn > 1:
-        # The n completions of a prompt are n conversations by now. With the seed of the first
-        # turn, every turn would draw the same random numbers.
-        changes["n"] = 1
-        changes["seed"] = None
-        if sampling.seed is not None:
-            changes["seed"] = text_digest(str(sampling.seed), str(turn))
-    if not hasattr(sampling, "clone"):
-        return replace(sampling, **changes)
-    # vLLM's class is not a dataclass, and the object belongs to the caller.
-    params = sampling.clone()
-    for name, value in changes.items():
-        setattr(params, name, value)
-    return params
+    values = {"max_tokens": max_tokens, "min_tokens": min(max_tokens, sampling.min_tokens)}
+    # With the seed of the first turn, every turn would draw the same random numbers.
+    if turn > 1 and sampling.seed is not None:
+        values["seed"] = text_digest(str(sampling.seed), str(turn))
+    return with_values(sampling, **values)
 
 
 @dataclass
@@ -255,7 +242,7 @@ class ConversationState:
 
 
 class EnvironmentRunner:
-    """Environments of all conversations. They run on rank 0, which sends the replies to all."""
+    """Environments of all conversations, on rank 0."""
 
     def __init__(self, engine: HybridEngine, environment: Environment, chat: ChatArguments) -> None:
         self._engine = engine
@@ -263,39 +250,10 @@ class EnvironmentRunner:
         self._chat = chat
         self._tokenizer: ModelTokenizer = engine.inference.tokenizer
 
-    def begin(self, conversations: Sequence[ConversationState]) -> None:
-        """Create the environment of each conversation. Raises as `converse` if that fails."""
-        job = self._engine.job
-        with job.agreement.phase("environment"):
-            if self._engine.rank != 0:
-                return
-            calls = [(state.place, self._environment, (state.prompt,)) for state in conversations]
-            responders = run_callbacks("environment", calls, job.timeout_seconds)
-            for state, respond in zip(conversations, responders, strict=True):
-                self._take_responder(state, respond)
-
-    def replies(self, conversations: Sequence[ConversationState]) -> list[list[int] | None]:
-        """Return the token ids of the reply to each last answer; None ends the conversation.
-
-        Raises as `begin`.
-        """
-        job = self._engine.job
-        local: list[list[int] | None] = []
-        with job.agreement.phase("environment"):
-            if self._engine.rank == 0:
-                calls = [
-                    (state.place, state.respond, (state.turns[-1],)) for state in conversations
-                ]
-                results = run_callbacks("environment", calls, job.timeout_seconds)
-                local = list(starmap(self._take_reply, zip(conversations, results, strict=True)))
-        gathered = job.agreement.gather(local, list[list[int] | None], "environment")
-        replies: list[list[int] | None] = gathered[0]
-        return replies
-
     async def open(self, state: ConversationState) -> None:
-        """Create the environment of one conversation, on rank 0; from the event loop.
+        """Create the environment of one conversation; from the event loop.
 
-        Raises ArgumentError.
+        Raises ArgumentError if it fails.
         """
         respond = await self._run(state, self._environment, state.prompt)
         self._take_responder(state, respond)

@@ -8,18 +8,39 @@
 
 Training uses exactly the token ids that vLLM received and drew, so log-probabilities match them.
 
-Replicas of vLLM in the ranks draw a turn of all conversations together, and wait for all replies
-before the next. With servers each conversation goes on when its reply is there.
+Rank 0 holds all conversations in an event loop, where its environments are; each is a coroutine
+that awaits answers and replies in turn:
+
+    servers            an answer is requested at once, while other conversations go on
+    vLLM in the ranks  once all open conversations wait for an answer, all ranks draw them together
+
+The other ranks receive the turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hybrid_engine.errors import ArgumentError, Violation, Violations, nearest, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    GenerationError,
+    Violation,
+    Violations,
+    nearest,
+    shortened,
+)
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.rl.conversation_state import (
     Conversation,
     ConversationState,
@@ -28,13 +49,15 @@ from hybrid_engine.rl.conversation_state import (
     prompt_of,
     sampling_of_turn,
 )
-from hybrid_engine.rl.served_conversations import ServedConversations
+from hybrid_engine.rl.user_callbacks import start_task, steps_of
 from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
     from hybrid_engine.backends.vllm.prompts import ChatArguments
-    from hybrid_engine.backends.vllm.requests import Samplings
+    from hybrid_engine.backends.vllm.requests import Request, Samplings
+
+logger = logging.getLogger("hybrid_engine")
 
 CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
 _SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
@@ -78,115 +101,249 @@ def converse(
 
     Also raises the errors of `generate_sequences`.
     """
-    from hybrid_engine.backends.vllm.server.inference import ServedInference
-
-    inference: Any = engine.inference
-    if isinstance(inference, ServedInference):
-        begun = begin_conversations(
-            engine,
-            prompts,
-            sampling,
-            environment,
-            max_tokens_per_turn=max_tokens_per_turn,
-            names=names,
-            **chat,
-        )
-        return begun.collect()
-    samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
-    runner = EnvironmentRunner(engine, environment, chat)
-    first_samplings = [
-        sampling_of_turn(params, params.max_tokens, max_tokens_per_turn) for params in samplings
-    ]
-    first_prompts = [prompt_of(prompt) for prompt in prompts]
-    groups = engine.generate_sequences(first_prompts, first_samplings, **chat)
-    # A later turn may use all of max_tokens. Fail now, not after some turns, if there is no room.
-    engine.inference.check_prompts(
-        [group[0].prompt_token_ids for group in groups], [params.max_tokens for params in samplings]
+    conversations = Conversations(
+        engine,
+        prompts,
+        sampling,
+        environment,
+        max_tokens_per_turn=max_tokens_per_turn,
+        names=names,
+        **chat,
     )
-    # Flat, in the order of the prompts: a turn generates for all active conversations at once.
-    conversations = [
-        ConversationState(prompt, f"prompt {name}, completion {number}", params)
-        for prompt, name, params, group in zip(
-            prompts, names or range(len(prompts)), samplings, groups, strict=True
-        )
-        for number in range(len(group))
-    ]
-    runner.begin(conversations)
-    active = conversations
-    answers = [answer for group in groups for answer in group]
-    turn = 1
-    while active:
-        for state, answer in zip(active, answers, strict=True):
-            state.add_answer(answer)
-        answered = [state for state in active if state.gets_reply]
-        replies = runner.replies(answered)
-        active = [
-            state for state, reply in zip(answered, replies, strict=True) if state.add_reply(reply)
-        ]
-        turn += 1
-        if active:
-            params_of_turn = [
-                sampling_of_turn(state.sampling, state.room, max_tokens_per_turn, turn)
-                for state in active
-            ]
-            completions = engine.generate_sequences(
-                [state.context for state in active], params_of_turn
-            )
-            answers = [answer for (answer,) in completions]
-    finished = iter(conversations)
-    return [[next(finished).result() for _ in group] for group in groups]
+    return conversations.collect()
 
 
-def begin_conversations(
-    engine: HybridEngine,
-    prompts: Sequence[Any],
-    sampling: Samplings,
-    environment: Environment,
-    *,
-    max_tokens_per_turn: int | None = None,
-    names: Sequence[int] | None = None,
-    goes_on: bool = False,
-    **chat: Unpack[ChatArguments],
-) -> ServedConversations:
-    """Begin conversations with servers, which go on in the background; `collect` waits for them.
+class Conversations:
+    """Conversations that have begun; rank 0 holds them. Collective, but for `cancel`.
 
-    Collective. Arguments and errors as of `converse`.
+    With servers they go on in the background; vLLM in the ranks draws in `collect`. Arguments and
+    errors are those of `converse`.
 
     Args:
-        goes_on: they continue after a publish, with the next weights; see `Completion.versions`.
-            Otherwise the present weights draw all tokens.
+        goes_on: with servers they continue after a publish, with the next weights; see
+            `Completion.versions`. Otherwise the present weights draw all tokens.
+
+    Attributes:
+        ended_at: `time.perf_counter` when the last conversation ended. Minus infinity on other
+            ranks, which never have requests.
     """
-    from hybrid_engine.backends.vllm.requests import Request
 
-    samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
-    inference: Any = engine.inference
-    first_prompts = [prompt_of(prompt) for prompt in prompts]
-    token_ids, seeded = inference.prepare(first_prompts, list(samplings), chat=chat)
-    with engine.job.agreement.phase("looking for weights"):
-        weights = inference.weights(goes_on=goes_on)
+    def __init__(
+        self,
+        engine: HybridEngine,
+        prompts: Sequence[Any],
+        sampling: Samplings,
+        environment: Environment,
+        *,
+        max_tokens_per_turn: int | None = None,
+        names: Sequence[int] | None = None,
+        goes_on: bool = False,
+        **chat: Unpack[ChatArguments],
+    ) -> None:
+        from hybrid_engine.backends.vllm.requests import with_values
 
-    def complete(number: int, context: Sequence[int], params: Any) -> Completion:
-        request = Request.of(context, params, number=number, weights=weights)
-        ((answer,),) = inference.whole([context], inference.complete([request]))
-        return answer
-
-    runner = EnvironmentRunner(engine, environment, chat)
-    groups = [
-        [
-            ConversationState(
-                prompt,
-                f"prompt {name}, completion {number}",
-                # Seeds of the completions of a prompt as vLLM makes them.
-                replace(params, n=1, seed=None if params.seed is None else params.seed + number),
-                context=list(context),
+        samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
+        engine.sharding.require_drawing()
+        self._job = engine.job
+        self._inference = inference = engine.inference
+        self._lora = engine.adapter
+        first_prompts = [prompt_of(prompt) for prompt in prompts]
+        # A later turn may use all of max_tokens: room for them is checked now.
+        token_ids, seeded = inference.prepare(first_prompts, samplings, chat=chat)
+        with self._job.agreement.phase("looking for weights"):
+            self._weights = inference.weights(goes_on=goes_on)
+        self._max_tokens_per_turn = max_tokens_per_turn
+        self._runner = EnvironmentRunner(engine, environment, chat)
+        self._groups = [
+            [
+                ConversationState(
+                    prompt,
+                    f"prompt {name}, completion {number}",
+                    # Seeds of the completions of a prompt as vLLM makes them.
+                    with_values(
+                        params, n=1, seed=None if params.seed is None else params.seed + number
+                    ),
+                    context=list(context),
+                )
+                for number in range(params.n)
+            ]
+            for prompt, name, params, context in zip(
+                prompts, names or range(len(prompts)), seeded, token_ids, strict=True
             )
-            for number in range(params.n)
         ]
-        for prompt, name, params, context in zip(
-            prompts, names or range(len(prompts)), seeded, token_ids, strict=True
-        )
-    ]
-    return ServedConversations(engine, groups, runner, complete, max_tokens_per_turn)
+        self._states = [state for group in self._groups for state in group]
+        self._conversations: list[list[Conversation]] | None = None
+        self.ended_at = -math.inf
+        self._num_open = len(self._states)
+        self._changed_at = time.monotonic()
+        # Of conversations that wait for the other ranks: requests and answers, by their numbers.
+        self._requests: dict[int, Request] = {}
+        self._answers: dict[int, Future[Completion]] = {}
+        self._ready: Future[dict[int, Request]] = Future()
+        self._task = start_task(self._hold_all()) if engine.rank == 0 else None
+        if self._task is not None:
+            self._task.future.add_done_callback(lambda _: self._set_ready())
+
+    # -- in the event loop of rank 0 ---------------------------------------------------------------
+
+    async def _hold_all(self) -> None:
+        # A semaphore of the event loop that runs this coroutine.
+        room = asyncio.Semaphore(self._inference.most_requests)
+        tasks = [
+            asyncio.ensure_future(self._hold(number, state, room))
+            for number, state in enumerate(self._states)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            self.ended_at = time.perf_counter()
+            # The first failure ends all.
+            for task in tasks:
+                task.cancel()
+
+    async def _hold(self, number: int, state: ConversationState, room: asyncio.Semaphore) -> None:
+        """Hold one conversation to its end."""
+        from hybrid_engine.backends.vllm.requests import Request
+
+        await self._runner.open(state)
+        goes_on = True
+        turn = 0
+        while goes_on:
+            turn += 1
+            params = sampling_of_turn(state.sampling, state.room, self._max_tokens_per_turn, turn)
+            request = Request.of(
+                state.context, params, number=number, lora=self._lora, weights=self._weights
+            )
+            state.add_answer(await self._answer(request, room))
+            self._changed_at = time.monotonic()
+            goes_on = state.gets_reply and state.add_reply(await self._runner.reply(state))
+            self._changed_at = time.monotonic()
+        self._num_open -= 1
+        self._set_ready_if_all_wait()
+
+    async def _answer(self, request: Request, room: asyncio.Semaphore) -> Completion:
+        """Return the answer of a server, or that of the ranks."""
+        inference = self._inference
+        if inference.most_requests:
+            async with room:
+                call = partial(inference.answer, request)
+                return await asyncio.wrap_future(in_background(call, "completions"))
+        answer: Future[Completion] = Future()
+        self._answers[request.number] = answer
+        self._requests[request.number] = request
+        self._set_ready_if_all_wait()
+        return await asyncio.wrap_future(answer)
+
+    def _set_ready_if_all_wait(self) -> None:
+        if self._requests and len(self._requests) == self._num_open:
+            self._set_ready()
+
+    def _set_ready(self) -> None:
+        """Pass the requests on to the ranks, none after the end; also from the main thread."""
+        # In the order of conversations, as completions without a seed depend on it.
+        requests = dict(sorted(self._requests.items()))
+        self._requests = {}
+        with suppress(InvalidStateError):  # already, before a conversation failed
+            self._ready.set_result(requests)
+
+    # -- on all ranks ------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """True if this rank has nothing to wait for."""
+        return self._task is None or self._task.future.done()
+
+    def cancel(self) -> None:
+        """Make no more requests."""
+        if self._task is not None:
+            self._task.future.cancel()
+
+    def collect(self) -> list[list[Conversation]]:
+        """Wait for the conversations of each prompt, and return them.
+
+        Raises the errors of `converse`.
+        """
+        if self._conversations is None:
+            try:
+                while requests := self._next_requests():
+                    self._draw(requests)
+            except BaseException:  # an interrupt, or a failure of another rank
+                self.cancel()
+                raise
+            self._receive()
+            self._conversations = [[state.result() for state in group] for group in self._groups]
+        return self._conversations
+
+    def _next_requests(self) -> dict[int, Request]:
+        """Wait until rank 0 needs answers of the ranks, and return requests; none at the end."""
+        from hybrid_engine.backends.vllm.requests import Request
+
+        agreement = self._job.agreement
+        agreement.rounds("conversations", self._steps())
+        requests: dict[int, Request] = {}
+        with agreement.phase("conversations", kind=GenerationError):
+            if self._task is not None:
+                requests = self._ready.result()
+                self._ready = Future()
+                # Otherwise the end comes later, and finds the new future.
+                if self._task.future.done():
+                    self._task.future.result()
+                    self._set_ready()
+        kind = dict[int, Request]
+        requests, *_ = agreement.gather(requests, kind, "conversations", sys.maxsize)
+        return requests
+
+    def _draw(self, requests: Mapping[int, Request]) -> None:
+        """Draw answers on all ranks, and pass them on to the conversations."""
+        prompts = [request.prompt for request in requests.values()]
+        with self._inference.one_call():
+            drawing = self._inference.drawing_of(prompts, [*requests.values()], "global")
+            groups = drawing.collect()
+        for number, (answer,) in zip(requests, groups, strict=True):
+            if self._task is None:
+                self._states[number].add_answer(answer)
+                continue
+            with suppress(InvalidStateError):  # cancelled, because another conversation failed
+                self._answers.pop(number).set_result(answer)
+
+    def _receive(self) -> None:
+        """Complete the conversations of this rank by what rank 0 sends."""
+        from hybrid_engine.backends.vllm import Completion
+
+        kind = list[tuple[list[Completion], bool]]
+        is_known = not self._inference.most_requests
+        sent = [
+            ([] if is_known else state.replies_and_answers(), state.is_cut)
+            for state in self._states
+            if self._task is not None
+        ]
+        if self._job.world_size == 1:
+            return
+        received = self._job.agreement.gather(sent, kind, "conversations", sys.maxsize)[0]
+        if self._task is None:
+            for state, (turns, is_cut) in zip(self._states, received, strict=True):
+                state.is_cut = is_cut
+                for turn in turns:
+                    prompt = (*state.context, *turn.prompt_token_ids)
+                    tokenizer = self._inference.tokenizer
+                    state.add_answer(replace(turn, prompt_token_ids=prompt, tokenizer=tokenizer))
+
+    def _steps(self) -> Iterator[None]:
+        """Yield until this rank has nothing to wait for; log a long wait."""
+        if self._task is None:
+            return
+        timeout_seconds = self._job.timeout_seconds
+        ready = self._task._replace(future=self._ready)
+        for _ in steps_of(ready, "environment", timeout_seconds):
+            seconds = time.monotonic() - self._changed_at
+            if seconds > timeout_seconds:
+                self._changed_at = time.monotonic()
+                logger.warning(
+                    "no answer and no reply in %g s: %d conversations go on",
+                    timeout_seconds,
+                    self._num_open,
+                )
+            yield
 
 
 def _checked(

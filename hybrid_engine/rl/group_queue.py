@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -39,7 +39,7 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Figures
 from hybrid_engine.rl.conversation_state import prompt_of
-from hybrid_engine.rl.conversations import begin_conversations, converse
+from hybrid_engine.rl.conversations import Conversations, converse
 from hybrid_engine.rl.prompt_source import (
     PromptSource,
     StepPrompts,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
     from hybrid_engine.backends.vllm.completing import Completions
     from hybrid_engine.backends.vllm.server.inference import ServedDrawing
-    from hybrid_engine.rl.served_conversations import ServedConversations
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -71,11 +70,15 @@ class _Restored:
     """Completions of a step, from a checkpoint."""
 
     groups: Completions
+    ended_at: float = field(default_factory=time.perf_counter)
     is_finished = True
 
     def collect(self) -> Completions:
         """Return the completions of each prompt."""
         return self.groups
+
+    def cancel(self) -> None:
+        """Do nothing: there are no requests."""
 
 
 class GroupQueue:
@@ -111,8 +114,7 @@ class GroupQueue:
         self._depth = arguments.config.max_staleness
         self._environment = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
-        self._begun: dict[int, ServedDrawing | ServedConversations | _Restored] = {}
-        self._drawings: list[ServedDrawing | ServedConversations] = []
+        self._begun: dict[int, ServedDrawing | Conversations | _Restored] = {}
         self._published: list[int] = []
 
     def prompts_of(self, number: int) -> StepPrompts:
@@ -156,18 +158,18 @@ class GroupQueue:
         last = min(number + self._depth, self._arguments.config.steps)
         new = [step for step in range(number, last + 1) if step not in self._begun]
         waited = 0.0
-        if new and self._drawings and all(drawing.is_finished for drawing in self._drawings):
-            waited = time.perf_counter() - max(drawing.ended_at for drawing in self._drawings)
+        begun = self._begun.values()
+        if new and begun and all(drawing.is_finished for drawing in begun):
+            waited = time.perf_counter() - max(drawing.ended_at for drawing in begun)
         for step in new:
-            self._begun[step] = drawing = self._begin_step(step)
-            self._drawings = [*self._drawings[-self._depth :], drawing]
+            self._begun[step] = self._begin_step(step)
         return waited
 
-    def _begin_step(self, number: int) -> ServedDrawing | ServedConversations:
+    def _begin_step(self, number: int) -> ServedDrawing | Conversations:
         """Request the completions of a step, with any weights of this job."""
         names, prompts = self.prompts_of(number)
         if self._environment is not None:
-            return begin_conversations(
+            return Conversations(
                 self._worker,
                 prompts,
                 self.sampling(number),
@@ -323,9 +325,8 @@ class GroupQueue:
 
     def close(self) -> None:
         """Forget all steps, and make no more requests. Not collective."""
-        for drawing in self._drawings:
+        for drawing in self._begun.values():
             drawing.cancel()
-        self._drawings = []
         self._begun = {}
         self._prompts = {}
 

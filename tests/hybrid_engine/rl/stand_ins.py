@@ -13,7 +13,7 @@ from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 
 
 @contextmanager
-def phase(*_: str) -> Iterator[None]:
+def phase(*_: object, **__: object) -> Iterator[None]:
     try:
         yield
     except HybridEngineError as error:
@@ -21,7 +21,10 @@ def phase(*_: str) -> Iterator[None]:
         raise
 
 
-AGREEMENT = mock.Mock(phase=phase, gather=lambda value, *_: [value], any_of=lambda flags, *_: flags, is_broken=bool)
+AGREEMENT = mock.Mock(
+    phase=phase, gather=lambda value, *_: [value], any_of=lambda flags, *_: flags, rounds=lambda _, steps: [*steps]
+)
+AGREEMENT.is_broken = bool
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, timeout_seconds=60.0, close=bool)
 
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine import Completion, Sampling, build_batch, pack
+from hybrid_engine.backends.vllm.completing import CompletingEngine, Completions
 from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
+from hybrid_engine.backends.vllm.requests import Request, sampling_params
 from hybrid_engine.errors import ArgumentError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.messages import decode
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
 from tests.harness.errors import has_violation
@@ -178,33 +184,56 @@ def test_a_template_without_answers_is_refused(tmp_path: Path) -> None:
 # -- conversations with a stand-in --
 
 
-class Engine:
-    """Answers "a", "b" ... and the end of a turn, up to `max_tokens`; records its calls."""
+class Answers(CompletingEngine):
+    """Answers conversation 0 with "a", 1 with "b" ... and the end of a turn, or with `texts`; records its calls."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self.inference = SimpleNamespace(
-            tokenizer=tokenizer, check_prompts=lambda prompts, num: check_token_ids(prompts, num, 1000, 102)
-        )
-        self.job = ALONE
-        self.rank = 0
-        self.calls: list[tuple[Any, list[Sampling]]] = []
+    def __init__(self, tokenizer: ModelTokenizer, texts: Iterable[str]) -> None:
+        super().__init__(ALONE, InferenceParallelism(1), tokenizer)
+        self._texts = iter(texts)
+        self.calls: list[list[Asked]] = []
 
-    def generate_sequences(self, prompts: Sequence[Any], sampling: Any, **chat: Any) -> list[list[Completion]]:
-        tokenizer = self.inference.tokenizer
-        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        token_ids = token_ids_of(prompts, tokenizer, None, chat)  # type: ignore[arg-type]
-        self.calls.append((token_ids, samplings))
+    def params_of(self, sampling: Any) -> Any:
+        return sampling_params(sampling)
+
+    def check_prompts(self, prompts: Any, max_tokens: Any) -> None:
+        check_token_ids(prompts, max_tokens, 1000, 102)
+
+    def complete(self, requests: Sequence[Request]) -> Completions:
+        from vllm import SamplingParams
+
+        decoded = [Asked(request.prompt, decode(request.sampling, SamplingParams)) for request in requests]
+        self.calls.append(decoded)
         groups = []
-        for prompt, settings in zip(token_ids, samplings, strict=True):
-            answers = tokenizer.encode([f"{'abcdefgh'[number % 8]}{END}" for number in range(settings.n)])
-            group = []
-            for drawn in answers:
-                kept = tuple(drawn[: settings.max_tokens])
-                ending = "stop" if len(kept) == len(drawn) else "length"
-                logprobs = tuple(-1.0 for _ in kept)
-                group.append(Completion(kept, logprobs, ending, None, tuple(prompt), tokenizer=tokenizer))
-            groups.append(group)
+        for request, (_, params) in zip(requests, decoded, strict=True):
+            text = next(self._texts, "abcdefgh"[request.number])
+            (drawn,) = self.tokenizer.encode([text + END], add_special_tokens=False)
+            kept = tuple(drawn[: params.max_tokens])
+            ending = "stop" if len(kept) == len(drawn) else "length"
+            groups.append([Completion(kept, (-1.0,) * len(kept), ending)])
         return groups
+
+
+class Asked(NamedTuple):
+    """A request, decoded."""
+
+    prompt: list[int]
+    params: Any
+
+
+class Engine:
+    """The part of an engine that conversations use."""
+
+    adapter = None
+    job = ALONE
+    rank = 0
+    sharding = SimpleNamespace(require_drawing=bool)
+
+    def __init__(self, tokenizer: ModelTokenizer, texts: Iterable[str] = ()) -> None:
+        self.inference = Answers(tokenizer, texts)
+
+    @property
+    def calls(self) -> list[list[Asked]]:
+        return self.inference.calls
 
 
 CHATS = [{"prompt": [{"role": "user", "content": text}], "times": times} for text, times in (("x", 0), ("yz", 2))]
@@ -239,17 +268,17 @@ def test_a_conversation_continues_from_the_drawn_tokens(tokenizer: ModelTokenize
     engine = Engine(tokenizer)
     *short, first, second = held(engine, reply_times, n=2, max_tokens=50, seed=3)
     assert [len(conversation.turns) for conversation in (*short, first, second)] == [1, 1, 3, 3]
-    assert [message["content"] for message in second.messages] == ["yz", "b", "1", "a", "2", "a"]
+    assert [message["content"] for message in second.messages] == ["yz", "d", "1", "d", "2", "d"]
     assert tokenizer.loaded.decode([*first.prompt_token_ids, *first.token_ids]) == (
-        "<user>yz~\n<assistant>a~\n<user>1~\n<assistant>a~\n<user>2~\n<assistant>a~"
+        "<user>yz~\n<assistant>c~\n<user>1~\n<assistant>c~\n<user>2~\n<assistant>c~"
     )
-    assert (first.text, first.finish_reason, first.is_cut) == ("a", "stop", False)
-    assert [len(prompts) for prompts, _ in engine.calls] == [2, 2, 2], "ended conversations generate no more"
-    seeds = {sampling.seed for _, samplings in engine.calls for sampling in samplings}
-    assert len(seeds) == 3, "one seed per turn"
+    assert (first.text, first.finish_reason, first.is_cut) == ("c", "stop", False)
+    assert [len(requests) for requests in engine.calls] == [4, 2, 2], "ended conversations generate no more"
+    seeds = {params.seed for requests in engine.calls for _, params in requests}
+    assert len(seeds) == 8, "one seed per turn"
     for conversation in (first, second):
-        for (prompts, _), turn in zip(engine.calls, conversation.turns, strict=True):
-            assert list(turn.prompt_token_ids) in prompts
+        for requests, turn in zip(engine.calls, conversation.turns, strict=True):
+            assert list(turn.prompt_token_ids) in [prompt for prompt, _ in requests]
 
 
 @pytest.mark.parametrize("most", range(1, 45, 4))
@@ -261,9 +290,8 @@ def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: i
     assert conversation.finish_reason == "length"
     assert conversation.is_drawn[-1], "a reply without a following answer is dropped"
     assert conversation.is_cut == (conversation.turns[-1].finish_reason == "stop")
-    for prompts, samplings in engine.calls:
-        room = [most - (len(prompt) - len(conversation.prompt_token_ids)) for prompt in prompts]
-        assert [sampling.max_tokens for sampling in samplings] == room
+    for ((prompt, params),) in engine.calls:
+        assert params.max_tokens == most - (len(prompt) - len(conversation.prompt_token_ids))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +313,7 @@ def test_an_answer_cut_by_max_tokens_per_turn_gets_a_reply(tokenizer: ModelToken
     assert [turn.finish_reason for turn in conversation.turns] == ["length"] * 2
     assert tokenizer.loaded.decode(conversation.token_ids) == "a~\n<user>1~\n<assistant>a"
     assert (conversation.is_cut, conversation.finish_reason) == (True, "length")
-    limits = [(settings.max_tokens, settings.min_tokens) for _, samplings in engine.calls for settings in samplings]
+    limits = [(params.max_tokens, params.min_tokens) for ((_, params),) in engine.calls]
     assert limits == [(1, 1)] * 2
 
 
@@ -298,11 +326,13 @@ def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer)
     *cut, whole = held(engine, reply_times, [CHATS[1]] * 2, sampling=[ours, theirs])
     lengths = [(len(conversation.turns), conversation.is_cut) for conversation in (*cut, whole)]
     assert lengths == [(1, True), (1, True), (3, False)]
-    (_, (first, second)), *later = engine.calls
-    assert (first, second) == (ours, theirs)
-    for prompts, (sampling,) in later:
-        assert (sampling.n, sampling.temperature, sampling.logit_bias, sampling.seed) == (1, 0.5, {5: 1.0}, None)
-        assert sampling.max_tokens == 50 - (len(prompts[0]) - len(whole.prompt_token_ids))
+    (*of_ours, of_theirs), *later = engine.calls
+    assert [(params.max_tokens, params.temperature) for _, params in of_ours] == [(20, 1.0)] * 2
+    assert of_ours[0].params.seed + 1 == of_ours[1].params.seed
+    assert of_theirs.params == sampling_params(theirs)
+    for ((prompt, params),) in later:
+        assert (params.n, params.temperature, params.logit_bias, params.seed) == (1, 0.5, {5: 1.0}, None)
+        assert params.max_tokens == 50 - (len(prompt) - len(whole.prompt_token_ids))
     assert theirs.max_tokens == 50, "the caller's object does not change"
 
 
@@ -385,6 +415,10 @@ def raise_error(_: Completion) -> Any:
     raise RuntimeError("the sandbox is gone")
 
 
+async def block(_: Completion) -> None:
+    time.sleep(3)  # blocks the event loop, unlike asyncio.sleep
+
+
 OF_USER = {"role": "user", "content": "x"}
 
 
@@ -393,6 +427,7 @@ OF_USER = {"role": "user", "content": "x"}
     [
         ("chats", raise_error, "callback-failed", "RuntimeError for prompt 1, completion 0: the sandbox is gone"),
         ("chats", raise_error, "callback-failed", f"{__file__}:"),
+        ("chats", lambda _: next(iter(())), "callback-failed", "StopIteration"),
         ("chats", lambda _: 5, "invalid-reply", "5"),
         ("chats", lambda _: [99999], "invalid-reply", "99999"),
         ("chats", lambda _: [], "invalid-reply", "no tokens"),
@@ -415,6 +450,32 @@ def test_a_failed_environment_is_named(
     with pytest.raises(ArgumentError, check=failed):
         held(Engine(tokenizer), environment, elements, max_tokens=9)
     assert calls == elements
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"), [(block, "event-loop-blocked"), (lambda _: time.sleep(3), "callback-timeout")]
+)
+def test_a_reply_that_takes_too_long_is_named(tokenizer: ModelTokenizer, reply: Any, code: str) -> None:
+    engine = Engine(tokenizer)
+    engine.job = SimpleNamespace(**{**vars(ALONE), "timeout_seconds": 1.0})
+    started = time.monotonic()
+    with pytest.raises(ArgumentError, check=has_violation("environment", code)):
+        held(engine, lambda _: reply, max_tokens=9)
+    assert time.monotonic() - started < 3
+    assert len(held(Engine(tokenizer), reply_times, max_tokens=50)) == 2
+
+
+def test_functions_are_called_in_one_thread(tokenizer: ModelTokenizer) -> None:
+    """Some, such as those of sqlite3, must be."""
+    threads = set()
+
+    def environment(prompt: Any) -> Callable[[Completion], Any]:
+        threads.add(threading.get_ident())
+        reply = reply_times(prompt)
+        return lambda answer: threads.add(threading.get_ident()) or reply(answer)
+
+    held(Engine(tokenizer), environment, n=3, max_tokens=50)
+    assert len(threads) == 1
 
 
 OURS = Sampling(max_tokens=40)

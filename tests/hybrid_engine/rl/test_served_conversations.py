@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from hybrid_engine import ActorHybridWorker, Completion, Sampling
-from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.rl import GrpoConfig, converse, train
-from hybrid_engine.rl.conversations import begin_conversations
+from hybrid_engine.rl.conversations import Conversations
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -29,8 +27,8 @@ ACTOR = {"tensor_model_parallel_size": 2, "seq_length": LENGTH, "micro_batch_siz
 Reply = Callable[[Completion], Awaitable[list[int] | None]]
 
 
-def worker_of(model: str, url: str, timeout: float = 60) -> ActorHybridWorker:
-    generate = {"release_weights": False, "server_max_lag": 4, "max_model_len": LENGTH, "timeout_seconds": timeout}
+def worker_of(model: str, url: str) -> ActorHybridWorker:
+    generate = {"release_weights": False, "server_max_lag": 4, "max_model_len": LENGTH}
     return ActorHybridWorker(config_of(model, [url], ACTOR, **generate))
 
 
@@ -66,13 +64,12 @@ def hold(model: str, url: str) -> Values:
             for name in ("first", "again"):
                 groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
                 results[name] = figures_of(groups)
-            results["in one thread"] = in_one_thread(worker)
             results["held"] = [[len(talk.messages), talk.environment is not None] for group in groups for talk in group]
             sampling = Sampling(max_tokens=40)
             groups = converse(worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN)
             results["waiting"] = figures_of(groups)
             gate = Gate(num_conversations=2)
-            begun = begin_conversations(
+            begun = Conversations(
                 worker, PROMPTS[:1], SAMPLING, gate.environment, max_tokens_per_turn=TURN, goes_on=True
             )
             if worker.rank == 0:
@@ -84,26 +81,6 @@ def hold(model: str, url: str) -> Values:
             results["over a publish"] = figures_of(begun.collect())
             results["version"] = worker.train.version
     return results
-
-
-def in_one_thread(worker: ActorHybridWorker) -> Any:
-    """Converse with functions, which must be called in one thread, as those of sqlite3 must."""
-    threads = set()
-
-    def environment(_prompt: Any) -> Callable[[Completion], list[int] | None]:
-        answers: list[Completion] = []
-        threads.add(threading.get_ident())
-
-        def respond(answer: Completion) -> list[int] | None:
-            threads.add(threading.get_ident())
-            answers.append(answer)
-            return [7, 8] if len(answers) < 3 else None
-
-        return respond
-
-    groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
-    assert len(threads) == (worker.rank == 0)
-    return figures_of(groups)
 
 
 def one_for_another() -> Callable[[Any], Reply]:
@@ -158,31 +135,6 @@ class Gate:
         return respond
 
 
-def fail(model: str, url: str) -> list[tuple[str, float]]:
-    """Return errors and seconds of environments that fail, block the event loop, and block a thread."""
-
-    async def raising(_answer: Completion) -> None:
-        raise ValueError("no such table")
-
-    async def blocking(_answer: Completion) -> None:
-        time.sleep(60)
-
-    def blocking_thread(_answer: Completion) -> None:
-        time.sleep(60)
-
-    outcomes = []
-    with worker_of(model, url, timeout=20) as worker, worker.rollout_context():
-        for respond in (raising, lambda _: next(iter(())), blocking, blocking_thread):
-            begin = time.monotonic()
-            try:
-                converse(worker, PROMPTS, SAMPLING, lambda _, respond=respond: respond, max_tokens_per_turn=TURN)  # type: ignore[misc]
-            except HybridEngineError as error:
-                outcomes.append((str(error), time.monotonic() - begin))
-        groups = converse(worker, PROMPTS, SAMPLING, replying(2, [7]), max_tokens_per_turn=TURN)
-        outcomes.append((str(len(groups)), 0.0))
-    return outcomes
-
-
 def learn(model: str, url: str, out: Path) -> list[Values]:
     def reward(_prompt: Any, conversation: Any) -> float:
         assert conversation.environment is not None
@@ -210,7 +162,6 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
         calls: Values = {
             "hold": (hold, (model, served.url)),
-            "fail": (fail, (model, served.url)),
             "learn": (learn, (model, served.url, directory / "run")),
         }
         yield engines.launch_in_turn(2, calls, timeout=400)
@@ -221,9 +172,9 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_each_conversation_goes_on_by_itself(outcomes: Outcomes) -> None:
     """All ranks get the same turns; equal prompts differ, and the same seed repeats them."""
     results, received = outcomes["hold"]
-    for name in ("first", "again", "in one thread", "waiting", "over a publish"):
+    for name in ("first", "again", "waiting", "over a publish"):
         assert results[name] == received[name]
-    assert results["first"] == results["again"] == results["in one thread"]
+    assert results["first"] == results["again"]
     assert results["held"] == [[0, True]] * 6
     assert received["held"] == [[0, False]] * 6
     talks = [talk for group in results["first"] for talk in group]
@@ -243,19 +194,6 @@ def test_conversations_go_on_over_a_publish(outcomes: Outcomes) -> None:
     results, _ = outcomes["hold"]
     versions = [set(talk[3]) for talk in results["over a publish"][0]]
     assert versions == [{0, results["version"]}] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_failing_environment_is_named_on_all_ranks(outcomes: Outcomes) -> None:
-    results, received = outcomes["fail"]
-    messages = ("no such table", "StopIteration", "has blocked the event loop", "not done after 18 s")
-    assert len(results) == len(received) == 5
-    for message, (error, seconds), (remote, _) in zip(messages, results, received, strict=False):
-        assert message in error
-        assert message in remote
-        assert seconds < 35
-    assert results[-1][0] == received[-1][0] == "3"
 
 
 @pytest.mark.slow

@@ -152,21 +152,8 @@ def test_a_tool_that_exits_is_named(tokenizer: ModelTokenizer) -> None:
         contents_of(tokenizer, called("leave", "{}"), leave)
 
 
-def test_a_conversation_with_tools(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = iter([called("add", '{"a": 20, "b": 3}'), "23"])
-    engine = Engine(tokenizer)
-    encode = tokenizer.encode
-
-    def generate(prompts: Any, sampling: Any, **chat: Any) -> list[list[Completion]]:
-        # A chat is encoded with options, and an answer without.
-        monkeypatch.setattr(
-            tokenizer, "encode", lambda given, **options: encode(given if options else [next(texts) + END], **options)
-        )
-        groups = Engine.generate_sequences(engine, prompts, sampling, **chat)
-        monkeypatch.setattr(tokenizer, "encode", encode)
-        return groups
-
-    engine.generate_sequences = generate  # type: ignore[method-assign]
+def test_a_conversation_with_tools(tokenizer: ModelTokenizer) -> None:
+    engine = Engine(tokenizer, [called("add", '{"a": 20, "b": 3}'), "23"])
     prompt = {"prompt": [{"role": "user", "content": "20 + 3?"}], "environment": "numbers"}
     environment = by_name({"numbers": ToolEnvironment([add], "hermes"), "other": lambda _: None})  # type: ignore[dict-item,return-value]
     ((conversation,),) = converse(engine, [prompt], Sampling(max_tokens=200), environment)  # type: ignore[arg-type]
