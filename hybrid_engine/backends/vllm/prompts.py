@@ -22,7 +22,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
-from hybrid_engine.backends.vllm.tool_calls import Tool
+from hybrid_engine.backends.vllm.tool_calls import Tool, schema_of
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -326,7 +326,7 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
         tools = ()
     for index, tool in enumerate(tools):
         try:
-            schemas.append(_schema_of(tool))
+            schemas.append(schema_of(tool))
         except Exception as error:  # transformers parses the docstring and raises various types
             problem = f"no schema can be made of it: {error}"
             remedy = (
@@ -387,17 +387,6 @@ def _invalid_variables(
             yield Violation(key, problem, remedy, code="unknown-variable")
 
 
-def _schema_of(tool: object) -> Mapping[str, Any]:
-    from transformers.utils import get_json_schema
-
-    if isinstance(tool, Mapping):
-        return dict(tool)
-    if not callable(tool):
-        raise TypeError(f"got {shortened(tool)}")
-    schema: Mapping[str, Any] = get_json_schema(tool)
-    return schema
-
-
 def _encode_chats(
     chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer, rendering: Mapping[str, Any]
 ) -> list[list[int]]:
@@ -435,12 +424,7 @@ class ModelTokenizer:
     def loaded(self) -> Any:
         from transformers import AutoTokenizer
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.model_dir, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # tokenizers of all families read files and raise various types
-            raise self._missing(f"has no tokenizer that can be read ({error})") from error
+        tokenizer = self._read(AutoTokenizer, "tokenizer")
         # Without files some classes still make a tokenizer, of special tokens alone, which turns
         # any text into an empty list.
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -452,12 +436,7 @@ class ModelTokenizer:
         """The model's processor of images and text. Raises ConfigError if it has none."""
         from transformers import AutoProcessor, ProcessorMixin
 
-        try:
-            processor = AutoProcessor.from_pretrained(
-                self.model_dir, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # as of tokenizers
-            raise self._missing(f"has no processor that can be read ({error})") from error
+        processor = self._read(AutoProcessor, "processor")
         if not isinstance(processor, ProcessorMixin):
             raise self._missing("has no processor of images")
         return processor
@@ -602,6 +581,14 @@ class ModelTokenizer:
         finally:
             for part, earlier in zip(parts, before, strict=True):
                 part.tokenizer = earlier
+
+    def _read(self, auto: Any, name: str) -> Any:
+        try:
+            return auto.from_pretrained(
+                self.model_dir, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # classes of all families read files and raise various types
+            raise self._missing(f"has no {name} that can be read ({error})") from error
 
     def _missing(self, problem: str) -> ConfigError:
         remedy = "Name a directory that has the model's tokenizer, or pass token ids"

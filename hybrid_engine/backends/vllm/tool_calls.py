@@ -71,10 +71,20 @@ class ToolCallParser:
         return extracted.content or "", calls
 
 
-def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
-    """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
+def schema_of(tool: object) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool. Raises various types: transformers parses the docstring."""
     from transformers.utils import get_json_schema
 
+    if isinstance(tool, Mapping):
+        return tool
+    if not callable(tool):
+        raise TypeError(f"got {shortened(tool)}")
+    schema: Mapping[str, Any] = get_json_schema(tool)
+    return schema
+
+
+def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
+    """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
     if not hasattr(tools, "__iter__"):
         problem = f"got {shortened(tools)}"
         raise ArgumentError([Violation("tools", problem, "Pass a list", code="not-a-list")])
@@ -84,7 +94,7 @@ def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
     for index, tool in enumerate(tools):
         key = f"tools[{index}]"
         try:
-            schemas.append(tool if isinstance(tool, Mapping) else get_json_schema(tool))
+            schemas.append(schema_of(tool))
         except Exception as error:  # of transformers' reader of signatures and docstrings
             problem = f"has no schema: {clipped(str(error))}"
             remedy = "Give it type hints, and a docstring with a line for each argument"
