@@ -53,7 +53,8 @@ PURE_TESTS = (
 )
 PURE_PACKAGES = (
     *("huggingface-hub", "hypothesis", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
-    *("pytest-timeout", "pyyaml", "rich", "safetensors", "scipy", "setuptools", "typer"),
+    *("pytest-timeout", "pyyaml", "rich", "safetensors", "scipy", "setuptools", "transformers"),
+    "typer",
 )
 # Since 0.17 megatron-core's wheels ask for Python 3.12. On 3.11 they are installed past that check,
 # and this folder adds the one name that they miss there.

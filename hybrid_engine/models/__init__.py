@@ -1,9 +1,9 @@
 """Name tables: Hugging Face tensors, Megatron's parameters and their packing, per architecture.
 
-    families.py        `TABLES`: architecture -> table and schema; the table of a model directory
+    families.py        `TABLES`: architecture -> table and config; the table of a model directory
     derived.py         tables of all other architectures, from transformers' classes
     conventions.py     rules of Megatron's parameters for those with the usual names
-    config_json.py     schemas of config.json: types, ranges, relations, defaults
+    config_json.py     config.json by transformers' classes, and checks of its values
     table.py           `ModelTable`: rules, dims, shapes, features that megatron-core lacks
     packing.py         packing of canonical tensors in one Megatron parameter: QKV, gate/up, ...
     blocks.py          rules and shapes shared by families
@@ -16,9 +16,9 @@
     block_quantization.py    formats of weights in blocks and their scales, by names of checkpoints
     quantization_configs.py  the quantization_config of such checkpoints
 
-A canonical tensor is a tensor of a Hugging Face checkpoint. To add a family, write its table and a
-schema of the keys it reads, and add a line to `TABLES` in families.py; see docs/models.md. This
-package imports no engine, and torch and transformers for a derived table only.
+A canonical tensor is a tensor of a Hugging Face checkpoint. To add a family, write its table, and
+add a line to `TABLES` in families.py; see docs/models.md. This package imports no engine,
+transformers to read a config.json only, and torch for a derived table only.
 """
 
 from hybrid_engine.models.families import TABLES, table_for

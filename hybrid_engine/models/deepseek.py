@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.models.blocks import (
     EMBEDDING,
     HEAD,
@@ -31,7 +32,7 @@ from hybrid_engine.models.blocks import (
     outer_rules,
     output_rules,
 )
-from hybrid_engine.models.config_json import DeepseekV2, DeepseekV3
+from hybrid_engine.models.config_json import missing
 from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes
 from hybrid_engine.models.packing import Replicated, Split
 from hybrid_engine.models.table import (
@@ -46,19 +47,24 @@ from hybrid_engine.models.table import (
 )
 from hybrid_engine.records.regions import Shape, Shapes
 
+OTHER_KEYS = {"moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+"""Keys that transformers' classes ignore, with their values if a file lacks them."""
 
-def deepseek_v2(config: DeepseekV2) -> ModelTable:
+
+def deepseek_v2(config: Any) -> ModelTable:
     """Return the table of DeepSeek-V2 or V2-Lite.
 
     Scores are a softmax over all experts, and groups are ranked by their best expert.
     """
     routing = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-    known = ("greedy", "group_limited_greedy")
-    not_built = [] if config.topk_method in known else [f"topk_method {config.topk_method!r}"]
-    return _table(config, _experts(config), routing, not_built, experts_per_group_score=1)
+    method = config.topk_method
+    is_known = method in ("greedy", "group_limited_greedy")
+    not_built = [] if is_known else [f"topk_method {shortened(method)}"]
+    num_groups = config.n_group if method == "group_limited_greedy" else 1
+    return _table(config, _experts(config), routing, not_built, num_groups, 1)
 
 
-def deepseek_v3(config: DeepseekV3) -> ModelTable:
+def deepseek_v3(config: Any) -> ModelTable:
     """Return the table of DeepSeek-V3 or R1.
 
     Scores are sigmoids, a bias affects only the choice of experts, and groups are ranked by their
@@ -67,12 +73,65 @@ def deepseek_v3(config: DeepseekV3) -> ModelTable:
     routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     not_built = [] if config.norm_topk_prob else ["norm_topk_prob false with sigmoid scores"]
     experts = _experts(config, bias="gate.e_score_correction_bias")
-    return _table(config, experts, routing, not_built, experts_per_group_score=2)
+    return _table(config, experts, routing, not_built, config.n_group or 1, 2)
 
 
-def _experts(config: DeepseekV3, bias: str | None = None) -> Experts:
+def v2_relations(config: Any) -> Violations:
+    """Yield the violations between a V2's keys for groups of experts."""
+    if config.topk_method == "group_limited_greedy":
+        if config.n_group is None:
+            yield missing("n_group", f"is missing, which topk_method {config.topk_method!r} needs")
+        yield from v3_relations(config)
+    if config.topk_method != "greedy":
+        return
+    for key, number in {"n_group": config.n_group, "topk_group": config.topk_group}.items():
+        if number is not None and number > 1:
+            yield Violation(
+                key,
+                f"is {number} with topk_method 'greedy', for which vLLM has "
+                "groups and the trainer has none",
+                "Set it to 1, or topk_method to group_limited_greedy",
+                code="unsupported-value",
+            )
+
+
+def v3_relations(config: Any) -> Violations:
+    """Yield the violations between numbers of experts and of their groups."""
+    groups = config.n_group or 1
+    count = config.n_routed_experts
+    chosen = config.topk_group
+    if groups == 1:
+        return
+    if count % groups:
+        yield Violation(
+            "n_group",
+            f"{groups} groups do not divide {count} experts",
+            "Use a divisor",
+            code="not-divisible",
+        )
+    remedy = f"Use a number from 1 to {groups}"
+    if chosen is None:
+        problem = f"is missing, with {groups} groups"
+        yield Violation("topk_group", problem, remedy, code="missing-key")
+        return
+    if chosen > groups:
+        problem = f"{chosen} of {groups} groups"
+        yield Violation("topk_group", problem, remedy, code="out-of-range")
+        return
+    available = chosen * (count // groups)
+    if (config.num_experts_per_tok or 0) > available:
+        yield Violation(
+            "num_experts_per_tok",
+            f"{config.num_experts_per_tok} experts for each token, "
+            f"but {chosen} of {groups} groups have {available}",
+            "Use fewer, or raise topk_group",
+            code="more-than-experts",
+        )
+
+
+def _experts(config: Any, bias: str | None = None) -> Experts:
     return Experts(
-        config.expert_count,
+        config.n_routed_experts,
         config.moe_intermediate_size,
         config.num_experts_per_tok,
         bias=bias,
@@ -81,14 +140,15 @@ def _experts(config: DeepseekV3, bias: str | None = None) -> Experts:
 
 
 def _table(
-    config: DeepseekV3,
+    config: Any,
     experts: Experts,
     routing: Mapping[str, Any],
     not_built: list[str],
+    num_groups: int,
     experts_per_group_score: int,
 ) -> ModelTable:
     first = config.first_k_dense_replace
-    step = config.moe_layer_freq
+    step = config.moe_layer_freq or 1
     sparse = [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
     dims = ModelDims(
         num_layers=config.num_hidden_layers,
@@ -100,7 +160,7 @@ def _table(
         num_kv_heads=config.num_attention_heads,
         head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,  # of a query
         latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
-        tied_embeddings=bool(config.tie_word_embeddings),
+        tied_embeddings=config.tie_word_embeddings,
         num_experts=experts.num,
         num_mtp_layers=config.num_nextn_predict_layers or 0,
     )
@@ -112,10 +172,10 @@ def _table(
         copies[prefix + "embed_tokens.weight"] = EMBEDDING
         copies[prefix + "shared_head.head.weight"] = EMBEDDING if dims.tied_embeddings else HEAD
     extras = Extras()
-    if config.num_groups > 1:
+    if num_groups > 1:
         routing = {
             **routing,
-            "moe_router_num_groups": config.num_groups,
+            "moe_router_num_groups": num_groups,
             "moe_router_group_topk": config.topk_group,
         }
         extras = Extras(experts_per_group_score=experts_per_group_score)
@@ -182,7 +242,7 @@ def _mtp_rules() -> Rules:
     )
 
 
-def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
+def _shapes(config: Any, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
     hidden = dims.hidden_size
     common = {**_attention_shapes(config, dims), **norm_shapes(hidden)}
     dense_layer = {**common, **mlp_shapes(hidden, config.intermediate_size)}
@@ -202,7 +262,7 @@ def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[
     return shapes
 
 
-def _attention_shapes(config: DeepseekV3, dims: ModelDims) -> Shapes:
+def _attention_shapes(config: Any, dims: ModelDims) -> Shapes:
     hidden = dims.hidden_size
     heads = dims.num_heads
     query_rows = heads * dims.head_dim
@@ -237,7 +297,7 @@ def _bias_dtypes(experts: Experts, sparse: list[bool], mtp_layers: range) -> dic
     return {pattern.format(layer=layer): "float32" for layer in layers}
 
 
-def _transformer(config: DeepseekV3, dims: ModelDims) -> dict[str, Any]:
+def _transformer(config: Any, dims: ModelDims) -> dict[str, Any]:
     """Return the settings of MLATransformerConfig (see `ModelTable.transformer`).
 
     All norms use the config's epsilon, as in vLLM. In transformers, norms of latent vectors always
@@ -265,30 +325,30 @@ def _transformer(config: DeepseekV3, dims: ModelDims) -> dict[str, Any]:
     }
 
 
-def _rotary(config: DeepseekV3) -> dict[str, Any]:
+def _rotary(config: Any) -> dict[str, Any]:
     """Return the rotary settings. DeepSeek scales long contexts by YaRN (arXiv:2309.00071)."""
-    rope = config.rope
-    if rope.kind != "yarn":
-        return {"rope_type": "rope", "rotary_base": rope.rope_theta}
+    rope = config.rope_parameters
+    if rope["rope_type"] != "yarn":
+        return {"rope_type": "rope", "rotary_base": rope["rope_theta"]}
     return {
         "rope_type": "yarn",
-        "rotary_base": rope.rope_theta,
-        "rotary_scaling_factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
-        "beta_fast": rope.beta_fast or 32,
-        "beta_slow": rope.beta_slow or 1,
-        "mscale": rope.mscale or 1.0,
-        "mscale_all_dim": rope.mscale_all_dim or 0.0,
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 
-def _not_built(config: DeepseekV3) -> Iterator[str]:
-    rope = config.rope
-    if rope.kind not in ("default", "yarn"):
-        yield f"rotary scaling of type {rope.kind!r}"
-    if bool(rope.mscale) != bool(rope.mscale_all_dim):
+def _not_built(config: Any) -> Iterator[str]:
+    rope = config.rope_parameters
+    if rope["rope_type"] not in ("default", "yarn"):
+        yield f"rotary scaling of type {shortened(rope['rope_type'])}"
+    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
         yield "YaRN with only one of mscale and mscale_all_dim"
-    if rope.attention_factor is not None or not rope.truncate:
+    if rope.get("attention_factor") is not None or not rope.get("truncate", True):
         yield "YaRN with attention_factor or without truncate"
-    if config.attention_bias or config.mlp_bias:
+    if config.attention_bias or getattr(config, "mlp_bias", False):
         yield "biases in attention or MLP"

@@ -13,32 +13,78 @@ from typing import Any, NamedTuple
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.files.model_files import HfConfig
-from hybrid_engine.models import config_json, deepseek, gpt2, llama, moe
+from hybrid_engine.models import deepseek, gpt2, llama, moe
+from hybrid_engine.models.config_json import ConfigClass, read_config
 from hybrid_engine.models.derived import derived_table
 from hybrid_engine.models.table import ModelTable
 
 
 class Architecture(NamedTuple):
-    """A function that returns a table, and the schema of config.json that it takes."""
+    """A function that returns a table, and the class of the config that it takes."""
 
     table: Callable[[Any], ModelTable]
-    schema: type[config_json.Schema]
+    config_class: ConfigClass
 
+
+_SILU = {"hidden_act": "silu"}
+"""The only activation of experts in vLLM."""
 
 TABLES: dict[str, Architecture] = {
-    "DeepseekV2ForCausalLM": Architecture(deepseek.deepseek_v2, config_json.DeepseekV2),
-    "DeepseekV3ForCausalLM": Architecture(deepseek.deepseek_v3, config_json.DeepseekV3),
-    "GPT2LMHeadModel": Architecture(gpt2.gpt2, config_json.Gpt2),
-    "Gemma2ForCausalLM": Architecture(llama.gemma2, config_json.Gemma2),
-    "Gemma3ForCausalLM": Architecture(llama.gemma3, config_json.Gemma3),
-    "Glm4ForCausalLM": Architecture(llama.glm4, config_json.Glm),
-    "GlmForCausalLM": Architecture(llama.glm, config_json.Glm),
-    "LlamaForCausalLM": Architecture(llama.llama, config_json.GroupedQuery),
-    "MixtralForCausalLM": Architecture(moe.mixtral, config_json.Mixtral),
-    "Qwen2ForCausalLM": Architecture(llama.qwen2, config_json.Qwen),
-    "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, config_json.Qwen2Moe),
-    "Qwen3ForCausalLM": Architecture(llama.qwen3, config_json.Qwen3),
-    "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, config_json.Qwen3Moe),
+    "DeepseekV2ForCausalLM": Architecture(
+        deepseek.deepseek_v2,
+        ConfigClass(
+            "DeepseekV2Config",
+            # transformers reads neither of the last two.
+            implied={**_SILU, "scoring_func": "softmax", "norm_topk_prob": False},
+            others=deepseek.OTHER_KEYS,
+            relations=deepseek.v2_relations,
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        deepseek.deepseek_v3,
+        ConfigClass(
+            "DeepseekV3Config",
+            implied={
+                **_SILU,
+                # vLLM does not read it.
+                "rope_interleave": True,
+                # transformers does not read these. Without them, vLLM uses softmax and no router
+                # bias.
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+            },
+            others=deepseek.OTHER_KEYS,
+            relations=deepseek.v3_relations,
+        ),
+    ),
+    "GPT2LMHeadModel": Architecture(gpt2.gpt2, ConfigClass("GPT2Config")),
+    "Gemma2ForCausalLM": Architecture(
+        llama.gemma2, ConfigClass("Gemma2Config", relations=llama.gemma_relations)
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        llama.gemma3,
+        ConfigClass(
+            "Gemma3TextConfig",
+            others={
+                "sliding_window_pattern": 6,
+                "rope_local_base_freq": 10000.0,
+                "num_attention_heads": 8,
+                "vocab_size": 262208,
+            },
+            relations=llama.gemma_relations,
+        ),
+    ),
+    "Glm4ForCausalLM": Architecture(
+        llama.glm4,
+        ConfigClass("Glm4Config", rotates_part=True),
+    ),
+    "GlmForCausalLM": Architecture(llama.glm, ConfigClass("GlmConfig", rotates_part=True)),
+    "LlamaForCausalLM": Architecture(llama.llama, ConfigClass("LlamaConfig")),
+    "MixtralForCausalLM": Architecture(moe.mixtral, ConfigClass("MixtralConfig", _SILU)),
+    "Qwen2ForCausalLM": Architecture(llama.qwen2, ConfigClass("Qwen2Config")),
+    "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, ConfigClass("Qwen2MoeConfig", _SILU)),
+    "Qwen3ForCausalLM": Architecture(llama.qwen3, ConfigClass("Qwen3Config")),
+    "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, ConfigClass("Qwen3MoeConfig", _SILU)),
 }
 """Name tables by an entry of config.json's `architectures`."""
 
@@ -59,7 +105,7 @@ def table_for(config: HfConfig, source: str | Path = "config.json") -> ModelTabl
     if name not in TABLES:
         return derived_table(config, name)
     architecture = TABLES[name]
-    table = architecture.table(config_json.read_config(config, architecture.schema, source))
+    table = architecture.table(read_config(config, architecture.config_class, source))
     return replace(table, architecture=name)
 
 

@@ -8,8 +8,8 @@ compared with [out, in] in Megatron. Query, key and value are one tensor, in thi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from hybrid_engine.models.config_json import Gpt2
 from hybrid_engine.models.llama import ACTIVATIONS, unknown_activation
 from hybrid_engine.models.packing import InterleavedQKV, Replicated, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Rules, Serving, in_layer
@@ -21,7 +21,7 @@ POSITIONS = "transformer.wpe.weight"
 HEAD = "lm_head.weight"
 
 
-def gpt2(config: Gpt2) -> ModelTable:
+def gpt2(config: Any) -> ModelTable:
     """Return the table of GPT-2 or a derived model."""
     hidden = config.n_embd
     num_heads = config.n_head
@@ -34,7 +34,7 @@ def gpt2(config: Gpt2) -> ModelTable:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden // num_heads,
-        tied_embeddings=bool(config.tie_word_embeddings),
+        tied_embeddings=config.tie_word_embeddings,
     )
     return ModelTable(
         dims=dims,
@@ -61,7 +61,7 @@ def gpt2(config: Gpt2) -> ModelTable:
     )
 
 
-def _not_built(config: Gpt2) -> Iterator[str]:
+def _not_built(config: Any) -> Iterator[str]:
     yield from unknown_activation(config.activation_function)
     for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
         if getattr(config, key):

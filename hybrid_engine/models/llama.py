@@ -1,17 +1,19 @@
 """Dense decoders of Llama's blocks: RMSNorm, rotary positions, grouped queries, gated MLP.
 
 Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3; GLM-4 of 2024 and GLM-4-0414; Gemma-2 and Gemma-3 (text).
-`Traits` describes their differences. Canonical names come from `transformers` checkpoints, Megatron
+`Traits` describes their differences. A config is an object of transformers' class
+(`config_json.read_config`). Canonical names come from `transformers` checkpoints, Megatron
 names from `GPTModel` with megatron-core's local layer spec and its Transformer Engine layer spec.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.models.blocks import (
     attention_rules,
     attention_shapes,
@@ -23,15 +25,6 @@ from hybrid_engine.models.blocks import (
     norm_rules,
     norm_shapes,
     outer_rules,
-)
-from hybrid_engine.models.config_json import (
-    Decoder,
-    Gemma2,
-    Gemma3,
-    Glm,
-    GroupedQuery,
-    Qwen,
-    Windowed,
 )
 from hybrid_engine.models.table import Extras, ModelDims, ModelTable, RotaryScaling, Serving
 from hybrid_engine.records.regions import Shapes
@@ -69,131 +62,122 @@ class Traits:
     post_norms: tuple[str, ...] = ()
 
 
-def llama(config: GroupedQuery) -> ModelTable:
+def llama(config: Any) -> ModelTable:
     """Return the table of Llama 2 or 3."""
-    bias = bool(config.attention_bias)
-    traits = Traits(qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias))
+    bias = config.attention_bias
+    traits = Traits(qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
     return family_table(config, traits)
 
 
-def qwen2(config: Qwen) -> ModelTable:
+def qwen2(config: Any) -> ModelTable:
     """Return the table of Qwen2 or Qwen2.5, with biases on query, key and value."""
-    return family_table(config, Traits(qkv_bias=True), Extras(windows=qwen_windows(config)))
+    return family_table(config, Traits(qkv_bias=True), Extras(windows=windows_by_kind(config)))
 
 
-def qwen3(config: Qwen) -> ModelTable:
+def qwen3(config: Any) -> ModelTable:
     """Return the table of dense Qwen3, with norms on query and key heads."""
-    return family_table(config, qwen3_traits(config), Extras(windows=qwen_windows(config)))
+    return family_table(config, qwen3_traits(config), Extras(windows=windows_by_kind(config)))
 
 
-def qwen3_traits(config: Qwen) -> Traits:
+def qwen3_traits(config: Any) -> Traits:
     """Return the traits of Qwen3's attention, which models with experts share."""
-    bias = bool(config.attention_bias)
+    bias = config.attention_bias
     return Traits(qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
-def qwen_windows(config: Qwen) -> tuple[int | None, ...]:
-    """Return the windows of Qwen, which start at layer `max_window_layers` if they are enabled."""
-    if not config.use_sliding_window:
-        return ()
-    # 28 is the default of transformers' Qwen2Config.
-    first = 28 if config.max_window_layers is None else config.max_window_layers
-    kinds = [
-        "full_attention" if layer < first else "sliding_attention"
-        for layer in range(config.num_hidden_layers)
-    ]
-    return windows_by_kind(config, kinds)
-
-
-def windows_by_kind(config: Windowed, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Return `Extras.windows`.
-
-    Args:
-        config: contents of config.json. Its `layer_types` take precedence over `kinds`.
-        kinds: default kind of every layer.
-    """
+def windows_by_kind(config: Any) -> tuple[int | None, ...]:
+    """Return `Extras.windows` of a config with `layer_types`."""
     windows = tuple(
         config.sliding_window if kind == "sliding_attention" else None
-        for kind in config.layer_types or kinds
+        for kind in config.layer_types
     )
     return windows if any(windows) else ()
 
 
-def glm(config: Glm) -> ModelTable:
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """Return the rotary settings of a config; Gemma-3's are those of layers without a window."""
+    rope: Mapping[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
+
+
+def glm(config: Any) -> ModelTable:
     """Return the table of GLM-4 of 2024.
 
     Adjacent elements are rotated in pairs, in a part of each head, and gate and up projection are
     one tensor. vLLM serves it with transformers' model, which gathers the output of the fused
     projection.
     """
-    table = _glm_table(config, Traits(qkv_bias=bool(config.attention_bias), fused_gate_up=True))
+    table = _glm_table(config, Traits(qkv_bias=config.attention_bias, fused_gate_up=True))
     return replace(table, serving=Serving(cuts_fused_as_one=True))
 
 
-def glm4(config: Glm) -> ModelTable:
+def glm4(config: Any) -> ModelTable:
     """Return the table of GLM-4-0414, which also has norms after attention and MLP."""
     traits = Traits(
-        qkv_bias=bool(config.attention_bias),
+        qkv_bias=config.attention_bias,
         fused_gate_up=True,
         post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
     )
     return _glm_table(config, traits)
 
 
-def _glm_table(config: Glm, traits: Traits) -> ModelTable:
+def _glm_table(config: Any, traits: Traits) -> ModelTable:
     return family_table(
         config,
         traits,
         transformer={"rotary_interleaved": True},
-        gpt={"rotary_percent": config.rotary_share or 0.5},
+        gpt={"rotary_percent": config.rope_parameters["partial_rotary_factor"]},
     )
 
 
-def gemma2(config: Gemma2) -> ModelTable:
+def gemma2(config: Any) -> ModelTable:
     """Return the table of Gemma-2.
 
     Every second layer, starting with the first, has a window. Attention scores and logits have soft
     caps.
     """
     extras = Extras(
-        windows=windows_by_kind(config, _every(2, config)),
+        windows=windows_by_kind(config),
         attention_softcap=config.attn_logit_softcapping,
         logit_softcap=config.final_logit_softcapping,
     )
     return _gemma_table(config, extras, qk_norm=False)
 
 
-def gemma3(config: Gemma3) -> ModelTable:
+def gemma3(config: Any) -> ModelTable:
     """Return the table of Gemma-3.
 
     All layers except every sixth have a window and a separate rotary base. Query and key heads have
     norms.
     """
-    # Some versions of transformers write the key with an underscore. The default is 6.
-    period = config.sliding_window_pattern or config.underscored_pattern or 6
     extras = Extras(
-        windows=windows_by_kind(config, _every(period, config)),
-        window_rotary_base=config.window_rotary_base,
+        windows=windows_by_kind(config),
+        window_rotary_base=config.rope_parameters["sliding_attention"]["rope_theta"],
         logit_softcap=config.final_logit_softcapping,
     )
     return _gemma_table(config, extras, qk_norm=True)
 
 
-def _every(period: int, config: Gemma2) -> list[str]:
-    """Return the kind of every layer: the last of each `period` layers has no window."""
-    layers = range(1, config.num_hidden_layers + 1)
-    return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+def gemma_relations(config: Any) -> Violations:
+    """Yield a violation if the config asks for another attention than vLLM computes."""
+    if config.use_bidirectional_attention:
+        yield Violation(
+            "use_bidirectional_attention",
+            "is true, but vLLM computes causal attention only",
+            "Set it to false, or name another model",
+            code="unsupported-value",
+        )
 
 
-def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable:
+def _gemma_table(config: Any, extras: Extras, *, qk_norm: bool) -> ModelTable:
     """Return the table of a Gemma.
 
     It has norms before and after attention and MLP, norm weights as offsets from 1, and scaled
     embeddings.
     """
     traits = Traits(
-        qkv_bias=bool(config.attention_bias),
-        output_bias=bool(config.attention_bias),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
         qk_norm=qk_norm,
         pre_mlp_norm="pre_feedforward_layernorm",
         post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -211,7 +195,7 @@ def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable
 
 
 def family_table(
-    config: GroupedQuery,
+    config: Any,
     traits: Traits,
     extras: Extras | None = None,
     transformer: Mapping[str, Any] | None = None,
@@ -222,7 +206,7 @@ def family_table(
     Families with experts start from it (`moe.with_experts`).
 
     Args:
-        config: contents of config.json.
+        config: object of transformers' class.
         traits: differences from Llama.
         extras: features without a setting in Megatron. Rotary scaling and post norms are overridden
             by the config and the traits.
@@ -237,12 +221,13 @@ def family_table(
         num_heads=config.num_attention_heads,
         # Without the key, every head has separate keys and values.
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        tied_embeddings=bool(config.tie_word_embeddings),
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        tied_embeddings=config.tie_word_embeddings,
     )
     gpt_settings = {
         "position_embedding_type": "rope",
-        "rotary_base": config.rope.rope_theta,
+        "rotary_base": rope_of(config)["rope_theta"],
         **(gpt or {}),
     }
     extras = replace(
@@ -266,41 +251,42 @@ def family_table(
     )
 
 
-def _rotary_scaling(config: Decoder) -> RotaryScaling | None:
+def _rotary_scaling(config: Any) -> RotaryScaling | None:
     """Return the configured scaling; None if there is none, or its type is not built."""
-    rope = config.rope
-    if rope.kind not in ("linear", "llama3"):
-        return None
-    # `Rope.relations` has checked that the keys of each type are present.
-    assert rope.factor is not None
-    if rope.kind == "linear":
-        return RotaryScaling("linear", rope.factor)
-    original = rope.original_max_position_embeddings or config.max_position_embeddings
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    assert original is not None
-    return RotaryScaling(
-        "llama3",
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        original,
-    )
+    # transformers' class has checked that the keys of each type are present.
+    rope = rope_of(config)
+    match rope["rope_type"]:
+        case "linear":
+            return RotaryScaling("linear", rope["factor"])
+        case "llama3":
+            return RotaryScaling(
+                "llama3",
+                rope["factor"],
+                rope["low_freq_factor"],
+                rope["high_freq_factor"],
+                rope["original_max_position_embeddings"],
+            )
+    return None
 
 
-def _not_built(config: GroupedQuery, traits: Traits) -> Iterator[str]:
-    kind = config.rope.kind
+def _not_built(config: Any, traits: Traits) -> Iterator[str]:
+    kind = rope_of(config)["rope_type"]
     if kind not in ("default", "linear", "llama3"):
-        yield f"rotary scaling of type {kind!r} (supported: linear, llama3)"
-    yield from unknown_activation(config.activation)
+        yield f"rotary scaling of type {shortened(kind)} (supported: linear, llama3)"
+    yield from unknown_activation(_activation(config))
     if traits.output_bias != traits.mlp_bias:
         yield "biases in only one of attention and MLP, where Megatron has one switch for both"
+
+
+def _activation(config: Any) -> str:
+    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    return name
 
 
 def unknown_activation(name: str) -> Iterator[str]:
     """Yield a sentence for `ModelTable.not_built` if `ACTIVATIONS` lacks the activation."""
     if name not in ACTIVATIONS:
-        yield f"activation {name!r}"
+        yield f"activation {shortened(name)}"
 
 
 def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None) -> Shapes:
@@ -324,7 +310,7 @@ def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None)
     return {**attention, **norms, **mlp}
 
 
-def _transformer(config: GroupedQuery, dims: ModelDims, traits: Traits) -> dict[str, Any]:
+def _transformer(config: Any, dims: ModelDims, traits: Traits) -> dict[str, Any]:
     """Return the settings of TransformerConfig (see `ModelTable.transformer`)."""
     return {
         "num_layers": dims.num_layers,
@@ -337,7 +323,7 @@ def _transformer(config: GroupedQuery, dims: ModelDims, traits: Traits) -> dict[
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         # None for an activation that `_not_built` reports.
-        "activation_func": ACTIVATIONS.get(config.activation),
+        "activation_func": ACTIVATIONS.get(_activation(config)),
         # One switch for the biases of output projection and MLP.
         "add_bias_linear": traits.output_bias or traits.mlp_bias,
         "add_qkv_bias": traits.qkv_bias,

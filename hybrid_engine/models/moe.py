@@ -19,7 +19,6 @@ from hybrid_engine.models.blocks import (
     mlp_shapes,
     model_shapes,
 )
-from hybrid_engine.models.config_json import Mixtral, Qwen2Moe, Qwen3Moe
 from hybrid_engine.models.llama import (
     Traits,
     family_table,
@@ -66,37 +65,31 @@ MIXTRAL: dict[str, Any] = {
 """Names of Mixtral's experts."""
 
 
-def qwen3_moe(config: Qwen3Moe) -> ModelTable:
+def qwen3_moe(config: Any) -> ModelTable:
     """Return the table of Qwen3 with experts, which has the attention of the dense model."""
-    experts = Experts(config.expert_count, config.moe_intermediate_size, config.num_experts_per_tok)
+    experts = Experts(config.num_experts, config.moe_intermediate_size, config.num_experts_per_tok)
     # transformers masks all layers alike and ignores layer_types and max_window_layers.
     windows = (config.sliding_window,) * config.num_hidden_layers
     return _qwen_table(config, qwen3_traits(config), experts, windows)
 
 
-def qwen2_moe(config: Qwen2Moe) -> ModelTable:
+def qwen2_moe(config: Any) -> ModelTable:
     """Return the table of Qwen1.5 or Qwen2 with routed experts and a gated shared expert."""
     experts = Experts(
-        config.expert_count,
+        config.num_experts,
         config.moe_intermediate_size,
         config.num_experts_per_tok,
         shared="shared_expert.",
         shared_width=config.shared_expert_intermediate_size,
         shared_gate="shared_expert_gate.weight",
     )
-    # 28 is the default of transformers' Qwen2MoeConfig.
-    first_without = 28 if config.max_window_layers is None else config.max_window_layers
-    # In transformers, windows are in every second layer below max_window_layers. In the dense Qwen2
-    # they are in all layers from there on.
-    kinds = [
-        "full_attention" if layer % 2 or layer >= first_without else "sliding_attention"
-        for layer in range(config.num_hidden_layers)
-    ]
-    traits = Traits(qkv_bias=bool(config.qkv_bias))
-    return _qwen_table(config, traits, experts, windows_by_kind(config, kinds))
+    # By the defaults of transformers, windows are in every second layer below max_window_layers. In
+    # the dense Qwen2 they are in all layers from there on.
+    traits = Traits(qkv_bias=config.qkv_bias)
+    return _qwen_table(config, traits, experts, windows_by_kind(config))
 
 
-def mixtral(config: Mixtral) -> ModelTable:
+def mixtral(config: Any) -> ModelTable:
     """Return the table of Mixtral, with experts of width `intermediate_size` in every layer."""
     experts = Experts(
         config.num_local_experts,
@@ -112,20 +105,20 @@ def mixtral(config: Mixtral) -> ModelTable:
 
 
 def _qwen_table(
-    config: Qwen3Moe,
+    config: Any,
     traits: Traits,
     experts: Experts,
     windows: tuple[int | None, ...],
 ) -> ModelTable:
-    """Return the table of Qwen with experts; `windows` apply if `use_sliding_window` is set."""
+    """Return the table of Qwen with experts."""
     step = config.decoder_sparse_step
-    dense = config.mlp_only_layers or ()
     sparse = [
-        (layer + 1) % step == 0 and layer not in dense for layer in range(config.num_hidden_layers)
+        (layer + 1) % step == 0 and layer not in config.mlp_only_layers
+        for layer in range(config.num_hidden_layers)
     ]
-    extras = Extras(windows=windows) if config.use_sliding_window and any(windows) else Extras()
+    extras = Extras(windows=windows) if any(windows) else Extras()
     table = family_table(config, traits, extras)
-    return with_experts(table, traits, experts, sparse, normalized=bool(config.norm_topk_prob))
+    return with_experts(table, traits, experts, sparse, normalized=config.norm_topk_prob)
 
 
 def with_experts(

@@ -45,7 +45,7 @@ OUTSIDE = {
     "records": {"msgspec", "numpy"},
     "ranks": {"torch", "xxhash"},
     "models": set(),
-    "models.config_json": {"pydantic"},
+    "models.config_json": {"huggingface_hub", "transformers"},
     "models.derived": {"torch", "transformers"},
     "planning": {"numpy", "scipy"},
     "memory": {"cuda", "numpy", "torch"},

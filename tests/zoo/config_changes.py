@@ -3,7 +3,7 @@
     for change in changes_of("qwen3"):
         config = wide_config("qwen3") | change
 
-Keys come from the family's classes in this project and in transformers, from the source of vLLM's
+Keys come from the family's class in transformers, from the source of vLLM's
 model and configuration, and from other families (`VALUES`). Some changes set two keys that have an
 effect only together.
 """
@@ -17,9 +17,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
-from hybrid_engine.models.families import TABLES
 from tests.zoo.families import FAMILIES, SERVED_SIZES
 
 Change = dict[str, Any]
@@ -145,14 +142,12 @@ def _own_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     architecture = config["architectures"][0]
-    fields: dict[str, Any] = TABLES[architecture].schema.model_fields
     config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
     written = config_class.from_dict(config).to_dict()
     aliases = {alias: written.get(name) for alias, name in config_class.attribute_map.items()}
     general = transformers.PreTrainedConfig().to_dict()  # These keys concern inputs, outputs and files.
     specific = {key: value for key, value in written.items() if key not in general}
-    defaults = {field.alias or name: field.default for name, field in fields.items()}
-    return {**dict(_read_by_vllm(architecture)), **aliases, **specific, **defaults, **config}
+    return {**dict(_read_by_vllm(architecture)), **aliases, **specific, **config}
 
 
 def _read_by_vllm(architecture: str) -> Iterator[tuple[str, Any]]:
@@ -190,4 +185,4 @@ def _other_values(value: Any) -> tuple[Any, ...]:
         case None:
             return (2,)  # Also true.
         case _:
-            return (2,) if value is PydanticUndefined else ()
+            return ()

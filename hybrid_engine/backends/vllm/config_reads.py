@@ -10,9 +10,9 @@ records its reads (compute_check/config_reads.py):
     reads.require_known(model)           before any weight is sent
     reads.stop()                         before forward passes, which may be compiled
 
-Keys that the family's schema (models/config_json.py) lacks are refused here, if vLLM reads another
-value than without the key. Without a schema the trainer's own reads are compared, by
-`check_compute`.
+Keys that neither the family's table nor transformers' class of its config has are refused here, if
+vLLM reads another value than without the key. Without a table the trainer's own reads are compared,
+by `check_compute`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.compute_check.config_reads import OF_ALL_FAMILIES, ReadRecorder, Reads
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.files.documents import read_json
-from hybrid_engine.models.config_json import Rope, Schema
+from hybrid_engine.models.config_json import ROTARY_KEYS
 from hybrid_engine.models.derived import takes_images
 from hybrid_engine.models.families import TABLES
 
@@ -53,10 +53,11 @@ class ConfigReads:
         self._path = Path(model_dir, "config.json")
         self._config = read_json(self._path, "model", "Name a Hugging Face model directory")
         architectures = self._config.get("architectures") or ()
-        schema = next((TABLES[name].schema for name in architectures if name in TABLES), None)
+        known = (TABLES[name].config_class for name in architectures if name in TABLES)
+        config_class = next(known, None)
         # vLLM reads keys that transformers 5 does not write, because its class computes nothing
         # else.
-        self._values: dict[str, Any] = {} if schema is None else dict(schema.implied)
+        self._values: dict[str, Any] = {} if config_class is None else dict(config_class.implied)
         self._without_quantization = quantization_config is None
         if quantization_config is not None:
             self._values[_QUANTIZATION] = dict(quantization_config)
@@ -65,10 +66,10 @@ class ConfigReads:
                 "%s: its quantization_config is ignored: the weights arrive unquantised", model_dir
             )
         self._known: set[str] | None = None  # None: the trainer records its reads
-        if schema is not None:
+        if config_class is not None:
             # transformers has the settings of `rope_scaling`, too, in `rope_parameters`.
-            nested = {f"rope_parameters.{key}" for key in _keys_of(Rope)}
-            self._known = _keys_of(schema) | nested | OF_ALL_FAMILIES | {_QUANTIZATION}
+            nested = {f"rope_parameters.{key}" for key in ROTARY_KEYS}
+            self._known = config_class.keys | nested | OF_ALL_FAMILIES | {_QUANTIZATION}
         self._recorder = ReadRecorder(is_of_vllm)
 
     @property
@@ -156,8 +157,3 @@ def is_of_vllm(frame: FrameType) -> bool:
     is_of_model = module.startswith("transformers.models.") and "modeling_" in module
     is_of_vllm = module.startswith("vllm.") or is_of_model
     return is_of_vllm and frame.f_code is not internals.LENGTH_LIMITS.load().__code__
-
-
-def _keys_of(schema: type[Schema]) -> set[str]:
-    """Return the names of a schema's fields in config.json."""
-    return {field.alias or name for name, field in schema.model_fields.items()}

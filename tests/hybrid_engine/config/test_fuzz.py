@@ -64,9 +64,8 @@ Sizes = dict[str, int]
 
 
 def _keys_of(config: dict[str, Any]) -> list[str]:
-    """Return the keys in a config and the keys that its table reads."""
-    schema = TABLES[config["architectures"][0]].schema
-    return sorted({*config, *(info.alias or name for name, info in schema.model_fields.items())})
+    """Return the keys in a config and the keys that its class or table reads."""
+    return sorted({*config, *TABLES[config["architectures"][0]].config_class.keys})
 
 
 @st.composite

@@ -216,6 +216,9 @@ def test_models_have_their_published_sizes(model: str) -> None:
 
 def test_mtp_layers_of_deepseek_v3() -> None:
     table = table_for(published_configs.DEEPSEEK_V3)
+    # transformers' class has one layer by default.
+    without = {key: value for key, value in published_configs.DEEPSEEK_V3.items() if "nextn" not in key}
+    assert table_for(without).dims.num_mtp_layers == 0
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
     # 14 billion parameters with the embedding and head that the checkpoint repeats.
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)

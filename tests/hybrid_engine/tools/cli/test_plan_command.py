@@ -411,7 +411,7 @@ def test_deepseek_v3_on_2048_ranks_without_any_engine(tmp_path: Path) -> None:
     """torch, Megatron and vLLM cannot be imported."""
     code = """
 import sys
-for name in ("torch", "megatron", "vllm", "transformers"):
+for name in ("torch", "megatron", "vllm"):
     sys.modules[name] = None
 from hybrid_engine.tools.cli import app
 app()
