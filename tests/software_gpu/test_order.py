@@ -1,19 +1,53 @@
-"""The checker of order reports accesses and releases without a wait, and nothing else."""
+"""The checker of order reports accesses and releases without a wait, and nothing else.
+
+One test for each rule. The waits of the product are the cases of test_mutants.py.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from software_gpu_operators import register_kernels  # type: ignore[import-not-found]
 
 from hybrid_engine.memory.cuda_driver import driver_of
 from hybrid_engine.memory.device_pages import tensor_over
 from tests.software_gpu.device import Reports
 
 NUMEL = 10_000
+SECONDS = 0.5
+
+
+def wait_for_a_query(stream: torch.cuda.Stream) -> None:
+    while not stream.query():
+        pass
+
+
+def wait_over_a_third(stream: torch.cuda.Stream) -> None:
+    third = torch.cuda.Stream()
+    third.wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(third)
+
+
+WAITS: Mapping[str, Callable[[torch.cuda.Stream], object]] = {
+    "the host, for the stream": torch.cuda.Stream.synchronize,
+    "the host, for an event": lambda stream: stream.record_event().synchronize(),
+    "the host, for the device": lambda _: torch.cuda.synchronize(),
+    "the host, by queries": wait_for_a_query,
+    "a stream": lambda stream: torch.cuda.current_stream().wait_stream(stream),
+    "a stream, for an event": lambda stream: torch.cuda.current_stream().wait_event(stream.record_event()),
+    "a stream, for a third": wait_over_a_third,
+}
 
 
 @pytest.fixture
@@ -21,7 +55,7 @@ def stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def queued_copy(stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
+def queue_copy(stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
     """Queue a copy of ones to the device; return the tensors of the device and of the host."""
     on_host = torch.ones(NUMEL, pin_memory=True)
     on_device = torch.zeros(NUMEL, device="cuda")
@@ -31,51 +65,23 @@ def queued_copy(stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
     return on_device, on_host
 
 
+@pytest.mark.parametrize("how", WAITS)
+def test_a_copy_is_over_after_a_wait(how: str, stream: torch.cuda.Stream) -> None:
+    on_device, _kept = queue_copy(stream)
+    WAITS[how](stream)
+    assert on_device.sum().item() == NUMEL
+
+
 def test_a_copy_is_late_without_a_wait(stream: torch.cuda.Stream, reports: Reports) -> None:
-    on_device, _kept = queued_copy(stream)
+    """An event that was recorded before the copy does not order it."""
+    event = stream.record_event()
+    on_device, _kept = queue_copy(stream)
+    torch.cuda.current_stream().wait_event(event)
     assert on_device.sum().item() == 0
     text = reports.new()
     assert "aten::sum" in text
     assert "nothing there waits for a copy to" in text
     torch.cuda.synchronize()
-
-
-def test_a_stream_waits_for_another(stream: torch.cuda.Stream) -> None:
-    on_device, _kept = queued_copy(stream)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert on_device.sum().item() == NUMEL
-
-
-def test_an_event_orders_earlier_work(stream: torch.cuda.Stream) -> None:
-    on_device, _kept = queued_copy(stream)
-    event = stream.record_event()
-    torch.cuda.current_stream().wait_event(event)
-    assert on_device.sum().item() == NUMEL
-
-
-def test_an_event_does_not_order_later_work(stream: torch.cuda.Stream, reports: Reports) -> None:
-    event = stream.record_event()
-    on_device, _kept = queued_copy(stream)
-    torch.cuda.current_stream().wait_event(event)
-    on_device.add_(1)
-    assert "RACE" in reports.new()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("how", ["stream", "event", "device", "query"])
-def test_the_host_waits(how: str, stream: torch.cuda.Stream) -> None:
-    on_device, on_host = queued_copy(stream)
-    if how == "stream":
-        stream.synchronize()
-    elif how == "event":
-        stream.record_event().synchronize()
-    elif how == "device":
-        torch.cuda.synchronize()
-    else:
-        while not stream.query():
-            pass
-    del on_host
-    assert on_device.sum().item() == NUMEL
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -102,61 +108,122 @@ def test_addresses_of_the_same_memory_conflict(waits: bool, stream: torch.cuda.S
         torch.cuda.synchronize()
 
 
-def test_order_is_transitive_over_a_third_stream(stream: torch.cuda.Stream) -> None:
-    on_device, _kept = queued_copy(stream)
-    third = torch.cuda.Stream()
-    third.wait_stream(stream)
-    torch.cuda.current_stream().wait_stream(third)
-    assert on_device.sum().item() == NUMEL
-
-
-def test_two_streams_may_read_the_same_memory(stream: torch.cuda.Stream) -> None:
-    values = torch.ones(NUMEL, device="cuda")
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        first = values + 1
-    second = values + 2
-    torch.cuda.synchronize()
-    assert first.sum().item() + 1 * NUMEL == second.sum().item()
-
-
-def test_memory_reused_too_early_is_reported(stream: torch.cuda.Stream, reports: Reports) -> None:
-    """Without record_stream, memory is reused while another stream reads it."""
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_memory_is_reused_too_early_unless_its_stream_is_recorded(
+    is_recorded: bool, stream: torch.cuda.Stream, reports: Reports
+) -> None:
     values = torch.ones(NUMEL, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     on_host = torch.zeros(NUMEL, pin_memory=True)
     with torch.cuda.stream(stream):
         on_host.copy_(values, non_blocking=True)
+    assert values.sum().item() == NUMEL, "two streams may read the same memory"
+    if is_recorded:
+        values.record_stream(stream)
     del values
     torch.full((NUMEL,), 7.0, device="cuda")
-    assert "RACE" in reports.new()
+    assert ("RACE" in reports.new()) is not is_recorded
     torch.cuda.synchronize()
+    assert not is_recorded or on_host.sum().item() == NUMEL
 
 
-def test_memory_of_a_recorded_stream_is_not_reused(stream: torch.cuda.Stream) -> None:
-    values = torch.ones(NUMEL, device="cuda")
-    stream.wait_stream(torch.cuda.current_stream())
-    on_host = torch.zeros(NUMEL, pin_memory=True)
-    with torch.cuda.stream(stream):
-        on_host.copy_(values, non_blocking=True)
-    values.record_stream(stream)
-    del values
-    torch.full((NUMEL,), 7.0, device="cuda")
-    torch.cuda.synchronize()
-    assert on_host.sum().item() == NUMEL
+# -- kernels and graphs ----------------------------------------------------------------------------
 
 
-def test_a_graph_replays_captured_work() -> None:
-    values = torch.ones(8, device="cuda")
-    result = torch.zeros(8, device="cuda")
+@pytest.fixture(scope="module")
+def slow_fill() -> Iterator[Callable[[torch.Tensor, Callable[[], None]], None]]:
+    """Return a kernel that calls its second argument at its start, and then slowly writes ones."""
+    within = mock.Mock()
+
+    def compute(values: torch.Tensor) -> None:
+        within()
+        time.sleep(SECONDS)
+        values.fill_(1)
+
+    library = torch.library.Library("software_gpu_tests", "DEF")
+    library.define("slow_fill(Tensor(a!) values) -> ()")
+    library.impl("slow_fill", lambda values: None, "CUDA")  # A kernel for CUDA, which is replaced.
+    register_kernels("software_gpu_tests", {"slow_fill": compute})
+
+    def fill(values: torch.Tensor, call: Callable[[], None]) -> None:
+        within.side_effect = call
+        torch.ops.software_gpu_tests.slow_fill(values)
+
+    yield fill
+    library._destroy()
+
+
+def test_a_kernel_is_pending_for_other_threads_until_it_has_been_computed(slow_fill: Callable[..., None]) -> None:
+    """Its own thread does not wait for it within it."""
+    values = torch.zeros(8, device="cuda")
+    has_begun = threading.Event()
+
+    def begin() -> None:
+        torch.cuda.synchronize()
+        has_begun.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        launch = thread.submit(slow_fill, values, begin)
+        assert has_begun.wait(60)
+        assert not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+        assert torch.cuda.current_stream().query()
+        launch.result()
+    assert values.tolist() == [1] * 8
+
+
+@triton.jit
+def increment(values, numel: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, numel)
+    tl.store(values + offsets, tl.load(values + offsets) + 1)
+
+
+def add_by_triton(values: torch.Tensor) -> None:
+    increment[(1,)](values, 1024)
+
+
+def add_by_torch(values: torch.Tensor) -> None:
+    values.add_(1)
+
+
+@pytest.mark.parametrize("add_one", [add_by_torch, add_by_triton])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_branches_of_a_graph_must_be_ordered(
+    is_ordered: bool, add_one: Callable[[torch.Tensor], None], reports: Reports
+) -> None:
+    values = torch.zeros(1024, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result.copy_(values * 3 + 1)
-    assert result.sum().item() == 0, "the capture has run the work"
-    for factor in (1, 2, 5):
-        values.fill_(factor)
-        graph.replay()
-        assert result.tolist() == [3 * factor + 1] * 8
+    # Two streams of torch's pool, which it gives out in turn.
+    main = torch.cuda.Stream()
+    side = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=main):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            add_one(values)
+        if is_ordered:
+            main.wait_stream(side)
+        values.mul_(2)
+        main.wait_stream(side)
+    assert not values.any(), "the capture has run the work"
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    text = reports.new()
+    assert text.count("RACE") == (not is_ordered)
+    assert "aten::mul_" in text or values.tolist() == [6] * 1024
+
+
+def test_a_wait_of_the_host_invalidates_a_capture() -> None:
+    values = torch.ones(8, device="cuda")
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            values.nonzero()
+        with pytest.raises(RuntimeError, match="previous error during capture"):
+            graph.capture_end()
 
 
 def test_a_graph_with_released_memory_is_an_error(reports: Reports) -> None:

@@ -1,4 +1,4 @@
-"""Refusals of hardware: kernels on ordinary host memory, untimed events, forked children."""
+"""Refusals of hardware, one test each: kernels on memory of others, forked children, unlike collectives."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
+from hybrid_engine.errors import DeviceMemoryError
+from hybrid_engine.memory.cuda_driver import driver_of
+from hybrid_engine.memory.elastic import ElasticBuffer
+from tests.harness.launch import REPO_ROOT
 from tests.software_gpu.device import Reports, library
+from tests.software_gpu.launcher import Machine, environment_of
 
+NUMEL = 256
+NOT_INITIALIZED = 3
 _REGISTERED = """
-import ctypes, torch
+import torch
 
 class OnDevice:
     def __init__(self, tensor):
@@ -25,115 +37,122 @@ torch.cuda.init()
 host = torch.ones(1024)
 assert torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0) == 0
 values = torch.as_tensor(OnDevice(host), device="cuda")
-assert values.data_ptr() == host.data_ptr()
-"""
-_TWICE = """
-run()
+values.add_(1)
 torch.cuda.synchronize()
 assert torch.cuda.cudart().cudaHostUnregister(host.data_ptr()) == 0
 assert torch.equal(host.cuda().cpu(), host), "copies need no registration"
 print("registered")
-run()
+values.add_(1)
 torch.cuda.synchronize()
 """
-_KERNELS = {
-    "torch": """
-def run():
-    values.add_(1)
-""",
-    "triton": """
-import triton, triton.language as tl
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
 
 @triton.jit
-def increment(values, numel: tl.constexpr):
+def copy_kernel(src, dst, numel: tl.constexpr):
     offsets = tl.arange(0, numel)
-    tl.store(values + offsets, tl.load(values + offsets) + 1)
-
-def run():
-    increment[(1,)](values, 1024)
-""",
-    "nccl": """
-class Id(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_char * 128)]
-
-nccl, unique_id, communicator = ctypes.CDLL("libnccl.so.2"), Id(), ctypes.c_void_p()
-assert nccl.ncclGetUniqueId(ctypes.byref(unique_id)) == 0
-assert nccl.ncclCommInitRank(ctypes.byref(communicator), 1, unique_id, 0) == 0
-address = ctypes.c_void_p(host.data_ptr())
-FLOAT, SUM = 7, 0
-
-def run():
-    assert nccl.ncclAllReduce(address, address, ctypes.c_size_t(1024), FLOAT, SUM, communicator, None) == 0
-""",
-}
+    tl.store(dst + offsets, tl.load(src + offsets))
 
 
-@pytest.mark.parametrize("name", [*_KERNELS])
-def test_a_kernel_reads_registered_host_memory_only(name: str, reports: Reports) -> None:
+def read_on(device: int, src: torch.Tensor) -> float:
+    """Return the sum of the first elements, read by a kernel on this device."""
+    torch.cuda.synchronize(src.device)
+    with torch.cuda.device(device):
+        dst = torch.empty(NUMEL, device="cuda")
+        try:
+            copy_kernel[(1,)](src, dst, NUMEL)
+            return dst.sum().item()
+        finally:
+            torch.cuda.synchronize()
+
+
+def grant_to_second(buffer: ElasticBuffer, flags: str) -> None:
+    from cuda.bindings import driver as api
+
+    right = api.CUmemAccessDesc()
+    right.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    right.location.id = 1
+    right.flags = getattr(api.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_{flags}")
+    (code,) = api.cuMemSetAccess(buffer.address, buffer.granularity, [right], 1)
+    assert code == api.CUresult.CUDA_SUCCESS
+
+
+def test_mapped_memory_is_accessible_to_the_listed_devices_only() -> None:
+    """The driver grants access per device; a buffer is mapped for its own device only."""
+    with closing(ElasticBuffer(NUMEL, torch.float32, device="cuda:0")) as buffer:
+        buffer.tensor.fill_(1)
+        for flags in ("", "PROT_READWRITE", "PROT_NONE"):
+            if flags:
+                grant_to_second(buffer, flags)
+            if flags == "PROT_READWRITE":
+                assert read_on(1, buffer.tensor) == NUMEL
+            else:
+                with pytest.raises(InterpreterError, match="illegal memory access"):
+                    read_on(1, buffer.tensor)
+            assert read_on(0, buffer.tensor) == NUMEL, "the first device has no access"
+
+
+def map_for_the_second() -> None:
+    """Map memory of the first device for the second, and unmap it."""
+    owner = driver_of(0)
+    user = driver_of(1)
+    assert owner is not None
+    assert user is not None
+    nbytes = owner.granularity()
+    handle = owner.create(nbytes)
+    address = user.reserve(nbytes)
+    try:
+        user.map(address, nbytes, handle)
+        user.unmap(address, nbytes)
+    finally:
+        user.unreserve(address, nbytes)
+        owner.release(handle)
+
+
+def require_no_peers() -> None:
+    """Check that only copies reach the other device, through the host."""
+    ones = torch.ones(NUMEL, device="cuda:0")
+    assert read_on(0, ones) == NUMEL
+    with pytest.raises(InterpreterError, match="illegal memory access"):
+        read_on(1, ones)
+    with pytest.raises(DeviceMemoryError, match=r"cuMemSetAccess.*INVALID_DEVICE"):
+        map_for_the_second()
+    assert ones.to("cuda:1").sum().item() == NUMEL
+
+
+def test_only_peers_read_each_other() -> None:
+    assert read_on(1, torch.ones(NUMEL, device="cuda:0")) == NUMEL
+    map_for_the_second()
+    code = f"from {__name__} import require_no_peers; require_no_peers()"
+    with environment_of(Machine(2, are_peers=False)) as variables:
+        environment = {**os.environ, **variables}
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_kernel_reads_registered_host_memory_only(reports: Reports) -> None:
     """Uses another process, because the error persists until its end."""
-    code = f"{_REGISTERED}{_KERNELS[name]}{_TWICE}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", _REGISTERED], capture_output=True, text=True, check=False)
     assert result.stdout == "registered\n", result.stderr
     assert "illegal memory access" in result.stderr
     assert "ILLEGAL ADDRESS" in reports.new()
     assert result.returncode != 0
 
 
-INVALID_HANDLE = 400
-NOT_READY = 600
-NOT_INITIALIZED = 3
-UNTIMED = 2
-"""Flag of an event without time."""
-
-
-def new_event(flags: int, *, is_recorded: bool) -> ctypes.c_void_p:
-    event = ctypes.c_void_p()
-    assert library().cuEventCreate(ctypes.byref(event), flags) == 0
-    if is_recorded:
-        assert library().cuEventRecord(event, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)) == 0
-    return event
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_recorded", "is_waited_for", "error"),
-    [
-        (0, True, True, 0),
-        (0, True, False, NOT_READY),
-        (0, False, True, INVALID_HANDLE),
-        (UNTIMED, True, True, INVALID_HANDLE),
-    ],
-)
-def test_time_between_events(flags: int, is_recorded: bool, is_waited_for: bool, error: int) -> None:
-    first = new_event(0, is_recorded=True)
-    second = new_event(flags, is_recorded=is_recorded)
-    if is_waited_for:
-        torch.cuda.synchronize()
-    milliseconds = ctypes.c_float(-1)
-    assert library().cuEventElapsedTime_v2(ctypes.byref(milliseconds), first, second) == error
-    assert (milliseconds.value >= 0) == (not error)
-    torch.cuda.synchronize()
-    for event in (first, second):
-        library().cuEventDestroy_v2(event)
-
-
-def error_of_runtime() -> int:
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    return int(ctypes.CDLL("libcudart.so.13").cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)))
-
-
-def error_of_kernel() -> int:
-    return int(library().software_gpu_begin_kernel(None, b"a kernel of a child"))
+# -- forks -----------------------------------------------------------------------------------------
 
 
 _IN_A_CHILD: Mapping[str, Callable[[], int]] = {
     "initialization": lambda: library().cuInit(0),
-    "a call of the driver": lambda: library().cuCtxSynchronize(),
-    "a call of the runtime": error_of_runtime,
-    "a kernel": error_of_kernel,
+    "a kernel": lambda: library().software_gpu_begin_kernel(None, b"a kernel of a child"),
 }
 
 
-@pytest.mark.parametrize("name", [*_IN_A_CHILD])
+@pytest.mark.parametrize("name", _IN_A_CHILD)
 def test_a_forked_child_has_no_driver(name: str) -> None:
     torch.zeros(1, device="cuda")
     child = os.fork()
@@ -147,3 +166,68 @@ def test_a_child_forked_before_the_first_use_has_a_driver() -> None:
     code = "import os, torch\nif os.fork(): os.wait()\nprint(torch.ones(8, device='cuda').sum().item())\n"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == 2 * "8.0\n"
+
+
+# -- NCCL ------------------------------------------------------------------------------------------
+
+
+INT32, FLOAT32 = 2, 7
+SUM = 0
+INVALID_USAGE = 5
+SECONDS = 20
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+@contextmanager
+def communicators(nccl: ctypes.CDLL) -> Iterator[tuple[ctypes.c_void_p, ctypes.c_void_p]]:
+    """Yield the communicators of two ranks in this process."""
+    pair = (ctypes.c_void_p(), ctypes.c_void_p())
+    unique_id = UniqueId()
+    assert nccl.ncclGetUniqueId(ctypes.byref(unique_id)) == 0
+    assert nccl.ncclGroupStart() == 0
+    for rank, communicator in enumerate(pair):
+        with torch.cuda.device(rank):
+            assert nccl.ncclCommInitRank(ctypes.byref(communicator), 2, unique_id, rank) == 0
+    assert nccl.ncclGroupEnd() == 0
+    yield pair
+    for rank, communicator in enumerate(pair):
+        nccl.ncclCommAbort(communicator)
+        torch.cuda.synchronize(rank)
+
+
+@pytest.mark.parametrize(
+    ("others", "texts"),
+    [
+        ((1000, FLOAT32, SUM), ()),
+        ((1000, INT32, SUM), ("1000 float32", "1000 int32")),
+        ((999, FLOAT32, SUM), ("1000 float32", "999 float32")),
+    ],
+)
+def test_a_mismatch_of_ranks_is_reported_to_both(
+    others: tuple[int, int, int], texts: tuple[str, ...], reports: Reports
+) -> None:
+    nccl = ctypes.CDLL("libnccl.so.2")
+    values = [torch.full((1000,), rank + 1.0, device=f"cuda:{rank}") for rank in range(2)]
+    streams = [torch.cuda.Stream(rank) for rank in range(2)]
+    for rank in range(2):
+        torch.cuda.synchronize(rank)
+    with communicators(nccl) as pair:
+        for rank, (count, dtype, operation) in enumerate([(1000, FLOAT32, SUM), others]):
+            address = ctypes.c_void_p(values[rank].data_ptr())
+            stream = ctypes.c_void_p(streams[rank].cuda_stream)
+            arguments = (address, address, ctypes.c_size_t(count), dtype, operation, pair[rank], stream)
+            assert nccl.ncclAllReduce(*arguments) == 0
+        deadline = time.monotonic() + SECONDS
+        while not all(stream.query() for stream in streams):
+            assert time.monotonic() < deadline, "a hang"
+        text = reports.new()
+        for rank, communicator in enumerate(pair):
+            error = ctypes.c_int()
+            assert nccl.ncclCommGetAsyncError(communicator, ctypes.byref(error)) == 0
+            assert error.value == (INVALID_USAGE if texts else 0)
+            assert (f"rank {rank} calls" in text) == bool(texts)
+        assert all(part in text for part in texts)
+        assert texts or [flat.mean().item() for flat in values] == [3, 3]

@@ -35,29 +35,6 @@ def test_copies_both_ways_overlap_unless_one_waits(waits: bool) -> None:
     assert timeline.seconds == pytest.approx(TO_HOST * (2 if waits else 1), rel=0.05)
 
 
-def test_copies_in_one_direction_are_sequential() -> None:
-    on_device = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    on_host = [torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
-    torch.cuda.synchronize()
-    with timed() as timeline:
-        for stream, into in zip(streams, on_host, strict=True):
-            with torch.cuda.stream(stream):
-                into.copy_(on_device, non_blocking=True)
-        torch.cuda.synchronize()
-    assert timeline.seconds == pytest.approx(3 * TO_HOST, rel=0.05)
-
-
-def test_a_copy_in_the_device_reads_and_writes_its_memory() -> None:
-    destination, source = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    torch.cuda.synchronize()
-    with timed() as timeline:
-        destination.copy_(source)
-        torch.cuda.synchronize()
-    assert timeline.memory == pytest.approx(2 * NBYTES / 3350e9)
-    assert timeline.to_host == timeline.from_host == timeline.link == 0
-
-
 def test_an_offload_and_an_onload_take_little_more_than_their_copies() -> None:
     """Memory is released right after the copies, and taken ahead of them."""
     params = allocate_elastic(NBYTES // 2, torch.bfloat16, torch.device("cuda", 0), "param")
