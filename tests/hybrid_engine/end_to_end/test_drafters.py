@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybrid_engine import Sampling
+from hybrid_engine import ActorHybridWorker, Sampling
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo import workers
@@ -36,6 +36,7 @@ NUM_UPDATES = 3
 STEPS_PER_UPDATE = 16
 PERIOD = 12
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+DRAFTING = {"verify": "full", "vllm": MTP}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}
 LONG = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -71,35 +72,12 @@ class Drafts:
         return self.accepted, self.drafted
 
 
-@dataclass
-class Version:
-    """Results of one version of the weights.
+@dataclass(frozen=True)
+class Served:
+    """Tokens accepted and drafted, and the tokens of a version by prompt."""
 
-    Attributes:
-        different: parameters with other bits than vLLM loads from the checkpoint of this version.
-        num_of_drafter: compared parameters of the drafter.
-        counts: tokens accepted and drafted.
-        tokens: by prompt.
-        received, least: bytes that the switch moved, and the least possible.
-    """
-
-    different: list[str]
-    num_of_drafter: int
     counts: tuple[int, int]
     tokens: list[list[int]]
-    received: int
-    least: int
-
-
-@dataclass
-class Run:
-    """Results of all versions; log-probabilities of drawn tokens, and of the same tokens in a prompt."""
-
-    versions: list[Version] = field(default_factory=list)
-    unserved: list[str] = field(default_factory=list)
-    drawn: list[float] = field(default_factory=list)
-    scored: list[float] = field(default_factory=list)
-    counts_drawn: tuple[int, int] = (0, 0)
 
 
 def counting(seed: int) -> TensorDict:
@@ -114,85 +92,75 @@ def keep_copy(copies: TensorDict, name: str, tensor: torch.Tensor) -> None:
     copies[name] = tensor.detach().clone()
 
 
-def train(model: Path, actor: Values, generate: Values, checkpoints: Path) -> Run:
-    """Train, switch and generate; save each version."""
-    settings = {"verify": "full", "vllm": MTP, **generate}
-    run = Run()
-    num_steps = STEPS_PER_UPDATE if os.environ["WORLD_SIZE"] == "1" else 2  # few without a comparison of acceptance
-    with workers.build_worker(model, actor, settings) as worker:
-        run.unserved = list(worker.train.unserved)
-        adaptor = worker.inference.adaptor
-        for version in range(NUM_UPDATES + 1):
-            with worker.train_context():
-                for step in range(num_steps if version else 0):
-                    worker.update(counting(100 * version + step), workers.cross_entropy)
-            path = checkpoints / f"version{version}"
-            worker.save_hf_checkpoint(path)
-            filled: TensorDict = {}
-            drafts = Drafts()
-            keep = functools.partial(keep_copy, filled)
-            with adaptor.observed(keep), worker.rollout_context(), drafts.counted(worker.inference.llm):
-                tokens = [list(group[0].token_ids) for group in worker.generate(PROMPTS, LONG)]
-                native = native_parameters(worker.inference, str(path))
-            report = worker.sharding.last_report
-            run.versions.append(
-                Version(
-                    support.differences(filled, native),
-                    sum(name.startswith("drafter.") for name in native),
-                    drafts.counts,
-                    tokens,
-                    report.bytes_received,
-                    report.bytes_least,
-                )
-            )
-        with worker.rollout_context():
-            drafts = Drafts()
-            with drafts.counted(worker.inference.llm):
-                groups = worker.generate(PROMPTS, Sampling(max_tokens=LONG.max_tokens, ignore_eos=True))
-            for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
-                (row,) = worker.inference.prompt_logprobs([[*prompt, *completion.token_ids]])
-                run.drawn += completion.logprobs
-                run.scored += row[len(prompt) - 1 :].tolist()
-            run.counts_drawn = drafts.counts
-    return run
+def served_versions(worker: ActorHybridWorker, checkpoints: Path, num_steps: int) -> list[Served]:
+    """Train, switch and generate; save each version, and compare it with what vLLM holds."""
+    assert worker.train.unserved == []
+    served = []
+    for version in range(NUM_UPDATES + 1):
+        with worker.train_context():
+            for step in range(num_steps if version else 0):
+                worker.update(counting(100 * version + step), workers.cross_entropy)
+        path = checkpoints / f"version{version}"
+        worker.save_hf_checkpoint(path)
+        filled: TensorDict = {}
+        drafts = Drafts()
+        keep = functools.partial(keep_copy, filled)
+        with worker.inference.adaptor.observed(keep), worker.rollout_context(), drafts.counted(worker.inference.llm):
+            tokens = [list(group[0].token_ids) for group in worker.generate(PROMPTS, LONG)]
+            native = native_parameters(worker.inference, str(path))
+        assert support.differences(filled, native) == []
+        assert sum(name.startswith("drafter.") for name in native) == 18
+        report = worker.sharding.last_report
+        assert report.bytes_received == report.bytes_least
+        served.append(Served(drafts.counts, tokens))
+    return served
 
 
-def served_without_drafter(model: Path) -> list[str]:
-    """Return the tensors that vLLM without a drafter does not read."""
-    with workers.build_worker(model, {}) as worker:
-        return list(worker.train.unserved)
+def check_drawn_tokens(worker: ActorHybridWorker) -> None:
+    """Compare log-probabilities of drawn tokens with those of the same tokens in a prompt."""
+    drafts = Drafts()
+    with worker.rollout_context():
+        with drafts.counted(worker.inference.llm):
+            groups = worker.generate(PROMPTS, Sampling(max_tokens=LONG.max_tokens, ignore_eos=True))
+        for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
+            (row,) = worker.inference.prompt_logprobs([[*prompt, *completion.token_ids]])
+            assert completion.logprobs == pytest.approx(row[len(prompt) - 1 :].tolist(), abs=1e-4)
+    # None with vLLM's kernel, which reads uninitialised temperatures.
+    assert drafts.accepted > drafts.drafted / 10
 
 
-def start_cold(paths: list[str]) -> list[tuple[tuple[int, int], list[list[int]]]]:
-    """Return counts and tokens of vLLM alone, built anew for each checkpoint."""
+def start_cold(path: Path) -> Served:
+    """Return counts and tokens of vLLM alone, built anew for a checkpoint."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ[ENGINE_TOKEN] = f"cold{os.getpid()}"
     from vllm import LLM, SamplingParams
 
     torch.compiler.set_stance("force_eager")
-    results = []
-    for path in paths:
-        llm = LLM(
-            model=path,
-            **{"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False},
-            **{"max_model_len": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 16 << 20},
-            # The worker corrects a rotary embedding of vLLM 0.32, and so its results.
-            **{"attention_backend": "CPU_MLA", "worker_cls": CPU_WORKER, "async_scheduling": False},
-            speculative_config={"attention_backend": "CPU_MLA", **MTP["speculative_config"]},
-        )
-        drafts = Drafts()
-        params = SamplingParams(temperature=0.0, max_tokens=LONG.max_tokens, ignore_eos=True, detokenize=False)
-        with drafts.counted(llm):
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-        assert drafts.counts == (
-            metrics["vllm:spec_decode_num_accepted_tokens"],
-            metrics["vllm:spec_decode_num_draft_tokens"],
-        )
-        results.append((drafts.counts, [list(output.outputs[0].token_ids) for output in outputs]))
-        internals.core_of(llm).shutdown()
-        del llm
-    return results
+    llm = LLM(
+        model=str(path),
+        **{"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False},
+        **{"max_model_len": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 16 << 20},
+        # The worker corrects a rotary embedding of vLLM 0.32, and so its results.
+        **{"attention_backend": "CPU_MLA", "worker_cls": CPU_WORKER, "async_scheduling": False},
+        speculative_config={"attention_backend": "CPU_MLA", **MTP["speculative_config"]},
+    )
+    drafts = Drafts()
+    params = SamplingParams(temperature=0.0, max_tokens=LONG.max_tokens, ignore_eos=True, detokenize=False)
+    with drafts.counted(llm):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    assert drafts.counts == (
+        metrics["vllm:spec_decode_num_accepted_tokens"],
+        metrics["vllm:spec_decode_num_draft_tokens"],
+    )
+    internals.core_of(llm).shutdown()
+    return Served(drafts.counts, [list(output.outputs[0].token_ids) for output in outputs])
+
+
+TWO_RANKS: dict[str, tuple[Values, Values]] = {
+    "tp2 -> tp2": ({**TP2, "expert_model_parallel_size": 1}, {"infer_tensor_parallel_size": 2}),
+    "pp2 -> tp2": (PP2, {"infer_tensor_parallel_size": 2}),
+}
 
 
 def write_model(directory: Path) -> Path:
@@ -204,32 +172,41 @@ def write_model(directory: Path) -> Path:
     )
 
 
-CASES: dict[str, tuple[int, Values, Values]] = {
-    "one rank": (1, {}, {}),
-    "tp2 -> tp2": (2, {**TP2, "expert_model_parallel_size": 1}, {"infer_tensor_parallel_size": 2}),
-    "pp2 -> tp2": (2, PP2, {"infer_tensor_parallel_size": 2}),
-}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, model: Path) -> dict[str, Outcomes]:
-    """Outcomes of all cases, by number of ranks."""
-    calls: dict[int, dict[str, Call]] = {}
-    for name, (num_ranks, *settings) in CASES.items():
-        calls.setdefault(num_ranks, {})[name] = (train, (model, *settings, model / name.replace(" ", "")))
-    calls[1]["no drafter"] = (served_without_drafter, (model,))
-    results = {str(num): engines.launch_in_turn(num, of_ranks, timeout=600) for num, of_ranks in calls.items()}
-    versions = [model / "onerank" / f"version{version}" for version in range(NUM_UPDATES + 1)]
-    stale = [mixed(path, versions[0], path.with_name(f"stale{number}")) for number, path in enumerate(versions)]
-    cold = {
-        name: (start_cold, ([str(path) for path in paths],)) for name, paths in (("cold", versions), ("stale", stale))
-    }
-    return {**results, "cold": engines.launch_in_turn(1, cold, timeout=600)}
+@on_engines({2: TWO_RANKS}, timeout=600)
+def test_every_switch_fills_model_and_drafter_bit_by_bit(model: Path, tmp_path: Path, case: str) -> None:
+    actor, generate = TWO_RANKS[case]
+    with workers.build_worker(model, actor, {**DRAFTING, **generate}) as worker:
+        served_versions(worker, tmp_path, num_steps=2)
+
+
+@on_engines(1, timeout=600)
+def test_mtp_tensors_are_served_to_a_drafter_only(model: Path) -> None:
+    with workers.build_worker(model, {}) as worker:
+        of_mtp = [name for name in table_for(read_config(model)).shapes if name.startswith(MTP_LAYER)]
+        assert list(worker.train.unserved) == of_mtp
+
+
+@on_engines(1, timeout=600)
+def test_acceptance_is_that_of_a_cold_start(model: Path, tmp_path: Path) -> None:
+    """And more than with the drafter of the first version, which draws the same tokens."""
+    with workers.build_worker(model, {}, DRAFTING) as worker:
+        served = served_versions(worker, tmp_path, STEPS_PER_UPDATE)
+        check_drawn_tokens(worker)
+    versions = [tmp_path / f"version{version}" for version in range(NUM_UPDATES + 1)]
+    cold = [start_cold(path) for path in versions]
+    assert served == cold
+    stale = [start_cold(mixed(path, versions[0], path.with_name(f"stale {path.name}"))) for path in versions]
+    assert cold[0] == stale[0]
+    print("accepted and drafted:", [result.counts for result in cold], "stale:", [result.counts for result in stale])
+    assert [result.tokens for result in cold] == [result.tokens for result in stale]
+    # In all: how much the first updates teach depends on the machine.
+    num_accepted, num_stale = (sum(result.counts[0] for result in results) for results in (cold, stale))
+    assert num_accepted > num_stale + 20
 
 
 def mixed(model: Path, drafter: Path, directory: Path) -> Path:
@@ -240,39 +217,3 @@ def mixed(model: Path, drafter: Path, directory: Path) -> Path:
     (directory / "config.json").write_text((model / "config.json").read_text())
     save_file(tensors, directory / "model.safetensors")
     return directory
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_switch_fills_model_and_drafter_bit_by_bit(outcomes: dict[str, Outcomes], name: str) -> None:
-    for run in outcomes[str(CASES[name][0])][name]:
-        for version in run.versions:
-            assert version.different == []
-            assert version.num_of_drafter == 18
-            assert version.received == version.least
-
-
-def test_mtp_tensors_are_served_to_a_drafter_only(outcomes: dict[str, Outcomes], model: Path) -> None:
-    for name, (num_ranks, *_) in CASES.items():
-        assert all(run.unserved == [] for run in outcomes[str(num_ranks)][name])
-    (unserved,) = outcomes["1"]["no drafter"]
-    assert unserved == [name for name in table_for(read_config(model)).shapes if name.startswith(MTP_LAYER)]
-
-
-def test_drawn_tokens_with_drafts_are_those_of_the_model(outcomes: dict[str, Outcomes]) -> None:
-    (run,) = outcomes["1"]["one rank"]
-    assert run.drawn == pytest.approx(run.scored, abs=1e-4)
-    accepted, drafted = run.counts_drawn
-    assert accepted > drafted / 10  # none with vLLM's kernel, which reads uninitialised temperatures
-
-
-def test_acceptance_is_that_of_a_cold_start(outcomes: dict[str, Outcomes]) -> None:
-    (run,) = outcomes["1"]["one rank"]
-    (cold,) = outcomes["cold"]["cold"]
-    (stale,) = outcomes["cold"]["stale"]
-    assert [version.tokens for version in run.versions] == [tokens for _, tokens in cold]
-    assert [version.counts for version in run.versions] == [counts for counts, _ in cold]
-    assert cold[0] == stale[0]
-    print("accepted and drafted:", [counts for counts, _ in cold], "stale:", [counts for counts, _ in stale])
-    assert [tokens for _, tokens in cold] == [tokens for _, tokens in stale]
-    # In all: how much the first updates teach depends on the machine.
-    assert sum(accepted for (accepted, _), _ in cold) > sum(accepted for (accepted, _), _ in stale) + 20
