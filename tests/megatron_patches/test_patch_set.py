@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,28 +121,7 @@ def test_a_set_can_be_applied_and_reversed(patch_set: Path, tmp_path: Path) -> N
     assert "+@resharding.with_engine" in git(checkout, "diff")
     again = apply(checkout)
     assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
-    assert apply(checkout, "--reverse").returncode == 0
-    assert git(checkout, "status", "--porcelain") == ""
-
-
-def test_the_command_applies_a_set(checkout: Path) -> None:
-    assert folder() == PATCHES
-    assert CliRunner().invoke(app, ["patch-source", str(checkout)]).exit_code == 0
-    assert "+@resharding.with_engine" in git(checkout, "diff")
     assert CliRunner().invoke(app, ["patch-source", str(checkout), "--reverse"]).exit_code == 0
-    assert git(checkout, "status", "--porcelain") == ""
-    assert CliRunner().invoke(app, ["patch-source", str(checkout / "megatron")]).exit_code == 1
-
-
-def test_a_hunk_that_does_not_fit_leaves_all_files_unchanged(checkout: Path) -> None:
-    path = checkout / "megatron" / "training" / "training.py"
-    path.write_text(path.read_text().replace("def train(", "def train_otherwise("))
-    git(checkout, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qam", "a fork")
-    result = apply(checkout)
-    assert result.returncode == 1
-    assert "0002-training.patch: error: patch failed: megatron/training/training.py:" in result.stderr
-    assert "core_v0.16.1 55ac7082517c" in result.stderr
-    assert "0001" not in result.stderr
     assert git(checkout, "status", "--porcelain") == ""
 
 
@@ -149,7 +130,7 @@ def test_changes_of_the_user_are_refused_before_and_kept_after(checkout: Path) -
     path, info = (checkout / "megatron" / name for name in ("training/training.py", "core/package_info.py"))
     info.write_text(info.read_text() + "PRE_RELEASE = '+corp1'\n")
     assert "commit or stash" in apply(checkout).stderr
-    git(checkout, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qam", "a fork")
+    commit(checkout)
     assert apply(checkout, "--reverse").returncode == 1
     assert apply(checkout).stdout.startswith(f"applied: {SETS[0].name}")
     path.write_text(path.read_text() + "# mine\n")
@@ -159,29 +140,78 @@ def test_changes_of_the_user_are_refused_before_and_kept_after(checkout: Path) -
     assert added == ["--- a/megatron/training/training.py", "+++ b/megatron/training/training.py", "+# mine"]
 
 
-def test_an_applied_tree_with_an_edited_hunk_is_refused_unchanged(checkout: Path) -> None:
+def edit(checkout: Path, old: str, new: str, name: str = "training/training.py") -> None:
+    path = checkout / "megatron" / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def commit(checkout: Path) -> None:
+    git(checkout, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qam", "a fork")
+
+
+def rename_function(checkout: Path) -> None:
+    edit(checkout, "def train(", "def train_otherwise(")
+
+
+def fork(checkout: Path) -> None:
+    rename_function(checkout)
+    commit(checkout)
+
+
+def edit_applied_hunk(checkout: Path) -> None:
     apply(checkout)
-    path = checkout / "megatron" / "training" / "training.py"
-    path.write_text(path.read_text().replace("@resharding.with_engine\n", ""))
-    before = git(checkout, "diff")
-    again = apply(checkout)
-    reverse = apply(checkout, "--reverse")
-    assert (again.returncode, reverse.returncode) == (1, 1)
-    assert "the tree has changes of its own" in again.stderr
-    assert "nothing was changed" in reverse.stderr
-    assert "0002-training.patch: error: patch failed" in reverse.stderr
-    assert "0001" not in reverse.stderr
-    assert git(checkout, "diff") == before
+    edit(checkout, "@resharding.with_engine\n", "")
 
 
-@pytest.mark.parametrize(("tree", "patch_set"), [(SETS[0], SETS[-1]), (SETS[-1], SETS[0])])
-def test_a_set_is_refused_by_a_tree_of_another_version(tree: Path, patch_set: Path, tmp_path: Path) -> None:
-    """The version of a tree selects the set; if the version is wrong, nothing is changed."""
-    checkout = write_checkout(tmp_path / "checkout", tree, versions(patch_set)[0])
-    result = apply(checkout)
+def claim_version(version: str, checkout: Path) -> None:
+    info = checkout / "megatron" / "core" / "package_info.py"
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    info.write_text("".join(f"{name} = {number}\n" for name, number in numbers))
+    commit(checkout)
+
+
+def leave_git(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+
+
+FAILED = ["0002-training.patch: error: patch failed: megatron/training/training.py:"]
+REFUSED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
+    "a hunk does not fit": (fork, [], [*FAILED, "core_v0.16.1 55ac7082517c"]),
+    "an applied hunk was edited": (edit_applied_hunk, [], ["the tree has changes of its own"]),
+    "an applied hunk was edited, reversed": (edit_applied_hunk, ["--reverse"], [*FAILED, "nothing was changed"]),
+    "another version": (partial(claim_version, versions(SETS[-1])[0]), [], ["nothing was changed"]),
+    "an unknown version": (
+        *(partial(claim_version, "0.19.10"), []),
+        [
+            "core_v0.19.10, and there is no patch set for it",
+            "Check out one of: core_v0.16.1, core_v0.19.0",
+            "--force: the set whose hunks fit",
+        ],
+    ),
+    "a fork, forced": (rename_function, ["--force"], ["nothing was changed"]),
+    "a fork of an unknown version, forced": (
+        *(lambda checkout: (rename_function(checkout), claim_version("0.99.1", checkout)), ["--force"]),
+        ["no patch set for it that fits"],
+    ),
+    "no git": (leave_git, [], ["not the root of a git checkout"]),
+    "no Megatron-LM": (lambda checkout: shutil.rmtree(checkout / "megatron"), [], ["no Megatron-LM checkout"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_tree_stays_unchanged(checkout: Path, name: str) -> None:
+    """A set is applied whole or not at all; the version of a tree selects it."""
+    prepare, flags, texts = REFUSED[name]
+    prepare(checkout)
+    before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
+    result = apply(checkout, *flags)
     assert result.returncode == 1
-    assert "nothing was changed" in result.stderr
-    assert git(checkout, "status", "--porcelain") == ""
+    assert [text for text in texts if text not in result.stderr] == []
+    # A patch that fits is no cause.
+    assert ("0001" in result.stderr) == (name == "another version")
+    assert {path: path.read_bytes() for path in checkout.rglob("*.py")} == before
 
 
 @pytest.mark.parametrize("place", ["no repository", "another repository", "a checkout with changes"])
@@ -207,27 +237,7 @@ def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
-def test_a_forced_tree_without_a_fitting_set_is_refused_unchanged(checkout: Path) -> None:
-    path = checkout / "megatron" / "training" / "training.py"
-    path.write_text(path.read_text().replace("def train(", "def train_otherwise("))
-    before = git(checkout, "diff")
-    assert "nothing was changed" in apply(checkout, "--force").stderr
-    info = checkout / "megatron" / "core" / "package_info.py"
-    info.write_text(info.read_text().replace("MINOR = 16", "MINOR = 99"))
-    assert "no patch set for it that fits" in apply(checkout, "--force").stderr
-    git(checkout, "checkout", "-q", str(info))
-    assert git(checkout, "diff") == before
-
-
-def test_other_versions_and_other_directories_are_refused(tmp_path: Path) -> None:
-    other = write_checkout(tmp_path / "other", SETS[-1], "0.19.10")
-    result = apply(other)
-    assert result.returncode == 1
-    assert "core_v0.19.10, and there is no patch set for it" in result.stderr
-    assert "Check out one of: core_v0.16.1, core_v0.19.0" in result.stderr
-    assert git(other, "status", "--porcelain") == ""
-    assert "no Megatron-LM checkout" in apply(tmp_path).stderr
-    assert "--force: the set whose hunks fit" in result.stderr
-    shutil.rmtree(other / ".git")
-    assert "not the root of a git checkout" in apply(other).stderr
+def test_usage_and_other_directories(checkout: Path) -> None:
+    assert folder() == PATCHES
     assert "usage" in subprocess.run([str(PATCHES / "apply.sh")], capture_output=True, text=True).stderr
+    assert CliRunner().invoke(app, ["patch-source", str(checkout / "megatron")]).exit_code == 1
