@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hybrid_engine import Completion, Sampling
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.trainer.batches import build_batch, pack_rows
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import workers
 
@@ -33,24 +32,6 @@ CASES: dict[str, tuple[Values, Values]] = {
 }
 
 
-@dataclass(frozen=True)
-class Differences:
-    """Differences of log-probabilities of the sampled tokens, of vLLM and of the trainer.
-
-    Attributes:
-        replayed, packed: with the experts of vLLM, in rows of one sequence and of several.
-        own: with the trainer's own selection.
-        shifted: with the experts of the token before.
-        reported: by a loss function, in the first step with replay.
-    """
-
-    replayed: torch.Tensor
-    packed: torch.Tensor
-    own: torch.Tensor
-    shifted: torch.Tensor
-    reported: float
-
-
 def tie_experts(worker: Any) -> None:
     """Make four scores of a router differ by rounding only, of which two are selected, and experts by everything."""
     with torch.no_grad():
@@ -65,7 +46,15 @@ def tie_experts(worker: Any) -> None:
     worker.train.optimizer.reload_model_params()
 
 
-def compare(model: Path, actor: Values, generate: Values) -> Differences:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workers.write_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8)
+
+
+@on_engines({2: CASES}, timeout=600)
+def test_both_engines_agree_with_replay_and_differ_without(model: Path, case: str) -> None:
+    """Also in rows of several sequences, and in a step; with the experts of the token before they differ."""
+    actor, generate = CASES[case]
     # The comparison of the first switch replays nothing, so it would refuse this model.
     settings = {"seq_length": 2 * workers.SEQ_LENGTH, **actor}
     worker = workers.build_worker(model, settings, {"router_replay": True, "check_compute": "off", **generate})
@@ -83,29 +72,26 @@ def compare(model: Path, actor: Values, generate: Values) -> Differences:
     shifted = {**batch, "routed_experts": batch["routed_experts"].roll(1, dims=1)}
     packed = pack_rows(batch, 2 * workers.SEQ_LENGTH, multiple_of=4)
 
-    def of_sampled(log_probs: torch.Tensor) -> torch.Tensor:
-        return (log_probs - sampled)[batch["mask"] > 0].abs()
+    def gap(log_probs: torch.Tensor) -> float:
+        return float((log_probs - sampled)[batch["mask"] > 0].abs().max())
 
     def loss(micro_batch: Any, log_probs: torch.Tensor) -> Any:
-        gap = ((log_probs.detach() - micro_batch["sampled"]) * micro_batch["mask"]).abs().max()
-        return -(log_probs * micro_batch["weights"]).sum(1).mean(), {"gap": gap}
+        largest = ((log_probs.detach() - micro_batch["sampled"]) * micro_batch["mask"]).abs().max()
+        return -(log_probs * micro_batch["weights"]).sum(1).mean(), {"gap": largest}
 
     with worker.train_context():
-        log_probs = worker.compute_log_probs
-        differences = Differences(
-            replayed=of_sampled(log_probs(batch)),
-            packed=of_sampled(packed.restore(log_probs(packed.batch))),
-            own=of_sampled(log_probs(own)),
-            shifted=of_sampled(log_probs(shifted)),
-            reported=worker.update({**batch, "sampled": sampled}, loss)["gap"],
-        )
+        assert gap(worker.compute_log_probs(batch)) < 1e-4
+        assert gap(packed.restore(worker.compute_log_probs(packed.batch))) < 1e-4
+        assert gap(worker.compute_log_probs(own)) > 1e-2
+        assert gap(worker.compute_log_probs(shifted)) > 1e-2
+        assert worker.update({**batch, "sampled": sampled}, loss)["gap"] < 1e-4
     worker.shutdown()
-    return differences
 
 
-def train_in_loop(model: Path) -> dict[bool, Values]:
-    """Return the row of a step of `train` with KL and packed rows, by whether it replays."""
-    rows = {}
+@on_engines(2, timeout=600)
+def test_a_loop_replays_where_it_is_configured(model: Path) -> None:
+    """A step of `train` with KL and packed rows."""
+    differences = {}
     for replays in (False, True):
         generate = {"router_replay": replays, "check_compute": "off"}
         with workers.build_worker(model, {"micro_batch_size": 1}, generate) as worker:
@@ -115,32 +101,11 @@ def train_in_loop(model: Path) -> dict[bool, Values]:
                 **{"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 8, "learning_rate": 1e-3},
                 **{"kl_coefficient": 0.01, "pack": True, "stop_token_ids": tuple(range(8))},
             )
-            (rows[replays],) = train(worker, PROMPTS[:2], reward, config)
-    return rows
+            (row,) = train(worker, PROMPTS[:2], reward, config)
+            differences[replays] = row["logprob_diff"]
+    assert differences[True] < 1e-4
+    assert differences[False] > 1e-2
 
 
 def reward(_prompt: Any, completion: Completion) -> float:
     return sum(token % 2 for token in completion.token_ids) / 8
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8)
-    calls: dict[str, Call] = {name: (compare, (model, *case)) for name, case in CASES.items()}
-    calls["loop"] = train_in_loop, (model,)
-    return engines.launch_in_turn(2, calls, timeout=600)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_both_engines_agree_with_replay_and_differ_without(outcomes: Outcomes, name: str) -> None:
-    for result in outcomes[name]:
-        for difference in (result.replayed.max(), result.packed.max(), result.reported):
-            assert difference < 1e-4
-        for difference in (result.own.max(), result.shifted.max()):
-            assert difference > 1e-2
-
-
-def test_a_loop_replays_where_it_is_configured(outcomes: Outcomes) -> None:
-    for rows in outcomes["loop"]:
-        assert rows[True]["logprob_diff"] < 1e-4
-        assert rows[False]["logprob_diff"] > 1e-2
