@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
 from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse, train
 from hybrid_engine.rl.step_metrics import StepMeter, combine_ranks
 from tests.harness.errors import has_violation, has_violations, violations_of
-from tests.harness.launch import REPO_ROOT, Ranks
+from tests.harness.launch import REPO_ROOT, of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.zoo import workers
@@ -60,12 +59,22 @@ def failing_reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 failing_reward.calls = 0
 
 
-def run_all(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Values) -> Values:
-    """Run at once, then stop after step 1, fail in step 3 and resume; returns rows and errors."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+    save_characters(model)
+    return model
+
+
+@pytest.mark.slow
+@on_engines({2: ["grpo", "ppo"]})
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_path: Path, case: str) -> None:
+    """Run at once, then stop after step 1, fail in step 3 and resume."""
+    algorithm = PpoConfig if case == "ppo" else GrpoConfig
+    settings = CONFIG_OF_PPO if case == "ppo" else CONFIG_OF_TURNS
     actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
-    critic = {"critic_config": {}}
-    with workers.build_worker(model, actor, **(critic if algorithm is PpoConfig else {})) as worker:
-        worker.save_checkpoint(out / "start")
+    with workers.build_worker(model, actor, **({"critic_config": {}} if case == "ppo" else {})) as worker:
+        worker.save_checkpoint(tmp_path / "start")
         reports: list[ReshardReport] = []
         worker.on_reshard_end(reports.append)
         hooks = list(worker.sharding._end_hooks)
@@ -73,9 +82,9 @@ def run_all(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], set
         def run(name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any) -> list[Values]:
             if begins:
                 with worker.train_context():
-                    worker.load_checkpoint(out / "start")
+                    worker.load_checkpoint(tmp_path / "start")
             config = algorithm(**{**settings, **changed})
-            places = {"out": out / name, "evaluate": evaluate}
+            places = {"out": tmp_path / name, "evaluate": evaluate}
             if config.max_tokens_per_turn:
                 places["environment"] = reply_once
             done: list[Values] = []
@@ -83,22 +92,65 @@ def run_all(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], set
                 worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
             )
 
-        results: Values = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
-        results["model"] = (out / "resumed" / "model").exists()
-        for name, place, reward_function, changed in (
-            ("failed", "resumed", failing_reward, {}),
-            ("same worker", "resumed", reward, {"begins": False}),
-            ("refused", "resumed", reward, {"seed": 1}),
-            ("rows", "rows", reward, {"minibatches": 3}),
-        ):
+        def refused(name: str, reward: Any, **changed: Any) -> HybridEngineError:
             with pytest.raises(HybridEngineError) as caught:
-                run(place, reward_function, **changed)
-            results[name] = violations_of(caught.value), str(caught.value)
-        results["resumed"] = run("resumed", reward)
-        results["again"] = run("resumed", reward)
-        results["hooks"] = worker.sharding._end_hooks == hooks
-        results["conversations"] = run_conversations(worker, algorithm)
-    return results
+                run(name, reward, **changed)
+            return caught.value
+
+        whole = run("whole", reward)
+        assert of_all_ranks(whole)[0] == whole
+        assert [row["step"] for row in run("resumed", reward, stops=True)] == [1]
+        assert not (tmp_path / "resumed" / "model").exists()
+        failing_reward.calls = 0
+        failed = refused("resumed", failing_reward)
+        assert "nan for prompt 5, completion 0" in str(failed), "rank 1 has the text of rank 0's error"
+        same_worker = refused("resumed", reward, begins=False)
+        # The worker has the weights of step 2, not of step 0.
+        assert violations_of(same_worker) == [("model", "different-reference")]
+        of_seed = refused("resumed", reward, seed=1)
+        of_rows = refused("rows", reward, minibatches=3)
+        if worker.rank == 0:
+            assert set(violations_of(failed)) == {("reward", "invalid-reward")}
+            assert violations_of(of_seed) == [(f"{algorithm.__name__}.seed", "differs-from-run")]
+            assert (f"{algorithm.__name__}.minibatches", "not-divisible") in violations_of(of_rows)
+        resumed = run("resumed", reward)
+        assert [row["step"] for row in resumed] == [3], "the checkpoint of step 2 was complete"
+        assert run("resumed", reward) == []
+        assert worker.sharding._end_hooks == hooks, "runs that ended or failed leave no hooks"
+        check_conversations(worker, algorithm)
+        if worker.rank == 0:
+            check_rows(tmp_path, algorithm, settings)
+
+
+def check_rows(out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Values) -> None:
+    """Check the files of both runs."""
+    whole, resumed = (rows_of(out / name) for name in ("whole", "resumed"))
+    assert [row["step"] for row in whole] == [1, 2, 3]
+    assert whole == resumed
+    trained = whole
+    if algorithm is PpoConfig:
+        trained = whole[1:]
+        assert "policy_loss" not in whole[0], "the first step trains only the critic"
+        assert whole[0]["explained_variance"] == 0, "the value head starts with zeros"
+        assert [row["weight_version"] for row in whole] == [whole[0]["weight_version"] + more for more in (0, 4, 8)]
+        assert all(row["value_loss"] > 0 and row["explained_variance"] <= 1 for row in whole)
+        assert whole[2]["value_loss"] < whole[0]["value_loss"]
+    for row in whole:
+        assert 0 < row["bytes_received"] == row["bytes_least"]
+        assert row["logprob_diff_mean"] <= row["logprob_diff"] < 1e-4
+        assert 0 <= row["logprob_equal"] < 1
+    for row in trained:
+        assert row["grad_norm"] > 0
+        assert row["importance"] == pytest.approx(1, abs=1e-3)
+    kl = [row["kl"] for row in whole]
+    assert kl[: 4 - len(trained)] == pytest.approx([0] * (4 - len(trained)), abs=1e-9)
+    assert all(0 < value < 5 for value in kl[4 - len(trained) :])
+    assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
+    assert ["last_token" in row for row in whole] == [False, True, True]
+    assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
+    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "an evaluation needs another switch"
+    assert [path.name for path in (out / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
+    assert (out / "resumed" / "model" / "config.json").exists()
 
 
 def reply_twice(prompt: Any) -> Any:
@@ -106,20 +158,20 @@ def reply_twice(prompt: Any) -> Any:
     return lambda answer: next(replies, None)
 
 
-def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> Values:
-    """Train two steps on conversations; returns vLLM's tokens, and turns (rank 0)."""
-    results: Values = {"answered": [], "rewarded": []}
+def check_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> None:
+    """Train two steps on conversations, which hold exactly the prompts and answers of vLLM."""
+    answered: set[Any] = set()
+    conversations: list[list[Any]] = []
     generate = worker.inference.llm.generate
 
     def record_answers(*arguments: Any, **options: Any) -> Any:
         outputs = generate(*arguments, **options)
-        results["answered"] += [
-            (tuple(output.prompt_token_ids), tuple(answer.token_ids)) for output in outputs for answer in output.outputs
-        ]
+        for output in outputs:
+            answered.update((tuple(output.prompt_token_ids), tuple(answer.token_ids)) for answer in output.outputs)
         return outputs
 
     def reward(prompt: Any, conversation: Conversation) -> float:
-        results["rewarded"].append([(turn.prompt_token_ids, turn.token_ids) for turn in conversation.turns])
+        conversations.append([(turn.prompt_token_ids, turn.token_ids) for turn in conversation.turns])
         return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
 
     settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
@@ -127,11 +179,22 @@ def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | Pp
     config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
     with mock.patch.object(worker.inference.llm, "generate", record_answers):
-        results["rows"] = train(
-            worker, chats, reward, config, environment=reply_twice, chat_template_kwargs={"suffix": ""}
-        )
+        rows = train(worker, chats, reward, config, environment=reply_twice, chat_template_kwargs={"suffix": ""})
+    assert of_all_ranks(rows)[0] == rows
+    of_both = set().union(*of_all_ranks(answered))
+    if worker.rank:
+        assert conversations == []
+    else:
+        turns = {turn for turns in conversations for turn in turns}
+        assert of_both == turns, "prompts and answers of vLLM, over both replicas"
+        assert max(len(turns) for turns in conversations) == 3  # two replies at most
+        assert len(conversations) == 16
+        for row in rows:
+            assert row["logprob_diff"] < 1e-4
+            assert 1 <= row["turns"] <= 3
+            drawn = [sum(len(answer) for _, answer in turns) for turns in conversations[8 * (row["step"] - 1) :][:8]]
+            assert row["response_tokens"] == pytest.approx(sum(drawn) / 8)
     check_failures(worker, chats)
-    return results
 
 
 def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
@@ -159,74 +222,6 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
         else:
             assert codes == [[], [("environment", "callback-failed")]]
         assert converse(worker, chats, sampling, reply_twice) == before
-
-
-def check_conversations(first: Values, second: Values) -> None:
-    """Conversations hold exactly the prompts and answers of vLLM, and batches have their probabilities."""
-    answered = Counter(first["answered"] + second["answered"])
-    conversations = first["rewarded"]
-    turns = Counter(turn for turns in conversations for turn in turns)
-    assert answered.keys() == turns.keys(), "prompts and answers of vLLM, over both replicas"
-    assert max(len(turns) for turns in conversations) == 3  # two replies at most
-    assert second["rewarded"] == []
-    assert len(conversations) == 16
-    for row in first["rows"]:
-        assert row["logprob_diff"] < 1e-4
-        assert 1 <= row["turns"] <= 3
-        drawn = [sum(len(answer) for _, answer in turns) for turns in conversations[8 * (row["step"] - 1) :][:8]]
-        assert row["response_tokens"] == pytest.approx(sum(drawn) / 8)
-    assert first["rows"] == second["rows"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, CONFIG_OF_TURNS), (PpoConfig, CONFIG_OF_PPO)])
-def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(
-    engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Values
-) -> None:
-    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    save_characters(model)
-    first, second = engines.launch(run_all, 2, model, tmp_path, algorithm, settings)
-    assert first["whole"] == second["whole"]
-    assert ([row["step"] for row in first["stopped"]], first["model"]) == ([1], False)
-    whole, resumed = (rows_of(tmp_path / name) for name in ("whole", "resumed"))
-    assert [row["step"] for row in whole] == [1, 2, 3]
-    assert whole == resumed
-    assert [row["step"] for row in first["resumed"]] == [3], "the checkpoint of step 2 was complete"
-    assert first["again"] == []
-    assert first["hooks"], "runs that ended or failed leave no hooks"
-    check_conversations(first["conversations"], second["conversations"])
-    trained = whole
-    if algorithm is PpoConfig:
-        trained = whole[1:]
-        assert "policy_loss" not in whole[0], "the first step trains only the critic"
-        assert whole[0]["explained_variance"] == 0, "the value head starts with zeros"
-        assert [row["weight_version"] for row in whole] == [whole[0]["weight_version"] + more for more in (0, 4, 8)]
-        assert all(row["value_loss"] > 0 and row["explained_variance"] <= 1 for row in whole)
-        assert whole[2]["value_loss"] < whole[0]["value_loss"]
-    for row in whole:
-        assert 0 < row["bytes_received"] == row["bytes_least"]
-        assert row["logprob_diff_mean"] <= row["logprob_diff"] < 1e-4
-        assert 0 <= row["logprob_equal"] < 1
-    for row in trained:
-        assert row["grad_norm"] > 0
-        assert row["importance"] == pytest.approx(1, abs=1e-3)
-    kl = [row["kl"] for row in whole]
-    assert kl[: 4 - len(trained)] == pytest.approx([0] * (4 - len(trained)), abs=1e-9)
-    assert all(0 < value < 5 for value in kl[4 - len(trained) :])
-    assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
-    assert ["last_token" in row for row in whole] == [False, True, True]
-    assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
-    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "an evaluation needs another switch"
-    assert first["refused"][0] == [(f"{algorithm.__name__}.seed", "differs-from-run")]
-    assert (f"{algorithm.__name__}.minibatches", "not-divisible") in first["rows"][0]
-    for results in (first, second):
-        listed = results["same worker"][0]
-        assert listed == [("model", "different-reference")], "the worker has the weights of step 2, not of step 0"
-    assert set(first["failed"][0]) == {("reward", "invalid-reward")}
-    for results in (first, second):
-        assert "nan for prompt 5, completion 0" in results["failed"][1], "rank 1 has the text of rank 0's error"
-    assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
-    assert (tmp_path / "resumed" / "model" / "config.json").exists()
 
 
 def rows_of(out: Path) -> list[dict[str, float]]:
