@@ -20,7 +20,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.tools.plan.cluster_plan import CacheRoom
 from hybrid_engine.tools.plan.traced_side import TracedSides
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import served_config, write_config
 
@@ -78,33 +78,24 @@ EXPECTED = {
 }
 
 
-def caches_of_vllm(directory: str) -> dict[str, list[tuple[Any, Any]]]:
-    """Return model -> (vLLM's caches, counted caches) of each position, and of the longest sequence."""
-    caches: dict[str, list[tuple[Any, Any]]] = {}
+@on_engines(1)
+def test_plans_count_the_caches_of_vllm(tmp_path: Path) -> None:
+    """Of each position, and the longest sequence."""
     for name, changes in CHANGES.items():
         tensor, pipeline = SIZES.get(name, (1, 1))
         expected = EXPECTED.get(name)
         values = {**(small_config if expected else served_config)(name), **changes, "torch_dtype": "bfloat16"}
         sizes = InferenceParallelism(tensor * pipeline, tensor, pipeline)
         generate = {"infer_tensor_parallel_size": tensor, "infer_pipeline_parallel_size": pipeline, "vllm": STATES}
-        model = str(write_config(Path(directory, name), values))
+        model = str(write_config(tmp_path / name, values))
         settings = {"model": model, "actor_config": ACTOR, "generate_config": generate}
         config = load_config(settings, sizes.world_size, weights_only=True, own_weights=True, own_loop=True)
         table = table_for(values)
         positions = TracedSides(config, 1, {}).positions(table, sizes)
         stages = [expected] if expected else map(Counter, layer_caches(table, sizes, 2))
         counted = [stage for stage in stages for _ in range(tensor)]
-        caches[name] = [(Counter(position.caches), stage) for position, stage in zip(positions, counted, strict=True)]
-        caches[name].append((positions[0].max_model_len, longest_of(values)))
-    return caches
-
-
-def test_plans_count_the_caches_of_vllm(engines: Ranks, tmp_path: Path) -> None:
-    (caches,) = engines.launch(caches_of_vllm, 1, str(tmp_path))
-    assert caches.keys() == CHANGES.keys()
-    for name, of_model in caches.items():
-        for of_vllm, counted in of_model:
-            assert of_vllm == counted, name
+        assert [Counter(position.caches) for position in positions] == counted, name
+        assert positions[0].max_model_len == longest_of(values), name
 
 
 @pytest.mark.parametrize(("length", "in_flight"), [(100, 512), (2000, 512), (2000, 16_384), (40_000, 16_384)])

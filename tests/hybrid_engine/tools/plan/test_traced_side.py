@@ -13,7 +13,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.tools.plan.traced_side import TracedSides
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import write_config
 
@@ -25,37 +25,32 @@ FOR_A_GPU: tuple[dict[str, Any], ...] = (
 )
 
 
-def config_of(directory: str, **generate: Any) -> Any:
+def config_of(directory: Path, **generate: Any) -> Any:
     # Heads that vLLM's attention on a CPU refuses, and sequences for which its cache there is too small.
     config = {**small_config("MistralForCausalLM"), "head_dim": 72, "max_position_embeddings": 1 << 16}
     values = {
-        "model": str(write_config(Path(directory), config)),
+        "model": str(write_config(directory, config)),
         "actor_config": ACTOR,
         "generate_config": {"max_model_len": 1 << 16, "infer_tensor_parallel_size": 2, **generate},
     }
     return load_config(values, 2, weights_only=True, own_weights=True, own_loop=True)
 
 
-def elements_for_gpus(directory: str) -> list[list[int]]:
-    return [plan_job(config_of(directory, **generate), 2).destination.num_elements.tolist() for generate in FOR_A_GPU]
-
-
-def refusal_of_other_shapes(directory: str) -> str:
-    config = config_of(directory)
-    table = table_for(config.hf_config())
-    shapes = {**table.shapes, "model.norm.weight": (64, 3), "lm_head.weight": (512, 4, 32)}
-    with pytest.raises(PlanError) as caught:
-        TracedSides(config, 1, shapes).side(table, InferenceParallelism(2, tensor=2))
-    return str(caught.value)
-
-
-def test_the_planning_machine_need_not_compute_the_model(engines: Ranks, tmp_path: Path) -> None:
-    (elements,) = engines.launch(elements_for_gpus, 1, str(tmp_path))
+@on_engines(1)
+def test_the_planning_machine_need_not_compute_the_model(tmp_path: Path) -> None:
+    elements = [
+        plan_job(config_of(tmp_path, **generate), 2).destination.num_elements.tolist() for generate in FOR_A_GPU
+    ]
     assert elements == [elements[0]] * len(FOR_A_GPU)
     assert min(elements[0]) > 0
 
 
-def test_shapes_that_do_not_fit_are_reported_together(engines: Ranks, tmp_path: Path) -> None:
-    (message,) = engines.launch(refusal_of_other_shapes, 1, str(tmp_path))
-    assert "model.norm.weight: shape (128,) on one side, (64, 3) on the other" in message
-    assert "lm_head" not in message
+@on_engines(1)
+def test_shapes_that_do_not_fit_are_reported_together(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    table = table_for(config.hf_config())
+    shapes = {**table.shapes, "model.norm.weight": (64, 3), "lm_head.weight": (512, 4, 32)}
+    with pytest.raises(PlanError) as caught:
+        TracedSides(config, 1, shapes).side(table, InferenceParallelism(2, tensor=2))
+    assert "model.norm.weight: shape (128,) on one side, (64, 3) on the other" in str(caught.value)
+    assert "lm_head" not in str(caught.value)
