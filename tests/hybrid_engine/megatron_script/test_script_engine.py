@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from hybrid_engine.megatron_script import script_engine as engine
 from hybrid_engine.megatron_script.script_engine import TIMERS, Journal
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.report import ReshardReport
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.harness.small_disks import file_size_limit
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
@@ -228,72 +227,79 @@ def on(rank: int, **failures: Callable[..., Any]) -> dict[str, Callable[..., Any
     return failures if dist.get_rank() == rank else {}
 
 
-def fail_on_one_rank() -> dict[str, str]:
-    """Fail at each point with a new engine; return the outcome on this rank."""
-    dist.init_process_group("gloo")
-    full = OSError("disk full")
-    callbacks = {
-        "callback": on(1, callback=raising(ValueError("no"))),
-        "callback exits": on(1, callback=raising(SystemExit(3))),
-        "callback's own function": on(0, callback=lambda: lambda chunks: raising(ValueError(f"{chunks}"))()),
-        "tensorboard": on(1, write=raising(full)),
-        "nothing": {},
-    }
-    outcomes = {}
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory)
-        for name, failures in callbacks.items():
-            script_engine = Engine(output / name, **failures)
-            script_engine.build()
-            outcomes[name] = outcome_of(lambda script_engine=script_engine: script_engine.switch(2))
-            script_engine.detach()
-        script_engine = Engine(output / "written")
-        script_engine.build()
-        (output / "written" / "samples.jsonl").mkdir(parents=True)
-        outcomes["samples"] = outcome_of(lambda: script_engine.switch(2))
+def built(output: Path, failures: dict[str, Callable[..., Any]]) -> Engine:
+    script_engine = Engine(output, **failures)
+    script_engine.build()
+    return script_engine
+
+
+def refuse_chunks(chunks: list[str]) -> None:
+    raise ValueError(str(chunks))
+
+
+FULL = OSError("disk full")
+CALLBACK_EXITS = "StateError: --resharding-callback asked to exit: 3"
+OF_FUNCTION = "ReshardError: callback: ValueError: ['chunk']"
+# point -> rank that fails, its failure, the outcome there
+IN_A_SWITCH: dict[str, tuple[int, dict[str, Callable[..., Any]], str]] = {
+    "callback": (1, {"callback": raising(ValueError("no"))}, "ReshardError: callback: ValueError: no"),
+    "callback exits": (1, {"callback": raising(SystemExit(3))}, CALLBACK_EXITS),
+    "callback's own function": (0, {"callback": lambda: refuse_chunks}, OF_FUNCTION),
+    "tensorboard": (1, {"write": raising(FULL)}, "ReshardError: journal: OSError: disk full"),
+    "samples": (0, {}, "FileError: appending to "),
+}
+IN_THE_BUILD: dict[str, tuple[int, dict[str, Callable[..., Any]], str]] = {
+    "output": (0, {}, "FileError: creating "),
+    "model": (1, {"model": raising(FULL)}, "ReshardError: looking at the training model: OSError: disk full"),
+    "prompts": (1, {"tokenize": raising(KeyError("text"))}, "ReshardError: prompts and output: KeyError: 'text'"),
+}
+
+
+@on_engines({2: [*IN_A_SWITCH, *IN_THE_BUILD]}, timeout=120)
+def test_an_error_reaches_the_other_rank(tmp_path: Path, case: str) -> None:
+    rank, failures, expected = {**IN_A_SWITCH, **IN_THE_BUILD}[case]
+    join()
+    output = tmp_path / "output"
+    if case in IN_A_SWITCH:
+        script_engine = built(output, on(rank, **failures))
+        if case == "samples":
+            (output / "samples.jsonl").mkdir(exist_ok=True)
+            dist.barrier()
+        outcome = outcome_of(lambda: script_engine.switch(2))
         script_engine.detach()
-        (output / "file").touch()
-        outcomes["output"] = outcome_of(Engine(output / "file" / "below").build)
-        outcomes["model"] = outcome_of(Engine(output, **on(1, model=raising(full))).build)
-        outcomes["prompts"] = outcome_of(Engine(output, **on(1, tokenize=raising(KeyError("text")))).build)
-        started = time.monotonic()
-        outcomes["vllm"] = outcome_of(Engine(output, SILENCE_SECONDS, **on(1, vllm=raising(full))).build)
-        outcomes["vllm's end"] = "in time" if time.monotonic() - started < PATIENCE_SECONDS / 2 else "late"
-        dist.barrier()
-    return outcomes
+    else:
+        output.touch()
+        below = output / "below" if case == "output" else tmp_path
+        outcome = outcome_of(Engine(below, **on(rank, **failures)).build)
+    if dist.get_rank() == rank:
+        assert outcome.startswith(expected)
+    else:
+        assert outcome.startswith("RemoteError: ")
+        assert f"rank {rank}: " in outcome
+        assert expected.rpartition(": ")[2] in outcome
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks) -> list[dict[str, str]]:
-    return engines.launch(fail_on_one_rank, 2, timeout=120)
+@on_engines(2, timeout=120)
+def test_without_a_failure_there_is_no_error(tmp_path: Path) -> None:
+    join()
+    script_engine = built(tmp_path, {})
+    assert outcome_of(lambda: script_engine.switch(2)) == "returned None"
+    script_engine.detach()
 
 
-@pytest.mark.parametrize(
-    ("case", "rank", "expected"),
-    [
-        ("callback", 1, "ReshardError: callback: ValueError: no"),
-        ("callback exits", 1, "StateError: --resharding-callback asked to exit: 3"),
-        ("callback's own function", 0, "ReshardError: callback: ValueError: ['chunk']"),
-        ("tensorboard", 1, "ReshardError: journal: OSError: disk full"),
-        ("samples", 0, "FileError: appending to "),
-        ("output", 0, "FileError: creating "),
-        ("model", 1, "ReshardError: looking at the training model: OSError: disk full"),
-        ("prompts", 1, "ReshardError: prompts and output: KeyError: 'text'"),
-    ],
-)
-def test_an_error_reaches_the_other_rank(outcomes: list[dict[str, str]], case: str, rank: int, expected: str) -> None:
-    other = outcomes[1 - rank][case]
-    assert outcomes[rank][case].startswith(expected)
-    assert other.startswith("RemoteError: ")
-    assert f"rank {rank}: " in other
-    assert expected.rpartition(": ")[2] in other
+@on_engines(2, timeout=120)
+def test_a_failed_rank_ends_the_wait_of_the_other(tmp_path: Path) -> None:
+    join()
+    started = time.monotonic()
+    outcome = outcome_of(Engine(tmp_path, SILENCE_SECONDS, **on(1, vllm=raising(FULL))).build)
+    assert time.monotonic() - started < PATIENCE_SECONDS / 2
+    if dist.get_rank() == 1:
+        assert outcome == "OSError: disk full"
+    else:
+        assert outcome.startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
+    dist.barrier()
 
 
-def test_a_failed_rank_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:
-    assert [outcome["vllm's end"] for outcome in outcomes] == ["in time", "in time"]
-    assert outcomes[1]["vllm"] == "OSError: disk full"
-    assert outcomes[0]["vllm"].startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
-
-
-def test_without_a_failure_there_is_no_error(outcomes: list[dict[str, str]]) -> None:
-    assert [outcome["nothing"] for outcome in outcomes] == ["returned None", "returned None"]
+def join() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
