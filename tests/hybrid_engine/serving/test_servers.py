@@ -82,32 +82,32 @@ def train_step(worker: ActorHybridWorker, step: int) -> None:
     worker.update(batch, lambda batch, log_probs: -log_probs.mean())
 
 
-def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[Values]:
-    versions = []
+def publish_versions(model: str, urls: list[str], case: Case, out: str) -> tuple[list[Any], list[dict[str, str]]]:
+    """Publish and withdraw each version; return the last one's completions, and checksums by server."""
+    of_versions = []
     with ActorHybridWorker(config_of(model, urls, case.actor, **case.generate)) as worker:
         servers = [HttpServer(url, 60) for url in urls]
         for version in range(NUM_VERSIONS):
             with worker.rollout_context():
                 report = worker.sharding.last_report
+                assert report.bytes_received == report.bytes_least > 0
+                assert report.tensors_verified > 0
                 sampling = Sampling(max_tokens=case.max_tokens, temperature=0.0)
                 completions = worker.generate_sequences(PROMPTS, sampling)
+                of_versions.append([(first.token_ids, first.logprobs) for first, *_ in completions])
+                sums = []
                 if worker.rank == 0:
-                    versions.append(
-                        {
-                            "completions": [(first.token_ids, first.logprobs) for first, *_ in completions],
-                            "version": [version_of(server) for server in servers],
-                            "sums": [checksums(server) for server in servers],
-                            "report": report,
-                        }
-                    )
+                    assert all(version_of(server) in (None, str(version)) for server in servers)
+                    sums = [checksums(server) for server in servers]
                 worker.barrier("checked")
             with worker.train_context():
                 if worker.rank == 0:
-                    versions[-1]["withdrawn"] = [version_of(server) for server in servers]
-                    versions[-1]["paused"] = [server.get("is_paused")["is_paused"] for server in servers]
+                    assert all(version_of(server) in (None, NO_VERSION) for server in servers)
+                    assert all(server.get("is_paused")["is_paused"] for server in servers)
                 worker.save_hf_checkpoint(f"{out}/v{version}")
                 train_step(worker, version)
-    return versions
+    assert len(set(map(str, of_versions))) == NUM_VERSIONS
+    return of_versions[-1], sums
 
 
 def checksums(server: HttpServer) -> dict[str, str]:
@@ -160,21 +160,13 @@ def assert_matches_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> Non
             for number, arguments in enumerate(case.servers)
         ]
         urls = [server.url for server in servers]
-        versions = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)[0]
-    assert len({str(observed["completions"]) for observed in versions}) == NUM_VERSIONS
-    for number, observed in enumerate(versions):
-        if None not in observed["version"]:
-            assert observed["version"] == [str(number)] * len(urls)
-            assert observed["withdrawn"] == [NO_VERSION] * len(urls)
-        assert observed["paused"] == [True] * len(urls)
-        assert observed["report"].bytes_received == observed["report"].bytes_least > 0
-        assert observed["report"].tensors_verified > 0
+        results = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)
+    completions, sums = results[0]
     for number, arguments in enumerate(case.servers):
         with serving(tmp_path / f"v{NUM_VERSIONS - 1}", tmp_path / f"cold{number}", *PLAIN, *arguments) as cold:
-            assert checksums(HttpServer(cold.url, 60)) == versions[-1]["sums"][number]
+            assert checksums(HttpServer(cold.url, 60)) == sums[number]
             if len(case.servers) == 1:  # otherwise ranks used different servers
-                completions = complete(HttpServer(cold.url, 60), case.max_tokens)
-                assert completions == versions[-1]["completions"]
+                assert complete(HttpServer(cold.url, 60), case.max_tokens) == completions
 
 
 def draw(model: str, urls: list[str]) -> list[Any]:
