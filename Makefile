@@ -8,7 +8,7 @@
 #:   ARGS          of make rl: "rl_config.iterations=5"; of pytest in make gpu-check: "-k stage1"
 #:   TRAINER       of make rl: megatron or fsdp2; NPROC: its ranks; CONFIG: its file; OUT: where it writes
 #:   SERVER        of make rl: 1 lets `vllm serve` generate, in a process of its own
-#:   STOP_SECONDS  after which torchrun kills the ranks of make rl that have not ended by Ctrl-C (600)
+#:   STOP_SECONDS  after which `hybrid-engine run` kills the ranks of make rl that have not ended by Ctrl-C (600)
 #:   DEVICE        of make gpu-check: cuda, or cpu to see what can run without a GPU
 #:   DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine
 PYTHON       ?= python3
@@ -43,7 +43,7 @@ help: ## Show this help
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
 rl: $(READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, CONFIG, OUT, SERVER, ARGS)
 	OMP_NUM_THREADS=1 $(if $(SERVER),$(PY) -m examples.gpt_rl.served $(CONFIG) --) \
-	    $(PY) -m examples.gpt_rl.torchrun --standalone --nproc-per-node $(NPROC) \
+	    $(PY) -m hybrid_engine run --nproc-per-node $(NPROC) \
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults and test-long)
 	$(PYTEST) $(PYTEST_ARGS)

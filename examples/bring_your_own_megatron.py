@@ -1,6 +1,6 @@
 """A plain megatron-core job. The lines marked (*) add vLLM; docs/trainers.md explains them.
 
-torchrun --nproc-per-node 2 -m examples.bring_your_own_megatron
+hybrid-engine run --nproc-per-node 2 -m examples.bring_your_own_megatron
 """
 
 from typing import Any

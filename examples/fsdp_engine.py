@@ -1,6 +1,6 @@
 """A transformers model that FSDP2 trains and vLLM samples from, in the same processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp_engine.py MODEL
+    hybrid-engine run --nproc-per-node 2 examples/fsdp_engine.py MODEL
 
 MODEL is a directory or a name on the Hub; the default is a small random Qwen2. Even tokens reward.
 """

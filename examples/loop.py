@@ -1,6 +1,6 @@
 """A loop of one's own around `ActorHybridWorker`, in the root of a checkout.
 
-    torchrun --standalone --nproc-per-node 2 examples/loop.py
+    hybrid-engine run --nproc-per-node 2 examples/loop.py
 
 The reward, the share of even tokens, rises from 0.533 to 1.
 """

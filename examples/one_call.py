@@ -1,6 +1,6 @@
 """GRPO of a small random GPT in one call, in the root of a checkout.
 
-    torchrun --standalone --nproc-per-node 2 examples/one_call.py
+    hybrid-engine run --nproc-per-node 2 examples/one_call.py
 
 It prints, between warnings of torch and vLLM:
 

@@ -1,6 +1,6 @@
 """A custom trainer: every rank has the whole model and a plain optimizer; vLLM gets its weights.
 
-    torchrun --standalone --nproc-per-node 2 examples/own_trainer.py
+    hybrid-engine run --nproc-per-node 2 examples/own_trainer.py
 
 `MyTrainer` is all that a switch requires. hybrid_engine/ports.py lists the calls in their order.
 """

@@ -1,6 +1,6 @@
 """PPO with a critic and a reference. Stopped at any time, it resumes to the same numbers.
 
-    torchrun --standalone --nproc-per-node 2 examples/ppo.py
+    hybrid-engine run --nproc-per-node 2 examples/ppo.py
 
 The same command resumes the run. The model is a small random GPT; the reward is the share of even
 tokens. On one CPU machine the first rewards are 0.5332, 0.6836 and 0.9297.

@@ -49,14 +49,14 @@ def test_the_pod_starts_the_same_server_as_make_rl() -> None:
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 
-def test_torchrun_and_the_example_accept_the_arguments_of_the_ranks() -> None:
+def test_the_launcher_and_the_example_accept_the_arguments_of_the_ranks() -> None:
     from torch.distributed.run import get_args_parser
 
-    python, dash_m, module, *arguments = on_this_machine(containers()["ranks"]["command"])
-    assert (python, dash_m, module) == ("python", "-m", "examples.gpt_rl.torchrun")
+    words = on_this_machine(containers()["ranks"]["command"])
+    launcher, arguments = words[:4], words[4:]
+    assert launcher == ["python", "-m", "hybrid_engine", "run"]
     options = get_args_parser().parse_args(arguments)
     assert options.module
-    assert options.standalone
     assert options.training_script == "examples.gpt_rl.train"
     check_settings(options.training_script_args, int(options.nproc_per_node))
     assert pod()["terminationGracePeriodSeconds"] == options.shutdown_timeout

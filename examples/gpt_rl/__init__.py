@@ -15,7 +15,6 @@ the advantage of each token. With configs/fsdp2_to_dp.yaml, FSDP2 replaces Megat
 
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/
-torchrun.py            torchrun without its own tracebacks
 served.py              the run with a vLLM server: `make rl SERVER=1`
 pretrain_gpt_rl.py     the same in the training loop of Megatron-LM; rollouts.py is its dataset
 """

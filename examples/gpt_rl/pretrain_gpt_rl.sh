@@ -29,7 +29,7 @@ COMMON="--transformer-impl local --distributed-backend gloo --use-cpu-initializa
     --log-interval 20"
 
 run() {
-    python -m torch.distributed.run --standalone --nproc-per-node "$NPROC" \
+    python -m hybrid_engine run --nproc-per-node "$NPROC" \
         -m megatron_patches examples/gpt_rl/pretrain_gpt_rl.py $MODEL $COMMON "$@"
 }
 

@@ -1,10 +1,10 @@
 """Entry point of a run on every rank.
 
-    python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 --shutdown-timeout 600 \\
+    hybrid-engine run --nproc-per-node 2 \\
         -m examples.gpt_rl.train --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
-After Ctrl-C, torchrun kills the ranks after `--shutdown-timeout` seconds. Make that longer than an
-iteration, otherwise the run ends without a checkpoint.
+After Ctrl-C, ranks have `--shutdown-timeout` seconds (600). Make that longer than an iteration,
+otherwise the run ends without a checkpoint.
 
 This file handles options, logs, signals and exit codes; trainer.py has the run.
 """
@@ -129,7 +129,7 @@ def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> 
 class StopRequest:
     """Records SIGINT and SIGTERM; a second SIGINT ends the process at once.
 
-    torchrun forwards its signals to each rank, and sends SIGTERM to the other ranks if one has
+    The launcher forwards its signals to each rank, and sends SIGTERM to the other ranks if one has
     failed.
     """
 
@@ -157,7 +157,7 @@ def _world_size() -> int:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        remedy = "Start it by python -m examples.gpt_rl.torchrun --standalone --nproc-per-node N"
+        remedy = "Start it by hybrid-engine run --nproc-per-node N"
         raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", remedy)])
     return int(os.environ["WORLD_SIZE"])
 

@@ -1,6 +1,6 @@
 """GRPO on grade-school mathematics (GSM8K) with a chat model. Not run on GPUs.
 
-    torchrun --nproc-per-node 8 -m examples.recipes.grpo_gsm8k \
+    hybrid-engine run --nproc-per-node 8 -m examples.recipes.grpo_gsm8k \
         --config examples/recipes/qwen2.5_0.5b_gsm8k.yaml --data train.jsonl --out runs/gsm8k
 
 The data are the JSON lines of GSM8K, with `question` and `answer`, which ends in "#### 72".

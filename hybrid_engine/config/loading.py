@@ -161,7 +161,7 @@ def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
     if world_size is None:
         variable = os.environ.get("WORLD_SIZE")
         if variable is None:
-            remedy = "Pass world_size, or start the script with torchrun"
+            remedy = "Pass world_size, or start the script with hybrid-engine run"
             problem = "is not given, and WORLD_SIZE is not set"
             violations.append(Violation("world_size", problem, remedy, code="not-set"))
             return 1

@@ -53,7 +53,7 @@ def join_process_group(timeout_seconds: float) -> bool:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         problem = f"{', '.join(missing)} not set"
-        remedy = "Start the script with torchrun"
+        remedy = "Start the script with hybrid-engine run"
         raise ConfigError([Violation("environment", problem, remedy, code="missing-variables")])
     seconds = max(timeout_seconds, SECONDS_TO_BUILD)
     try:

@@ -68,7 +68,7 @@ def start(
         modules: directory of modules that take precedence over the repository and the environment.
         terminal: descriptor for its output; default: a pipe.
     """
-    launcher = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher = [sys.executable, "-m", "hybrid_engine", "run", "--nproc-per-node", str(num_ranks)]
     python_path = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
     return subprocess.Popen(
         [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options],

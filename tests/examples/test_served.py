@@ -16,7 +16,7 @@ from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
 
 MODULE = "tests.examples.test_served"
-TRAIN = ("-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_rl.train")
+TRAIN = ("-m", "hybrid_engine", "run", "--nproc-per-node", "2", "-m", "examples.gpt_rl.train")
 MODEL_NBYTES = 3_165_696
 
 

@@ -13,11 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from examples.gpt_rl import settings
 from examples.gpt_rl.train import run_files
-from tests.harness.imports import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.harness.processes import is_running, wait_until
 
@@ -98,10 +95,3 @@ def test_signals_request_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
     first, last = result.stdout.splitlines()
     assert first.startswith("Stopping after this iteration, with a checkpoint")
     assert last == "once more"
-
-
-@pytest.mark.parametrize("module", ["torch", "torch.distributed.elastic.multiprocessing"])
-def test_ctrl_c_while_the_launcher_imports_leaves_no_traceback(module: str) -> None:
-    program = INTERRUPTED_IN + "import examples.gpt_rl.torchrun as launcher; launcher.main()"
-    result = subprocess.run([sys.executable, "-c", program, module], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

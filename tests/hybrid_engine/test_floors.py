@@ -86,6 +86,7 @@ OUTSIDE = {
     "tools.verify.cases": set(),
     "tools.cli": {"rich", "typer"},
     "tools.cli.from_verl": {"megatron_patches", "yaml"},
+    "tools.cli.run_command": {"torch", "typer"},  # torch inside functions: `plan` has none
 }
 # CPU stand-ins, which are never imported with a GPU.
 STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")

@@ -36,7 +36,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("config", ["tp2_to_dp2", "fsdp2_to_dp"])
 def test_two_iterations_compute_the_same_in_both_engines(config: str, data: Path) -> None:
     out = data / "out"
-    command = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "hybrid_engine", "run", "--nproc-per-node", "2"]
     command += ["-m", "examples.gpt_rl.train", "--config", str(EXAMPLE / "configs" / f"{config}.yaml")]
     command += ["--out", str(out), f"rl_config.data={data}", *SETTINGS]
     result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)

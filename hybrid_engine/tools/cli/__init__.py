@@ -1,5 +1,6 @@
-"""Command line: `hybrid-engine plan`, `verify`, `certify`, `env`; or `python -m hybrid_engine`.
+"""Command line: `hybrid-engine run`, `plan`, `verify`, ...; or `python -m hybrid_engine`.
 
+    run_command.py        `run`: starts ranks, by torchrun's library
     plan_command.py       `plan`: options and their checks; tools/plan/ does the work
     from_verl.py          `plan --from verl`: conversion of a verl configuration
     verify_command.py     `verify`, `certify`: options and their checks; tools/verify/ does the work
@@ -13,6 +14,8 @@ Exit status:
         could not be written
     3   `plan`: the job does not fit its devices or hosts. `verify`, `certify`: the ranks or engines
         ended without a verdict; their output is printed
+
+That of `run` is in run_command.py.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import typer
 import hybrid_engine
 from hybrid_engine.tools.cli.output import write_answer
 from hybrid_engine.tools.cli.plan_command import plan
+from hybrid_engine.tools.cli.run_command import run
 from hybrid_engine.tools.cli.verify_command import certify, verify
 
 app = typer.Typer(
@@ -55,6 +59,15 @@ def main(
     """Train with Megatron or FSDP2 and generate with vLLM in turn, on one set of devices."""
 
 
+# Each word goes to torchrun's parser.
+app.command(
+    add_help_option=False,
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    },
+)(run)
 app.command()(plan)
 app.command()(verify)
 app.command()(certify)

@@ -386,18 +386,27 @@ def test_a_closed_output_pipe_is_no_failure(options: list[str], tmp_path: Path) 
     assert (result.returncode, result.stderr) == (0, "")
 
 
-RUN_VERIFY = """
-sys.argv[1:] = ["verify", "model=none", "--ranks", "1"]
+RUN_COMMAND = """
+sys.argv[1:] = [sys.argv[2], "model=none", "--ranks", "1"]
 from hybrid_engine.__main__ import main
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["hybrid_engine.tools.cli", "pydantic", "hybrid_engine.tools.verify.cases"])
-def test_ctrl_c_ends_a_command_with_one_line(module: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("verify", "hybrid_engine.tools.cli"),
+        ("verify", "pydantic"),
+        ("verify", "hybrid_engine.tools.verify.cases"),
+        ("run", "torch"),
+        ("run", "torch.distributed.elastic.multiprocessing"),
+    ],
+)
+def test_ctrl_c_ends_a_command_with_one_line(command: str, module: str) -> None:
     """Interrupt the import of the command line, of its dependency or of the running command."""
     result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IN + RUN_VERIFY, module],
+        [sys.executable, "-c", INTERRUPTED_IN + RUN_COMMAND, module, command],
         cwd=REPO_ROOT,
         capture_output=True,
         text=True,

@@ -1,0 +1,119 @@
+"""`hybrid-engine run` of programs that do not import torch, on two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPO_ROOT
+from tests.harness.processes import wait_until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+RUN = (sys.executable, "-m", "hybrid_engine", "run")
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, place = int(os.environ["RANK"]), Path(sys.argv[2])
+names = ("WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+(place / f"rank{rank}").write_text(repr([sys.argv[3:], *map(os.environ.get, names)]))
+
+def save(number, frame):
+    time.sleep(1)
+    (place / f"saved{rank}").touch()
+    sys.exit(0)
+
+match sys.argv[1]:
+    case "exit":
+        sys.exit(3 * rank)
+    case "kill" if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    case "kill" | "wait":
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
+        (place / f"waits{rank}").touch()
+        time.sleep(100)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def start(*words: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    left_out = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.Popen(
+        [*RUN, *map(str, words)],
+        env={**variables, "PYTHONPATH": str(REPO_ROOT), **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "line"),
+    [("exit", 3, "ended with exit status 3"), ("kill", 137, "was killed by SIGKILL")],
+)
+def test_first_failed_rank(program: Path, what: str, status: int, line: str) -> None:
+    launcher = start("--nproc-per-node", 2, program, what, program.parent)
+    output = launcher.communicate(timeout=100)
+    assert (*output, launcher.returncode) == ("", f"rank 1 {line}\n", status)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_a_signal_ranks_have_time_to_save(program: Path, number: int) -> None:
+    launcher = start("--nproc-per-node=2", program, "wait", program.parent)
+    wait_until(lambda: len([*program.parent.glob("waits*")]) == 2, seconds=60)
+    launcher.send_signal(number)
+    output = launcher.communicate(timeout=100)
+    assert len([*program.parent.glob("saved*")]) == 2
+    line = "Interrupted.\n" if number == signal.SIGINT else ""
+    assert (*output, launcher.returncode) == ("", line, 128 + number)
+
+
+def test_words_after_the_program_are_its_own(program: Path) -> None:
+    words = ["--nnodes", "-m", "--help", "--", "-x"]
+    launcher = start("--nproc-per-node", 2, program, "", program.parent, *words)
+    output = launcher.communicate(timeout=100)
+    assert (*output, launcher.returncode) == ("", "", 0)
+    written = repr([words, "2", "1", "lo", "600"])
+    assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
+
+
+def test_nodes_meet_at_an_endpoint_by_the_options_of_torchrun(program: Path) -> None:
+    meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-id job --rdzv-endpoint 127.0.0.1:29731"
+    options = (*meeting.split(), "--local-addr", "127.0.0.1", "--nproc-per-node", 1)
+    nodes = [start(*options, program, "", program.parent) for _ in range(2)]
+    for node in nodes:
+        output = node.communicate(timeout=100)
+        assert (*output, node.returncode) == ("", "", 0)
+    written = repr([[], "2", None, None, "600"])
+    assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--nproc-per-node", 2, "missing.py"], "Error: PROGRAM: missing.py is not a file"),
+        (["--nproc-per-node", "two", __file__], "Error: Unsupported nproc_per_node value: two"),
+    ],
+    ids=["program", "torchrun's"],
+)
+def test_refusals_are_one_line(words: list[object], error: str) -> None:
+    launcher = start(*words)
+    output, line = launcher.communicate(timeout=100)
+    assert (output, launcher.returncode) == ("", 2)
+    assert line.startswith(error)
+    assert line.count("\n") == 1
