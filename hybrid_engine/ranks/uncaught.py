@@ -5,6 +5,8 @@
     rank 3    rank 3 ends by ConfigError; rank 0 prints the cause
     rank 3    rank 3 ends by LostRankError: update: rank 1 has ended (process 4711). The job …
 
+That holds for errors of every kind, such as a NameError in the user's script, and for Ctrl-C.
+
 `install` puts a hook in front of `sys.excepthook`, as torch does in `init_process_group`. It
 changes only the text that Python prints at the end of a process, and the exit status, which is 2
 after a ConfigError and 1 after other errors. It catches no error and changes no type.
@@ -76,7 +78,7 @@ def install() -> None:
             else:
                 previous(kind, error, frames)
 
-        if has_peers and isinstance(error, HybridEngineError):
+        if has_peers and isinstance(error, Exception | KeyboardInterrupt):
             _print_as_rank(rank, error, print_whole)
         else:
             print_whole()
@@ -111,7 +113,7 @@ def _for_user(error: HybridEngineError) -> str:
     return f"ConfigError: {error}\n{caller}"
 
 
-def _print_as_rank(rank: str, error: HybridEngineError, print_whole: Callable[[], object]) -> None:
+def _print_as_rank(rank: str, error: BaseException, print_whole: Callable[[], object]) -> None:
     name = type(error).__name__
     if _is_only_a_lost_rank(error):
         text = "; ".join(str(error).splitlines())
@@ -139,12 +141,13 @@ def _print_as_rank(rank: str, error: HybridEngineError, print_whole: Callable[[]
                 _Notes().leave(_CAUSE, rank)
 
 
-def _is_printed_by_rank_0(error: HybridEngineError) -> bool:
+def _is_printed_by_rank_0(error: BaseException) -> bool:
+    cause = error.cause_on_rank_0 if isinstance(error, HybridEngineError) else None
     # The ranks have agreed that rank 0 has no error that explains this one.
-    if error.cause_on_rank_0 == "":
+    if cause == "":
         return False
     printed = _Notes().wait_for(_BY_RANK_0, _SECONDS_FOR_RANK_0)
-    return _digest(error.cause_on_rank_0 or error) in printed.split()
+    return _digest(cause or error) in printed.split()
 
 
 def _flush(rank: str) -> None:

@@ -20,7 +20,7 @@ from hybrid_engine.tools.launching import run_ranks
 pytestmark = pytest.mark.ranks
 
 BEFORE_RANKS_MEET = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 from hybrid_engine.errors import ConfigError, Violation
 
 def end_the_wait():
@@ -34,7 +34,9 @@ if os.environ["RANK"] == "0":
 if os.environ["RANK"] == "2":  # as the launcher does once another rank has ended
     threading.Thread(target=end_the_wait, daemon=True).start()
 key = "rank 2" if os.environ["RANK"] == "2" else "two ranks"
-raise ConfigError([Violation(key, "is wrong", "Change it")])
+if sys.argv[1] == "ConfigError":
+    raise ConfigError([Violation(key, "is wrong", "Change it")])
+raise getattr(__builtins__, sys.argv[1])(f"  - {key}: is wrong. Change it")
 """
 IN_A_PHASE = """
 import contextlib, os, signal, sys, time
@@ -85,13 +87,15 @@ def short_lines(lines: list[str]) -> list[str]:
     return sorted(line for line in lines if re.match(r"rank \d ends by", line))
 
 
-def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too() -> None:
-    lines = run_and_read(BEFORE_RANKS_MEET)
-    assert short_lines(lines) == ["rank 1 ends by ConfigError; rank 0 prints the cause"]
-    assert lines.count("Traceback (most recent call last):") == 0
-    assert lines.count("  in <string>:16") == 2, "the caller's line in place of a traceback"
-    assert lines.count("  - two ranks: is wrong. Change it") == 1
-    assert lines.count("  - rank 2: is wrong. Change it") == 1
+@pytest.mark.parametrize(("kind", "num_tracebacks"), [("ConfigError", 0), ("ValueError", 2), ("KeyboardInterrupt", 2)])
+def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too(kind: str, num_tracebacks: int) -> None:
+    lines = run_and_read(BEFORE_RANKS_MEET, kind)
+    assert short_lines(lines) == [f"rank 1 ends by {kind}; rank 0 prints the cause"]
+    assert lines.count("Traceback (most recent call last):") == num_tracebacks
+    if not num_tracebacks:
+        assert lines.count("  in <string>:17") == 2, "the caller's line in place of a traceback"
+    for key in ("two ranks", "rank 2"):
+        assert sum(line.endswith(f"  - {key}: is wrong. Change it") for line in lines) == 1
     assert lines.count("rank 2 waits and gets SIGTERM") == 1
 
 
