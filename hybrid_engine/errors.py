@@ -95,7 +95,8 @@ _NOT_OF_USER = (
     os.path.dirname(__file__) + "/",
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
 )
-_INDEX = re.compile(r"\[\d+\]")
+_INDEX = re.compile(r"\[\d+\]| \d+$")
+"""Index in a key, as in prompts[7] and 'reward 7'."""
 
 
 class _Short(reprlib.Repr):
@@ -139,7 +140,8 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
     """Error that reports all findings at once.
 
     The message has one line per finding, and at most `MOST_LINES` lines. More than `MOST_ALIKE`
-    violations that differ only in an index of their keys share one line.
+    violations with one remedy and code, whose keys differ only in an index, share one line; without
+    a code their texts must be the same.
 
     Attributes:
         findings: all findings.
@@ -165,7 +167,8 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
         for number, finding in enumerate(self.findings):
             kind: object = number
             if isinstance(finding, Violation):
-                kind = (_INDEX.sub("[]", finding.key), finding.problem, finding.remedy)
+                text = finding.code or finding.problem
+                kind = (_INDEX.sub("[]", finding.key), text, finding.remedy)
             alike.setdefault(kind, []).append(finding)
         lines = []
         for group in alike.values():
