@@ -33,6 +33,7 @@ import difflib
 import os
 import re
 import reprlib
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ def collect(
 _NOT_OF_USER = (
     os.path.dirname(__file__) + "/",
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
+    sysconfig.get_path("purelib") + "/typer/",
 )
 _INDEX = re.compile(r"\[\d+\]| \d+$")
 """Index in a key, as in prompts[7] and 'reward 7'."""

@@ -80,13 +80,17 @@ OUTSIDE = {
     "trainer.learning_rate": {"megatron"},  # imported inside a function, for a schedule
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch", "transformers"},
+    "rl.answers": {"math_verify"},
+    "rl.run_settings": {"datasets", "pydantic"},
     "rl.completion_log": {"rich", "torch"},
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),
     "tools.cli": {"rich", "typer"},
     "tools.cli.from_verl": {"megatron_patches", "yaml"},
-    "tools.cli.run_command": {"torch", "typer"},  # torch inside functions: `plan` has none
+    # torch inside functions: `plan` has none
+    "tools.cli.run_command": {"torch", "typer"},
+    "tools.cli.train_command": {"torch", "typer"},
 }
 # CPU stand-ins, which are never imported with a GPU.
 STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")

@@ -1,6 +1,7 @@
 """Command line: `hybrid-engine run`, `plan`, `verify`, ...; or `python -m hybrid_engine`.
 
     run_command.py        `run`: starts ranks, by torchrun's library
+    train_command.py      `train`: a run from one file, which rl/run_settings.py reads
     plan_command.py       `plan`: options and their checks; tools/plan/ does the work
     from_verl.py          `plan --from verl`: conversion of a verl configuration
     verify_command.py     `verify`, `certify`: options and their checks; tools/verify/ does the work
@@ -28,6 +29,7 @@ import hybrid_engine
 from hybrid_engine.tools.cli.output import write_answer
 from hybrid_engine.tools.cli.plan_command import plan
 from hybrid_engine.tools.cli.run_command import run
+from hybrid_engine.tools.cli.train_command import train
 from hybrid_engine.tools.cli.verify_command import certify, verify
 
 app = typer.Typer(
@@ -68,6 +70,7 @@ app.command(
         "ignore_unknown_options": True,
     },
 )(run)
+app.command()(train)
 app.command()(plan)
 app.command()(verify)
 app.command()(certify)

@@ -27,7 +27,8 @@ from hybrid_engine.files.documents import apply_overrides, read_yaml
 
 MOST_RANKS = 2**17
 """Largest number of ranks. Beyond it a plan takes minutes, and more memory than the planned job."""
-_OVERRIDE = re.compile(r"([\w.]+=.*)", re.DOTALL)
+OVERRIDE = re.compile(r"([\w.]+=.*)", re.DOTALL)
+"""A key and its value; the group is all of it."""
 
 
 def integer_option(meaning: str) -> OptionInfo:
@@ -74,13 +75,14 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
         ConfigError: with every violation.
     """
     violations: list[Violation] = []
-    files, overrides = split_words(words, _OVERRIDE, violations)
+    files, overrides = split_words(words, OVERRIDE, violations)
     violations += _rank_violations(ranks)
     values = None
     if files:
         values = collect(violations, read_yaml, files[0], "CONFIG")
     values = values or {}
     violations += apply_overrides(values, overrides)
+    values.pop("run", None)  # of `train`
     if violations:
         raise ConfigError(violations)
     directory = Path(files[0]).absolute().parent if files else None

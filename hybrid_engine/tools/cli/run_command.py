@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,11 @@ def run(context: typer.Context) -> None:
 
     `hybrid-engine run --help` lists them. Plain torchrun works, too.
     """
+    start_ranks(context.args)
+
+
+def start_ranks(arguments: Sequence[str]) -> None:
+    """Start ranks and wait for their end, as the command does."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,7 +62,7 @@ def run(context: typer.Context) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     parser = torchrun.get_args_parser()
     parser.prog = "hybrid-engine run"
-    options = parser.parse_args(context.args)
+    options = parser.parse_args(arguments)
     is_file = not (options.module or options.no_python)
     if is_file and not Path(options.training_script).is_file():
         problem = f"{options.training_script} is not a file"

@@ -1,0 +1,275 @@
+"""A whole run in one YAML file: the engines' sections, and `run` with algorithm, data and reward.
+
+    model: Qwen/Qwen2.5-0.5B-Instruct
+    generate_config: {max_model_len: 768}
+    run:
+      data: {source: openai/gsm8k, subset: main, template: "{question} End with #### and a number."}
+      reward: exact_answer
+      grpo: {steps: 200, max_tokens: 512}
+      out: runs/gsm8k
+
+    settings = RunSettings.read("gsm8k.yaml", ["run.grpo.steps=10"])      everything that is wrong
+    settings.train()                                                      rl.train
+
+A file names code that is run, by `reward`, so it is trusted like a program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config.keys import Count, Name, Positive, Section
+from hybrid_engine.config.loading import violations_of
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    Violation,
+    clipped,
+    collect,
+    first_of,
+    shortened,
+)
+from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.rl.answers import REWARDS
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.held_out import HeldOut
+from hybrid_engine.rl.loop import train
+from hybrid_engine.rl.rewards import Rewards
+from hybrid_engine.rl.run_files import Row
+
+SECTION = "run"
+"""Key of a file that the engines alone do not have."""
+_ALGORITHMS = {"grpo": GrpoConfig, "ppo": PpoConfig}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Suffix of a file -> name of its reader in datasets."""
+
+
+class DataConfig(Section):
+    """`run.data`: prompts, by the library datasets."""
+
+    source: Name
+    """Data set on the Hub (`org/name`), or a file: JSON Lines, Parquet or CSV."""
+    subset: Name | None = None
+    """Configuration of a data set that has several, such as main."""
+    split: Name = "train"
+    """Split of a data set on the Hub, such as train or train[:1000]."""
+    prompt: Name = "prompt"
+    """Column of the prompts: texts or chats."""
+    template: Name | None = None
+    """Text of the prompt with columns in braces, in place of the column `prompt`."""
+    system: Name | None = None
+    """Message of the system before a text."""
+    chat: bool = True
+    """Make a text a user's message. False: the model continues the text."""
+    answer: Name = "answer"
+    """Column that rewards find under "answer"."""
+
+
+class EvaluationConfig(Section):
+    """`run.evaluation`: prompts of the same form that are held out; see `HeldOut`."""
+
+    source: Name
+    """Split of `run.data.source`, such as test[:200], or a file."""
+    samples: Count = 1
+    """Completions of each prompt. With 1 it is the most probable one."""
+    passing_reward: Positive = 1.0
+    """Least reward of a completion that passes."""
+
+
+class RunConfig(Section):
+    """`run`, without the section of the algorithm."""
+
+    data: DataConfig
+    """Where the prompts are."""
+    reward: Name | dict[Name, Name]
+    """exact_answer, math, or `module:function`; or several by name."""
+    evaluation: EvaluationConfig | None = None
+    """Evaluation; default: none."""
+    out: Name
+    """Directory of the run, relative to the working directory."""
+    trackers: tuple[Name, ...] = ("tensorboard",)
+    """What records the rows, beside metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Arguments of `train`, from a file.
+
+    Attributes:
+        engines: settings of both engines.
+        config: settings of the algorithm.
+        run: the other settings.
+        prompts, reward: as of `train`.
+        evaluate: evaluation, if there is one.
+    """
+
+    engines: HybridConfig
+    config: GrpoConfig | PpoConfig
+    run: RunConfig
+    prompts: Sequence[Mapping[str, Any]]
+    reward: Rewards
+    evaluate: HeldOut | None
+
+    @classmethod
+    def read(
+        cls, path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
+    ) -> RunSettings:
+        """Read a file, and the data that it names.
+
+        Args:
+            path: of the file. Relative paths in it, and modules of rewards, begin at its directory.
+            overrides: `section.key=value`, as if the file contained it.
+            world_size: number of ranks; default: WORLD_SIZE of the environment.
+
+        Raises ConfigError with every violation; the data are read once the rest is valid.
+        """
+        directory = Path(path).absolute().parent
+        values = read_yaml(path, "CONFIG")
+        violations: list[Violation] = [*apply_overrides(values, overrides)]
+        section = values.pop(SECTION, None)
+        if not isinstance(section, dict):
+            problem = f"expected keys and values, found {shortened(section)}"
+            remedy = "Add the section, with data, reward, grpo or ppo, and out"
+            violations.append(Violation(SECTION, problem, remedy, code="not-a-mapping"))
+            section = None
+        engines = collect(violations, load_config, values, world_size, directory=directory)
+        config = run = reward = None
+        if section is not None:
+            config = collect(violations, _algorithm_of, section)
+            run = collect(violations, _run_of, section)
+        if run is not None:
+            reward = collect(violations, _reward_of, run, directory)
+        if violations or engines is None or config is None or run is None or reward is None:
+            raise ConfigError(violations, str(path))
+        prompts = _prompts(run.data, run.data.source, directory)
+        evaluate = None
+        if run.evaluation is not None:
+            evaluate = HeldOut(
+                _prompts(run.data, run.evaluation.source, directory),
+                reward,
+                config,
+                samples=run.evaluation.samples,
+                passing_reward=run.evaluation.passing_reward,
+            )
+        return cls(engines, config, run, prompts, reward, evaluate)
+
+    def train(self) -> list[Row]:
+        """Train, or go on; see `train`."""
+        return train(
+            self.engines,
+            self.prompts,
+            self.reward,
+            self.config,
+            out=self.run.out,
+            evaluate=self.evaluate,
+            trackers=self.run.trackers,
+        )
+
+
+def _algorithm_of(section: dict[str, Any]) -> GrpoConfig | PpoConfig:
+    """Take the algorithm's settings out of `run`."""
+    named = [name for name in _ALGORITHMS if name in section]
+    if len(named) != 1:
+        problem = f"has {' and '.join(named) or 'neither grpo nor ppo'}"
+        violation = Violation(SECTION, problem, "Give one of them", code="no-algorithm")
+        raise ConfigError([violation])
+    values = section.pop(named[0]) or {}
+    if not isinstance(values, Mapping):
+        problem = f"expected keys and values, found {shortened(values)}"
+        violation = Violation(f"{SECTION}.{named[0]}", problem, "Write keys", code="not-a-mapping")
+        raise ConfigError([violation])
+    return _ALGORITHMS[named[0]](**values)
+
+
+def _run_of(section: Mapping[str, Any]) -> RunConfig:
+    others = {key: value for key, value in section.items() if key not in _ALGORITHMS}
+    try:
+        return RunConfig.model_validate(others)
+    except pydantic.ValidationError as error:
+        raise ConfigError(violations_of(error, RunConfig, f"{SECTION}.")) from None
+
+
+def _reward_of(run: RunConfig, directory: Path) -> Rewards:
+    """Return the functions that are named."""
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    if isinstance(run.reward, str):
+        return _function(run.reward, f"{SECTION}.reward")
+    return {
+        name: _function(function, f"{SECTION}.reward.{name}")
+        for name, function in run.reward.items()
+    }
+
+
+def _function(name: str, key: str) -> Any:
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module is the user's, and can raise anything
+        problem = f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}"
+        remedy = f"Use {', '.join(REWARDS)}, or module:function"
+        raise ConfigError([Violation(key, problem, remedy, code="unknown-reward")]) from error
+
+
+def _prompts(data: DataConfig, source: str, directory: Path) -> list[dict[str, Any]]:
+    """Return the prompts of a source: `data.source`, one of its splits, or a file."""
+    rows = _rows(data, source, directory)
+    template = data.template or f"{{{data.prompt}}}"
+    columns = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
+    missing = sorted({*columns} - {*rows.column_names})
+    if missing or not len(rows):
+        problem = f"has no column {', '.join(missing)}" if missing else "is empty"
+        violation = Violation(
+            f"{SECTION}.data",
+            f"{shortened(source)} {problem}",
+            f"Its columns are {first_of(rows.column_names, 20)}",
+            code="unknown-column",
+        )
+        raise ConfigError([violation])
+    return [{**row, **_prompt(data, row), "answer": row.get(data.answer)} for row in rows]
+
+
+def _prompt(data: DataConfig, row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = row[data.prompt] if data.template is None else data.template.format_map(row)
+    if isinstance(prompt, str) and data.chat:
+        prompt = [{"role": "user", "content": prompt}]
+        if data.system is not None:
+            prompt.insert(0, {"role": "system", "content": data.system})
+    return {"prompt": prompt}
+
+
+def _rows(data: DataConfig, source: str, directory: Path) -> Any:
+    """Return a `datasets.Dataset`."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            f"{SECTION}.data needs datasets: pip install '.[data]'", code="needs-package"
+        ) from error
+    datasets.disable_progress_bars()  # each rank would draw its own
+    arguments: list[Any]
+    if Path(source).suffix in _BUILDERS:
+        reader = _BUILDERS[Path(source).suffix]
+        options = {"data_files": str(directory / source), "split": "train"}
+        arguments = [reader]
+    else:
+        options = {"split": data.split if source == data.source else source}
+        arguments = [data.source, data.subset]
+    try:
+        return datasets.load_dataset(*arguments, **options)
+    except Exception as error:  # of a network, a file or a script of theirs
+        problem = f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}"
+        remedy = "Name a data set of the Hub, with its subset and split, or a file"
+        violation = Violation(f"{SECTION}.data.source", problem, remedy, code="unreadable-data")
+        raise ConfigError([violation]) from error

@@ -1,0 +1,110 @@
+"""`hybrid-engine train`: a run of two steps on two ranks, and what it would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hybrid_engine.tools.cli import app
+from tests.harness.launch import REPO_ROOT
+
+ACTOR = {
+    "tensor_model_parallel_size": 2,
+    "params_dtype": "float32",
+    "seq_length": 16,
+    "micro_batch_size": 8,
+}
+RUN = {
+    "data": {"source": "rows.jsonl"},
+    "reward": {"twos": "own_rewards:twos", "short": "own_rewards:short"},
+    "grpo": {
+        "steps": 2,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_tokens": 8,
+        "evaluate_every": 2,
+    },
+    "evaluation": {"source": "rows.jsonl", "samples": 2},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    rows = [{"prompt": [first, 2, 3, 4], "answer": str(first)} for first in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own_rewards.py").write_text(
+        "def twos(prompt, completion): return completion.token_ids.count(2) / 8\n"
+        "def short(prompt, completion): return 1 / len(completion.token_ids)\n"
+    )
+    engines = {
+        "model": str(REPO_ROOT / "examples/gpt_rl/model"),
+        "random_weights": True,
+        "actor_config": ACTOR,
+    }
+    engines["generate_config"] = {
+        "infer_tensor_parallel_size": 1,
+        "max_model_len": 16,
+        "kv_cache_mb": 64,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**engines, "run": {**RUN, "out": str(tmp_path / "out")}}))
+    return path
+
+
+def test_a_dry_run_shows_the_prompt_its_rewards_and_the_plan(file: Path) -> None:
+    options = ["run.reward=exact_answer", "--ranks", "2", "--dry-run"]
+    result = CliRunner().invoke(app, ["train", str(file), *options])
+    assert result.exit_code == 0, result.output
+    shown, _, plan = result.output.partition("reward of the completion '': 0.0\n")
+    assert shown.startswith("5 prompts. The first:\n[0, 2, 3, 4]\n")
+    assert "reward of the completion '0': 1.0" in shown
+    assert "What a switch moves" in plan
+    assert not (file.parent / "out").exists()
+
+
+def test_a_wrong_file_is_refused_before_ranks_start(file: Path) -> None:
+    options = ["run.reward=luck", "--ranks", "2", "--dry-run"]
+    result = CliRunner().invoke(app, ["train", str(file), *options])
+    assert result.exit_code == 2
+    assert "run.reward: 'luck'" in result.output
+    assert CliRunner().invoke(app, ["train", "run.grpo.steps=1"]).exit_code == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_and_its_continuation(file: Path) -> None:
+    outputs = []
+    for steps in (2, 3):
+        command = [
+            sys.executable,
+            "-m",
+            "hybrid_engine",
+            "train",
+            str(file),
+            f"run.grpo.steps={steps}",
+            "--ranks",
+            "2",
+        ]
+        ended = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        outputs.append(ended.stdout)
+    lines = (file.parent / "out" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert "step 1/3" not in outputs[1]
+    for row in rows:
+        assert row["reward"] == pytest.approx(row["reward_twos"] + row["reward_short"], abs=1e-6)
+    assert {"held_out_reward", "held_out_pass_1", "held_out_pass_2"} <= rows[1].keys()
