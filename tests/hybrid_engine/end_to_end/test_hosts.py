@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.end_to_end.digests import digest
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.zoo import workers
@@ -29,10 +26,20 @@ APART = "aabb"
 ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
 
 
-def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> SimpleNamespace:
-    """Switch from two pipeline stages of TP 2 to uncut models, twice with an update between.
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workers.write_model(tmp_path_factory.mktemp("model"), "qwen3")
 
-    `hosts`: by rank. Figures of the result belong to the second switch.
+
+@on_engines(4, timeout=400)
+def test_vllm_holds_and_generates_the_same_on_one_host_and_on_two(model: Path) -> None:
+    assert switched_on(model, APART) == switched_on(model, TOGETHER)
+
+
+def switched_on(model: Path, hosts: str) -> tuple[list[dict[str, str]], tuple[int, ...], int]:
+    """Switch from two pipeline stages of TP 2 to uncut models, twice with an update between; check the second switch.
+
+    Return the digests of vLLM's weights in both switches, its tokens, and the least bytes.
     """
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
@@ -49,73 +56,32 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> SimpleNamespace:
             report = worker.sharding.last_report
         with worker.train_context():
             worker.update(workers.batch(seed), workers.cross_entropy)
-    plan = worker.sharding.plan
-    layouts: list[Any] = [None] * len(hosts)
-    dist.all_gather_object(layouts, (worker.sharding.training.layout(), worker.sharding.inference.layout()))
-    source, destination = (Layout.merge(side) for side in zip(*layouts, strict=True))
-    worker.shutdown()
-    job.close()
-    return SimpleNamespace(
-        digests=digests,
-        token_ids=completions[0][0].token_ids,
-        bytes_received=report.bytes_received,
-        bytes_least=report.bytes_least,
-        bytes_across_hosts=report.bytes_across_hosts,
-        network_lower_bound=network_lower_bound(source, destination, hosts),
-        transports=set(report.bytes_by_transport),
-        staging_bytes=report.staging_bytes,
-        planned_staging_bytes=staging_nbytes(plan.buckets, plan.relays, worker.rank),
-    )
-
-
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3")
-    calls = {hosts: (switch_on_hosts, (model, tuple(hosts))) for hosts in (TOGETHER, APART)}
-    return engines.launch_in_turn(4, calls, timeout=400)
-
-
-OneAndTwoHosts = tuple[list[SimpleNamespace], list[SimpleNamespace]]
-"""Observations by rank: on one host, and on two."""
-
-
-@pytest.fixture
-def one_and_two_hosts(outcomes: Outcomes) -> OneAndTwoHosts:
-    return outcomes[TOGETHER], outcomes[APART]
-
-
-def test_vllm_holds_and_generates_the_same_on_every_rank(one_and_two_hosts: OneAndTwoHosts) -> None:
-    together, apart = one_and_two_hosts
-    assert [switched.digests for switched in (*together, *apart)] == [together[0].digests] * 8
-    assert [switched.token_ids for switched in apart] == [switched.token_ids for switched in together]
-    before, after = together[0].digests
+    before, after = digests
     assert before.keys() == after.keys()
     assert before != after, "the update did not arrive"
+    observed = digests, completions[0][0].token_ids
+    assert of_all_ranks(observed) == [observed] * 4
+    assert report.bytes_received == report.bytes_least > 0
+    plan = worker.sharding.plan
+    planned_staging = staging_nbytes(plan.buckets, plan.relays, worker.rank)
+    if hosts == TOGETHER:
+        assert set(report.bytes_by_transport) == {"shared_memory"}
+        assert (report.staging_bytes, planned_staging) == (0, 0)
+    else:
+        assert set(report.bytes_by_transport) == {"shared_memory", "collective"}
+        assert 0 < planned_staging <= report.staging_bytes < planned_staging + HEADERS_AND_PADDING
+        check_missing_bytes_arrive_once(worker, hosts, report.bytes_across_hosts)
+    worker.shutdown()
+    job.close()
+    return *observed, report.bytes_least
 
 
-def test_no_byte_is_received_twice(one_and_two_hosts: OneAndTwoHosts) -> None:
-    together, apart = one_and_two_hosts
-    for switched in (*together, *apart):
-        assert switched.bytes_received == switched.bytes_least > 0
-    assert [switched.bytes_least for switched in apart] == [switched.bytes_least for switched in together]
-
-
-def test_shared_memory_serves_a_host_and_messages_the_rest(one_and_two_hosts: OneAndTwoHosts) -> None:
-    together, apart = one_and_two_hosts
-    assert [switched.transports for switched in together] == [{"shared_memory"}] * 4
-    assert [switched.transports for switched in apart] == [{"shared_memory", "collective"}] * 4
-
-
-def test_each_host_receives_missing_bytes_once(one_and_two_hosts: OneAndTwoHosts) -> None:
-    _, apart = one_and_two_hosts
-    for host, ranks in {"a": apart[:2], "b": apart[2:]}.items():
-        assert sum(rank.bytes_across_hosts for rank in ranks) == ranks[0].network_lower_bound[host] > 0
-    assert min(switched.bytes_across_hosts for switched in apart) > 0
-
-
-def test_relays_stage_the_planned_bytes(one_and_two_hosts: OneAndTwoHosts) -> None:
-    together, apart = one_and_two_hosts
-    assert [(switched.staging_bytes, switched.planned_staging_bytes) for switched in together] == [(0, 0)] * 4
-    for switched in apart:
-        assert 0 < switched.planned_staging_bytes <= switched.staging_bytes
-        assert switched.staging_bytes < switched.planned_staging_bytes + HEADERS_AND_PADDING
+def check_missing_bytes_arrive_once(worker: ActorHybridWorker, hosts: str, nbytes: int) -> None:
+    """Each host receives over the network what its ranks need and lack, and each rank a part."""
+    sharding = worker.sharding
+    layouts = of_all_ranks((sharding.training.layout(), sharding.inference.layout()))
+    source, destination = (Layout.merge(side) for side in zip(*layouts, strict=True))
+    received = of_all_ranks(nbytes)
+    assert min(received) > 0
+    least = network_lower_bound(source, destination, tuple(hosts))
+    assert {"a": sum(received[:2]), "b": sum(received[2:])} == {host: least[host] for host in "ab"}
