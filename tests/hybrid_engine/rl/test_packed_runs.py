@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_engine import Completion
 from hybrid_engine.rl import GrpoConfig, PpoConfig, train
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import workers
 
@@ -42,6 +42,26 @@ def reward(_prompt: Any, completion: Completion) -> float:
     return sum(token % 2 for token in completion.token_ids) / 8
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workers.write_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=4)
+
+
+@on_engines({2: ALGORITHMS})
+def test_packed_rows_give_the_same_steps(model: Path, case: str) -> None:
+    padded, sizes = run(model, case, pack=False)
+    packed, packed_sizes = run(model, case, pack=True)
+    assert sizes == [12, 12]
+    assert all(size < 12 for size in packed_sizes)
+    for row, other in zip(padded, packed, strict=True):
+        assert {key: row[key] for key in EQUAL} == {key: other[key] for key in EQUAL}
+        assert row.keys() == other.keys()
+        compared = row.keys() & set(CLOSE)
+        assert len(compared) >= 5
+        for key in compared:
+            assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
+
+
 def run(model: Path, name: str, pack: bool) -> tuple[list[Values], list[int]]:
     """Return the rows of a run, and the number of rows of each update."""
     algorithm, settings, actor = ALGORITHMS[name]
@@ -58,20 +78,3 @@ def run(model: Path, name: str, pack: bool) -> tuple[list[Values], list[int]]:
         worker.update = counting  # type: ignore[method-assign]
         rows = train(worker, PROMPTS, reward, algorithm(**SETTINGS, **settings, pack=pack))
     return rows, sizes
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_packed_rows_give_the_same_steps(engines: Ranks, tmp_path: Path, name: str) -> None:
-    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
-    calls = {pack: (run, (model, name, pack)) for pack in (False, True)}
-    results = engines.launch_in_turn(2, calls)
-    (padded, sizes), (packed, packed_sizes) = (results[pack][0] for pack in (False, True))
-    assert sizes == [12, 12]
-    assert all(size < 12 for size in packed_sizes)
-    for row, other in zip(padded, packed, strict=True):
-        assert {key: row[key] for key in EQUAL} == {key: other[key] for key in EQUAL}
-        assert row.keys() == other.keys()
-        compared = row.keys() & set(CLOSE)
-        assert len(compared) >= 5
-        for key in compared:
-            assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import shard_model
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Row, RunFiles
 from hybrid_engine.trainer.fsdp import actor as fsdp_actor
-from tests.harness.launch import Ranks
+from tests.harness.launch import Ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
@@ -64,7 +65,14 @@ def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
         yield worker
 
 
-def run(trainer: str, model: Path, out: Path, killed: Path | None = None, kl: float = 0.01) -> Values:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workers.write_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+
+
+def run(
+    trainer: str, model: Path, out: Path, killed: Path | None = None, kl: float = 0.01
+) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
     """Train; returns the sampled tokens and the final state.
 
     Args:
@@ -88,7 +96,7 @@ def run(trainer: str, model: Path, out: Path, killed: Path | None = None, kl: fl
             state = training_state(worker.train)
             state |= {"generator": digest(torch.get_rng_state()), "version": str(worker.train.version)}
     torch.rand(7)  # a new process has another random state
-    return {"drawn": drawn, "state": state}
+    return drawn, state
 
 
 @pytest.mark.slow
@@ -96,42 +104,39 @@ def run(trainer: str, model: Path, out: Path, killed: Path | None = None, kl: fl
     "trainer",
     ["fsdp2", "fsdp2-lora", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
 )
-def test_a_resumed_run_is_bit_identical(engines: Ranks, tmp_path: Path, trainer: str) -> None:
-    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
-    calls = {"whole": (run, (trainer, model, whole, killed)), "resumed": (run, (trainer, model, killed))}
-    results = engines.launch_in_turn(2, calls)
-    drawn, drawn_again = (results[name][0]["drawn"] for name in calls)
-    assert len(set(drawn)) == 8 * SETTINGS["steps"]
-    assert drawn[8 * RESUMED_AFTER :] == drawn_again
-    for uninterrupted, resumed in zip(results["whole"], results["resumed"], strict=True):
-        assert any("exp_avg" in name for name in uninterrupted["state"])
-        assert uninterrupted["state"] == resumed["state"]
-    assert read_lines(whole) == read_lines(killed)
-    assert len(read_lines(whole)) == SETTINGS["steps"]
-    assert read_weights(whole) == read_weights(killed)
-    assert all(0 < row["reshard_fill_seconds"] < row["reshard_seconds"] for row in RunFiles(whole).metrics.rows())
-    assert read_weights(whole)
+def test_a_resumed_run_is_bit_identical(engines: Ranks, model: Path, tmp_path: Path, trainer: str) -> None:
+    engines.launch(resume_bit_by_bit, 2, model, tmp_path, trainer)
+
+
+def resume_bit_by_bit(model: Path, out: Path, trainer: str) -> None:
+    whole = out / "whole"
+    killed = out / "killed"
+    drawn, state = run(trainer, model, whole, killed)
+    drawn_again, resumed_state = run(trainer, model, killed)
+    assert any("exp_avg" in name for name in state)
+    assert state == resumed_state
+    if os.environ["RANK"] == "0":
+        assert len(set(drawn)) == 8 * SETTINGS["steps"]
+        assert drawn[8 * RESUMED_AFTER :] == drawn_again
+        assert read_lines(whole) == read_lines(killed)
+        assert len(read_lines(whole)) == SETTINGS["steps"]
+        assert read_weights(whole) == read_weights(killed) != {}
+        assert all(0 < row["reshard_fill_seconds"] < row["reshard_seconds"] for row in RunFiles(whole).metrics.rows())
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_another_layout(engines: Ranks, tmp_path: Path) -> None:
+@on_engines(2)
+def test_a_run_goes_on_in_another_layout(model: Path, tmp_path: Path) -> None:
     """The weights are equal, so the next step draws the same; then gradients are summed in another order."""
-    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    other = "megatron, in another layout"
-    calls = {
-        "whole": (run, ("megatron", model, whole, killed, 0.0)),
-        "resumed": (run, (other, model, killed, None, 0.0)),
-    }
-    results = engines.launch_in_turn(2, calls)
-    drawn, drawn_again = (results[name][0]["drawn"] for name in calls)
-    next_step = slice(8 * RESUMED_AFTER, 8 * RESUMED_AFTER + 8)
-    assert sorted(drawn[next_step]) == sorted(drawn_again[:8])
-    for row, resumed in zip(rows_of(whole), rows_of(killed), strict=True):
-        assert row["loss"] == pytest.approx(resumed["loss"], rel=1e-3, abs=1e-4)
+    drawn, _ = run("megatron", model, whole, killed, kl=0.0)
+    drawn_again, _ = run("megatron, in another layout", model, killed, kl=0.0)
+    if os.environ["RANK"] == "0":
+        next_step = slice(8 * RESUMED_AFTER, 8 * RESUMED_AFTER + 8)
+        assert sorted(drawn[next_step]) == sorted(drawn_again[:8])
+        for row, resumed in zip(rows_of(whole), rows_of(killed), strict=True):
+            assert row["loss"] == pytest.approx(resumed["loss"], rel=1e-3, abs=1e-4)
 
 
 def read_lines(out: Path) -> list[str]:
