@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
-from hybrid_engine.switch.report import ReshardReport
 from tests.harness.hosts import Host, two_hosts
 from tests.harness.launch import Ranks, start_fork_server
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -52,33 +52,20 @@ share of the plan's. A join adds layouts and connections."""
 
 
 @dataclass(frozen=True)
-class Published:
-    """Observations of one published version.
+class Served:
+    """Checksums and completions, by server."""
 
-    Attributes:
-        report: of the switch.
-        link: bytes that the trainers' host sent and received during the switch to inference.
-        link_back: likewise, during the switch back.
-        listeners: TCP listeners on the trainers' host after the switch.
-        versions, sums, completions: by server.
-    """
-
-    report: ReshardReport
-    link: dict[str, int]
-    link_back: dict[str, int]
-    listeners: set[str]
-    versions: list[str]
     sums: list[dict[str, str]]
     completions: list[Any]
 
 
 class LinkCounter:
-    """Counts bytes over a link during a block, from and to a barrier of all ranks."""
+    """Counts bytes over a link in both directions during a block, from and to a barrier of all ranks."""
 
     def __init__(self, worker: ActorHybridWorker, host: Host) -> None:
         self._worker = worker
         self._host = host
-        self.nbytes: dict[str, int] = {}
+        self.nbytes = 0
 
     def __enter__(self) -> LinkCounter:
         self._worker.barrier("before")
@@ -88,41 +75,43 @@ class LinkCounter:
 
     def __exit__(self, *_: object) -> None:
         self._worker.barrier("after")
-        self.nbytes = {way: count - self._before[way] for way, count in self._host.link_nbytes().items()}
+        self.nbytes = sum(self._host.link_nbytes().values()) - sum(self._before.values())
         self._worker.barrier("counted")
 
 
-def publish_versions(host: Host, urls: list[str]) -> list[Published]:
-    """Publish from a rank of the trainers, on their host."""
+def publish_versions(host: Host, urls: list[str], least: int) -> list[Served]:
+    """Publish from a rank of the trainers, on their host; `least`: bytes that must cross the link."""
     os.environ[TOKEN] = SECRET
     with host.entered():
         actor = {"tensor_model_parallel_size": 2}
         config = config_of("/tmp/model", urls, actor, server_address=host.address, bucket_mb=8)
         with ActorHybridWorker(config) as worker:
             servers = [HttpServer(url, 60) for url in urls]
-            return [_publish(worker, host, servers, version) for version in range(NUM_VERSIONS)]
+            return [_publish(worker, host, servers, version, least) for version in range(NUM_VERSIONS)]
 
 
-def _publish(worker: ActorHybridWorker, host: Host, servers: list[HttpServer], version: int) -> Published:
+def _publish(worker: ActorHybridWorker, host: Host, servers: list[HttpServer], version: int, least: int) -> Served:
     with LinkCounter(worker, host) as forth:
         worker.sharding.publish()
     report = worker.sharding.last_report
-    versions: list[str] = []
-    sums: list[dict[str, str]] = []
-    completions: list[Any] = []
-    listeners = host.listeners()
+    assert report.bytes_across_hosts == least
+    assert report.bytes_received == report.bytes_least > least
+    assert report.tensors_verified > 0
+    assert least < forth.nbytes < least * (1 + (OVERHEAD if version else OVERHEAD_WITH_JOIN))
+    assert not any(listener.startswith(ANYWHERE) for listener in host.listeners())
+    served = Served([], [])
     if worker.rank == 0:
-        versions = [server.get("weight_info")["weight_version"] for server in servers]
-        sums = [checksums(server) for server in servers]
-        completions = [completions_of(server) for server in servers]
+        assert [server.get("weight_info")["weight_version"] for server in servers] == [str(version)] * len(servers)
+        served = Served([checksums(server) for server in servers], [completions_of(server) for server in servers])
     worker.barrier("checked")
     with LinkCounter(worker, host) as back:
         worker.sharding.withdraw()
+    assert back.nbytes < least * OVERHEAD
     if worker.rank == 0:
         assert [server.get("weight_info")["weight_version"] for server in servers] == [NO_VERSION] * len(servers)
     worker.save_hf_checkpoint(f"/tmp/v{version}")
     train_step(worker, version)
-    return Published(report, forth.nbytes, back.nbytes, listeners, versions, sums, completions)
+    return served
 
 
 def completions_of(server: HttpServer) -> list[Any]:
@@ -158,57 +147,28 @@ def test_each_byte_crosses_the_link_to_servers_once(engines: Ranks, hosts: tuple
     weights = random_weights(config, 7, torch.float32)
     write_checkpoint(trainers.path("/tmp/model"), config, weights)
     write_config(away.path("/tmp/model"), config)
+    least = sum(weight.nbytes for weight in weights.values())  # once for both servers of the host
     start_fork_server()  # which must be on neither host
     with start_servers(away, "/tmp/model", *FILLED) as urls:
         before = away.listeners()
         with trainers.network():
-            published = engines.launch(publish_versions, NUM_TRAINERS, trainers, urls, timeout=400)[0]
+            served = engines.launch(publish_versions, NUM_TRAINERS, trainers, urls, least, timeout=400)[0]
         new = away.listeners() - before
     assert {listener.rpartition(":")[0] for listener in new} == {away.address}
-    for observed in published:
-        assert not any(listener.startswith(ANYWHERE) for listener in observed.listeners)
-
-    least = sum(weight.nbytes for weight in weights.values())  # once for both servers of the host
-    for version, observed in enumerate(published):
-        report = observed.report
-        link = sum(observed.link.values())
-        assert report.bytes_across_hosts == least
-        assert report.bytes_received == report.bytes_least > least
-        assert report.tensors_verified > 0
-        assert observed.versions == [str(version)] * len(urls)
-        assert least < link < least * (1 + (OVERHEAD if version else OVERHEAD_WITH_JOIN))
-        assert sum(observed.link_back.values()) < least * OVERHEAD
-    assert len({str(observed.sums) for observed in published}) == NUM_VERSIONS
-    assert_matches_cold_servers(away, trainers.path(f"/tmp/v{NUM_VERSIONS - 1}"), published[-1])
+    assert len({str(version.sums) for version in served}) == NUM_VERSIONS
+    assert_matches_cold_servers(away, trainers.path(f"/tmp/v{NUM_VERSIONS - 1}"), served[-1])
 
 
-def assert_matches_cold_servers(away: Host, checkpoint: Path, published: Published) -> None:
+def assert_matches_cold_servers(away: Host, checkpoint: Path, served: Served) -> None:
     """Check that servers which load the checkpoint hold and compute the same as the filled ones."""
     shutil.copytree(checkpoint, away.path("/tmp/cold"))
     with start_servers(away, "/tmp/cold") as urls, away.network():
         cold = [HttpServer(url, 60) for url in urls]
-        assert [checksums(server) for server in cold] == published.sums
-        assert [completions_of(server) for server in cold] == published.completions
+        assert [checksums(server) for server in cold] == served.sums
+        assert [completions_of(server) for server in cold] == served.completions
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A publish during which the link was cut, and the next one on the restored link.
-
-    Attributes:
-        error: raised by the first publish.
-        seconds: until it was raised.
-        is_as_before: whether training weights are unchanged, bit for bit.
-        version: on the server after the second publish.
-    """
-
-    error: str
-    seconds: float
-    is_as_before: bool
-    version: str
-
-
-def publish_over_a_cut_link(host: Host, away: Host, url: str) -> dict[str, Cut]:
+def publish_over_a_cut_link(host: Host, away: Host, url: str) -> None:
     os.environ[TOKEN] = SECRET
     with host.entered():
         keys = {"server_address": host.address, "timeout_seconds": LOST_SECONDS}
@@ -216,10 +176,13 @@ def publish_over_a_cut_link(host: Host, away: Host, url: str) -> dict[str, Cut]:
         with ActorHybridWorker(config) as worker:
             worker.sharding.publish()
             worker.sharding.withdraw()
-            return {when: _cut(worker, away, HttpServer(url, 60), when) for when in ("before it", "within it")}
+            reached = f"asking the servers for a switch|{re.escape(url)}"
+            publish_while_cut(worker, away, url, reached, has_begun=False)
+            publish_while_cut(worker, away, url, "a server was lost in a switch", has_begun=True)
 
 
-def _cut(worker: ActorHybridWorker, away: Host, server: HttpServer, when: str) -> Cut:
+def publish_while_cut(worker: ActorHybridWorker, away: Host, url: str, error: str, has_begun: bool) -> None:
+    """Fail in time with the training weights unchanged, and publish again on the restored link."""
     flats = worker.sharding.trainer.weights.buffers()
     before = {name: flat.clone() for name, flat in flats.items()}
 
@@ -230,23 +193,23 @@ def _cut(worker: ActorHybridWorker, away: Host, server: HttpServer, when: str) -
 
     manager = worker.sharding._connected()
     with pytest.MonkeyPatch.context() as patch:
-        if when == "before it":
-            cut()
-        else:  # the server has started its switch
+        if has_begun:  # the server has started its switch
             enter = manager.enter
             patch.setattr(manager, "enter", lambda target: (cut(), enter(target)))
+        else:
+            cut()
         started = time.monotonic()
-        with pytest.raises(HybridEngineError) as caught:
+        with pytest.raises(HybridEngineError, match=error):
             worker.sharding.publish()
-        seconds = time.monotonic() - started
-    is_as_before = all(torch.equal(flat, before[name]) for name, flat in flats.items())
+        assert time.monotonic() - started < LOST_SECONDS + 20
+    assert all(torch.equal(flat, before[name]) for name, flat in flats.items())
     if worker.rank == 0:
         away.set_link("up")
     worker.barrier("restored")
     worker.sharding.publish()
-    version = server.get("weight_info")["weight_version"] if worker.rank == 0 else ""
+    if worker.rank == 0:
+        assert HttpServer(url, 60).get("weight_info")["weight_version"] == "0"
     worker.sharding.withdraw()
-    return Cut(str(caught.value), seconds, is_as_before, version)
 
 
 def test_trainers_survive_a_cut_link(engines: Ranks, hosts: tuple[Host, Host]) -> None:
@@ -256,12 +219,4 @@ def test_trainers_survive_a_cut_link(engines: Ranks, hosts: tuple[Host, Host]) -
     start_fork_server()
     arguments = "/tmp/model", away.path("/tmp/server"), *FILLED, *PLAIN
     with serving(*arguments, environment={TOKEN: SECRET}, host=away) as server, trainers.network():
-        by_rank = engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
-    for cuts in by_rank:
-        for cut in cuts.values():
-            assert cut.seconds < LOST_SECONDS + 20
-            assert cut.is_as_before
-        error = cuts["before it"].error
-        assert "asking the servers for a switch" in error or server.url in error
-        assert "a server was lost in a switch" in cuts["within it"].error
-    assert [cut.version for cut in by_rank[0].values()] == ["0", "0"]
+        engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
