@@ -17,7 +17,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.roles import NoInference, NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
-from tests.harness.launch import Ranks
+from tests.harness.launch import Ranks, on_ranks
 from tests.hybrid_engine.switch.fakes import (
     INFER,
     NBYTES,
@@ -107,22 +107,23 @@ class Member:
             dist.destroy_process_group()
 
 
-def train_and_serve(hosts: str, devices: str, settings: dict[str, object]) -> dict[str, object]:
+def train_and_serve(hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]) -> None:
     member = Member(hosts, devices, **settings)
     assert dist.is_initialized() is not member.is_server
-    results: dict[str, object] = {"switches": []}
     for _ in range(3):
-        results["switches"].append(member.switch())
+        assert member.switch() == ""
         member.step()
     for side, failing, call in (("trainer", 1, "prepare"), ("server", SERVER, "commit second")):
         if member.rank == failing:
             member.script.arm(call, MemoryError(f"no memory in the {side}"))
-        results[side] = member.switch()
+        failure = member.switch()
+        assert failure.startswith("ReshardError: " if member.rank == failing else "RemoteError: ")
+        assert f"no memory in the {side}" in failure
         member.step()
-    results["after"] = member.switch()
-    results |= {"transports": member.transports, "received": member.received}
+    assert member.switch() == ""
+    assert member.received == received
+    assert not member.is_server or member.transports == [transport]
     member.close()
-    return results
 
 
 @pytest.mark.parametrize(
@@ -140,33 +141,19 @@ def train_and_serve(hosts: str, devices: str, settings: dict[str, object]) -> di
 def test_two_trainers_fill_a_server(
     ranks: Ranks, hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
 ) -> None:
-    by_rank = ranks.launch(train_and_serve, 3, hosts, devices, settings, timeout=200)
-    for rank, results in enumerate(by_rank):
-        assert results["received"] == received
-        assert results["switches"] == [""] * 3
-        assert results["after"] == ""
-        for side, failing in (("trainer", 1), ("server", SERVER)):
-            kind = "ReshardError" if rank == failing else "RemoteError"
-            assert results[side].startswith(f"{kind}: "), results[side]
-            assert f"no memory in the {side}" in results[side]
-    assert by_rank[SERVER]["transports"] == [transport]
+    ranks.launch(train_and_serve, 3, hosts, devices, transport, received, settings, timeout=200)
 
 
-def lose_a_trainer() -> tuple[str, float] | None:
-    """Lose trainer 1 during a fill; returns the other ranks' error and the seconds until it."""
+@on_ranks(3, timeout=200)
+def test_a_server_outlives_a_trainer() -> None:
+    """Trainer 1 is lost during a fill."""
     member = Member()
     member.switch()
     if member.rank == 1:
         member.job.close()  # closes its connections, like the end of the process
-        return None
+        return
     started = time.monotonic()
-    with pytest.raises(LostRankError) as caught:
+    with pytest.raises(LostRankError):
         member.manager.enter(INFER)
     member.assert_training_is_back()
-    return str(caught.value), time.monotonic() - started
-
-
-def test_a_server_outlives_a_trainer(ranks: Ranks) -> None:
-    for result in ranks.launch(lose_a_trainer, 3, timeout=200):
-        if result is not None:
-            assert result[1] < 30
+    assert time.monotonic() - started < 30
