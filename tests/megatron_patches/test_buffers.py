@@ -13,7 +13,7 @@ import megatron_patches
 from megatron_patches import BufferRecord, errors
 from megatron_patches.buffers import _Redirected
 from tests.harness.core_versions import without
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
 
 SHARDED = GptSpec(num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000)
@@ -65,25 +65,27 @@ def check_writes_reach_the_model(records: list[BufferRecord]) -> None:
             assert torch.equal(slot.param.detach().reshape(-1), expected)
 
 
-def check_records() -> dict[str, list[tuple[int, str]]]:
-    kinds = {}
-    for name, spec in SPECS.items():
-        with running(spec) as gpt:
-            gpt.train_step()
-            gpt.train_step()
-            records = megatron_patches.iter_buffers(gpt.chunks)
-            for record in records:
-                check_record(record, gpt)
-            slots = [(record.chunk_index, slot.name) for record in records for slot in record.slots]
-            params = [(i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()]
-            assert sorted(slots) == sorted(params), "a parameter is in no buffer or in several"
-            check_writes_reach_the_model(records)
-            kinds[name] = [(record.chunk_index, record.kind) for record in records]
-    return kinds
+KINDS = {"experts": [(0, "dense"), (0, "expert")], "chunks": [(0, "dense"), (1, "dense")]}
+"""Chunk and kind of each record, where it is not a single dense one."""
 
 
-def check_a_moved_parameter() -> None:
-    """Check that a parameter elsewhere takes no others out of the record."""
+@on_engines({2: SPECS})
+def test_records_describe_the_live_memory(case: str) -> None:
+    with running(SPECS[case]) as gpt:
+        gpt.train_step()
+        gpt.train_step()
+        records = megatron_patches.iter_buffers(gpt.chunks)
+        for record in records:
+            check_record(record, gpt)
+        slots = [(record.chunk_index, slot.name) for record in records for slot in record.slots]
+        params = [(i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()]
+        assert sorted(slots) == sorted(params), "a parameter is in no buffer or in several"
+        check_writes_reach_the_model(records)
+        assert [(record.chunk_index, record.kind) for record in records] == KINDS.get(case, [(0, "dense")])
+
+
+@on_engines(2)
+def test_a_parameter_elsewhere_takes_no_others_out_of_the_record() -> None:
     with running(SHARDED) as gpt:
         for record in megatron_patches.iter_buffers(gpt.chunks):
             parameter = record.slots[0].param
@@ -128,19 +130,19 @@ def check_allocated(records: list[BufferRecord], allocator: RecordingAllocator) 
     assert all(tensor is allocated for (tensor, _), allocated in zip(expected, allocator.tensors, strict=True))
 
 
-def check_allocator() -> None:
-    """Check that training in allocated memory is bitwise the same, for both orders of groups."""
-    for spec in (SPECS["experts"], SPECS["replicated"], SPECS["chunks"]):
-        plain = train_with_allocator(spec, None)
-        for order in (("hooks", "cpu"), ("cpu", "hooks")):
-            megatron_patches.revert()
-            for group in order:
-                megatron_patches.apply([group])
-            assert train_with_allocator(spec, RecordingAllocator()) == plain
-    check_bad_allocators()
+@on_engines({2: ["experts", "replicated", "chunks"]})
+def test_training_in_allocated_memory_is_bitwise_the_same(case: str) -> None:
+    """For both orders of groups of patches."""
+    plain = train_with_allocator(SPECS[case], None)
+    for order in (("hooks", "cpu"), ("cpu", "hooks")):
+        megatron_patches.revert()
+        for group in order:
+            megatron_patches.apply([group])
+        assert train_with_allocator(SPECS[case], RecordingAllocator()) == plain
 
 
-def check_bad_allocators() -> None:
+@on_engines(2)
+def test_wrong_tensors_of_an_allocator_are_refused() -> None:
     bad = {
         "63,": lambda numel, dtype, device, kind: torch.zeros(63, dtype=dtype),
         "float64": lambda numel, dtype, device, kind: torch.zeros(numel, dtype=torch.float64),
@@ -153,20 +155,6 @@ def check_bad_allocators() -> None:
             build(SHARDED)
     assert torch.overrides._get_current_function_mode_stack() == []
     stop()
-
-
-def run_rank() -> dict[str, list[tuple[int, str]]]:
-    kinds = check_records()
-    check_a_moved_parameter()
-    check_allocator()
-    return kinds
-
-
-def test_records_and_allocator_on_two_ranks(engines: Ranks) -> None:
-    for kinds in engines.launch(run_rank, 2):
-        assert kinds["sharded"] == kinds["replicated"] == [(0, "dense")]
-        assert kinds["experts"] == [(0, "dense"), (0, "expert")]
-        assert kinds["chunks"] == [(0, "dense"), (1, "dense")]
 
 
 def test_an_allocator_is_refused_while_patches_are_not_applied() -> None:

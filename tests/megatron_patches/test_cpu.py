@@ -13,7 +13,7 @@ import torch.distributed as dist
 import megatron_patches
 from megatron_patches import errors
 from megatron_patches.cpu import core, cuda_names
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 
 
 def test_a_freed_output_keeps_its_memory_while_it_may_be_sent() -> None:
@@ -56,6 +56,19 @@ def test_compiled_functions_of_megatron_run_eagerly() -> None:
     assert compiled_targets() == set()
 
 
+@on_engines(2)
+def test_collectives_of_uneven_parts_and_groups_of_nccl() -> None:
+    megatron_patches.apply(["cpu"])
+    dist.init_process_group("gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_uneven_collectives(dtype)
+    from megatron.core import parallel_state
+
+    options = {"pipeline_model_parallel_comm_backend": "nccl", "high_priority_stream_groups": ["dp_cp", "tp", "pp"]}
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, **options)
+    assert dist.get_backend(parallel_state.get_pipeline_model_parallel_group()) == "gloo", "NCCL's options are dropped"
+
+
 def check_uneven_collectives(dtype: torch.dtype) -> None:
     """Gather and scatter one row of rank 0 and three rows of rank 1."""
     rank = dist.get_rank()
@@ -70,23 +83,3 @@ def check_uneven_collectives(dtype: torch.dtype) -> None:
     assert output[:, 0].tolist() == [[0], [3, 6, 9]][rank]
     with pytest.raises(errors.CpuUnsupportedError, match="uneven"):
         cuda_names.all_gather(list(gathered.split(sizes)), own_rows, async_op=True)
-
-
-def check_nccl_options_are_dropped() -> None:
-    from megatron.core import parallel_state
-
-    options = {"pipeline_model_parallel_comm_backend": "nccl", "high_priority_stream_groups": ["dp_cp", "tp", "pp"]}
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, **options)
-    assert dist.get_backend(parallel_state.get_pipeline_model_parallel_group()) == "gloo"
-
-
-def run_rank() -> None:
-    megatron_patches.apply(["cpu"])
-    dist.init_process_group("gloo")
-    for dtype in (torch.float32, torch.bfloat16):
-        check_uneven_collectives(dtype)
-    check_nccl_options_are_dropped()
-
-
-def test_collectives_groups_and_rng_on_two_ranks(engines: Ranks) -> None:
-    engines.launch(run_rank, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 import megatron_patches
 from megatron_patches import OptimizerTensor, errors
-from tests.harness.launch import Ranks
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.megatron_patches.gpt import Gpt, GptSpec, running
 
 PLAIN = GptSpec()
@@ -26,22 +26,48 @@ SPECS = {
 }
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """Bytes by (kind, key) of a rank before and after the first step, and parameter counts."""
+MAIN = ("main_param", "param")
+MAIN_GRAD = ("main_grad", "grad")
+MOMENTS = {("moment", "exp_avg"), ("moment", "exp_avg_sq")}
+FLOAT16 = "Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "DistributedOptimizer"
+STATES: dict[str, tuple[list[str], set[Any], set[Any]]] = {
+    "FP32Optimizer": (["FP32Optimizer"], set(), MOMENTS),
+    "Float16OptimizerWithFloat16Params": ([FLOAT16], {MAIN}, {MAIN, *MOMENTS}),
+    "DistributedOptimizer": ([DISTRIBUTED], {MAIN}, {MAIN, *MOMENTS}),
+    "fp32 DistributedOptimizer": ([DISTRIBUTED], set(), MOMENTS),
+    "bf16 gradients": ([FLOAT16], {MAIN}, {MAIN, MAIN_GRAD, *MOMENTS}),
+    "experts": ([DISTRIBUTED] * 2, {MAIN}, {MAIN, *MOMENTS}),
+}
+"""Types of the members, and kinds of state before and after the first step."""
 
-    member_types: list[str]
-    before: dict[tuple[str, str], int]
-    after: dict[tuple[str, str], int]
-    num_params: int
-    num_expert_params: int
+
+@on_engines({2: SPECS})
+def test_every_state_of_an_optimizer_takes_four_bytes_per_element(case: str) -> None:
+    """The distributed optimizer shards dense parameters; experts differ between ranks."""
+    members, before, after = STATES[case]
+    with running(SPECS[case]) as gpt:
+        assert [type(member).__name__ for member in gpt.optimizer.chained_optimizers] == members
+        assert bytes_by_kind(gpt.optimizer).keys() == before
+        gpt.train_step()
+        check_listing(gpt)
+        nbytes = bytes_by_kind(gpt.optimizer)
+        assert nbytes.keys() == after
+        params = [param for chunk in gpt.chunks for param in chunk.parameters()]
+        dense = sum(param.numel() for param in params if getattr(param, "allreduce", True))
+        experts = of_all_ranks(sum(param.numel() for param in params if not getattr(param, "allreduce", True)))
+        assert all(experts) == any(experts) == (case == "experts")
+        of_all = 4 * (dense + sum(experts))
+        for key in sorted(after):
+            held = of_all_ranks(nbytes[key])
+            assert sum(held) == of_all if DISTRIBUTED in members else held == [of_all] * 2, key
 
 
-def bytes_by_kind(tensors: list[OptimizerTensor]) -> dict[tuple[str, str], int]:
+def bytes_by_kind(optimizer: Any) -> Counter[tuple[str, str]]:
     total: Counter[tuple[str, str]] = Counter()
-    for entry in tensors:
+    for entry in megatron_patches.optimizer_tensors(optimizer):
         total[entry.kind, entry.key] += entry.nbytes
-    return dict(total)
+    return total
 
 
 def check_listing(gpt: Gpt) -> None:
@@ -59,24 +85,9 @@ def check_listing(gpt: Gpt) -> None:
             assert entry.tensor is param
 
 
-def take_inventory(spec: GptSpec) -> Inventory:
-    with running(spec) as gpt:
-        before = bytes_by_kind(megatron_patches.optimizer_tensors(gpt.optimizer))
-        gpt.train_step()
-        check_listing(gpt)
-        params = [param for chunk in gpt.chunks for param in chunk.parameters()]
-        return Inventory(
-            member_types=[type(member).__name__ for member in gpt.optimizer.chained_optimizers],
-            before=before,
-            after=bytes_by_kind(megatron_patches.optimizer_tensors(gpt.optimizer)),
-            num_params=sum(param.numel() for param in params),
-            num_expert_params=sum(param.numel() for param in params if not getattr(param, "allreduce", True)),
-        )
-
-
-def check_nested_chain() -> None:
-    """Check a chain in a chain: all tensors are listed, with paths through both, and a step is one
-    version.
+@on_engines(2)
+def test_a_chain_in_a_chain_is_listed_whole() -> None:
+    """All tensors are listed, with paths through both, and a step is one version.
 
     Megatron can step a nested chain only if the inner chain has a single member.
     """
@@ -96,9 +107,14 @@ def check_nested_chain() -> None:
         assert megatron_patches.weight_version(outer) == 1
 
 
-def check_versions(spec: GptSpec) -> None:
-    """Check that each successful step is one version, for any number of members."""
-    with running(spec) as gpt:
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED_SPECS = {**SPECS, "overlapped": replace(PLAIN, **OVERLAPPED)}
+
+
+@on_engines({2: OVERLAPPED_SPECS})
+def test_each_successful_step_is_one_version(case: str) -> None:
+    """For any number of members."""
+    with running(OVERLAPPED_SPECS[case]) as gpt:
         assert megatron_patches.weight_version(gpt.optimizer) == 0
         gpt.train_step()
         gpt.train_step()
@@ -108,8 +124,8 @@ def check_versions(spec: GptSpec) -> None:
         assert megatron_patches.weight_version(gpt.optimizer) == 41
 
 
-def check_skipped_step() -> None:
-    """Check that a step skipped because of infinite gradients is no version."""
+@on_engines(2)
+def test_a_step_skipped_because_of_infinite_gradients_is_no_version() -> None:
     with running(replace(PLAIN, dtype="fp16")) as gpt:
         gpt.train_step()
         gpt.forward_backward()
@@ -135,10 +151,10 @@ class RecordingAllocator:
         return self.flats[-1]
 
 
-def check_gathering(spec: GptSpec) -> None:
-    """Check that main params and moments move to one flat tensor per member and stay the same."""
+@on_engines({2: GATHERED})
+def test_main_params_and_moments_move_to_one_flat_tensor_per_member(case: str) -> None:
     allocate = RecordingAllocator()
-    with running(spec) as gpt:
+    with running(SPECS[case]) as gpt:
         optimizer = gpt.optimizer
         assert megatron_patches.gather_state(optimizer, allocate).buffers == ()  # No moments yet.
         gpt.train_step()
@@ -182,64 +198,14 @@ def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
     assert all(bool((entry.tensor == 0.5).all()) for entry in tensors if entry.key == "exp_avg")
 
 
-def check_bad_state_allocators() -> None:
+@on_engines(2)
+def test_a_wrong_tensor_of_an_allocator_is_refused() -> None:
     with running(PLAIN) as gpt:
         gpt.train_step()
         before = [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)]
         with pytest.raises(errors.BufferAllocationError, match="the state allocator returned"):
             megatron_patches.gather_state(gpt.optimizer, lambda numel, dtype, device, kind: torch.zeros(1))
         assert [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)] == before
-
-
-def run_rank() -> dict[str, Inventory]:
-    inventories = {name: take_inventory(spec) for name, spec in SPECS.items()}
-    check_nested_chain()
-    overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    for spec in (*SPECS.values(), replace(PLAIN, **overlapped)):
-        check_versions(spec)
-    check_skipped_step()
-    for name in GATHERED:
-        check_gathering(SPECS[name])
-    check_bad_state_allocators()
-    return inventories
-
-
-@pytest.fixture(scope="module")
-def inventories(engines: Ranks) -> list[dict[str, Inventory]]:
-    return engines.launch(run_rank, 2)
-
-
-MAIN = ("main_param", "param")
-MAIN_GRAD = ("main_grad", "grad")
-MOMENTS = {("moment", "exp_avg"), ("moment", "exp_avg_sq")}
-FLOAT16 = "Float16OptimizerWithFloat16Params"
-DISTRIBUTED = "DistributedOptimizer"
-
-
-@pytest.mark.parametrize(
-    ("name", "members", "before", "after"),
-    [
-        ("FP32Optimizer", ["FP32Optimizer"], set(), MOMENTS),
-        (FLOAT16, [FLOAT16], {MAIN}, {MAIN, *MOMENTS}),
-        ("bf16 gradients", [FLOAT16], {MAIN}, {MAIN, MAIN_GRAD, *MOMENTS}),
-        (DISTRIBUTED, [DISTRIBUTED], {MAIN}, {MAIN, *MOMENTS}),
-        ("fp32 DistributedOptimizer", [DISTRIBUTED], set(), MOMENTS),
-        ("experts", [DISTRIBUTED] * 2, {MAIN}, {MAIN, *MOMENTS}),
-    ],
-)
-def test_every_state_of_an_optimizer_takes_four_bytes_per_element(
-    inventories: list[dict[str, Inventory]], name: str, members: list[str], before: set[Any], after: set[Any]
-) -> None:
-    """The distributed optimizer shards dense parameters; experts differ between ranks."""
-    by_rank = [rank[name] for rank in inventories]
-    experts = sum(inventory.num_expert_params for inventory in by_rank)
-    assert bool(experts) == (name == "experts")
-    nbytes = 4 * (by_rank[0].num_params - by_rank[0].num_expert_params + experts)
-    for inventory in by_rank:
-        assert (inventory.member_types, set(inventory.before), set(inventory.after)) == (members, before, after)
-    for key in after:
-        held = [inventory.after[key] for inventory in by_rank]
-        assert sum(held) == nbytes if DISTRIBUTED in members else held == [nbytes] * len(by_rank), key
 
 
 def bare(inner: str = "", **config: Any) -> Any:
