@@ -20,8 +20,10 @@ from hybrid_engine.memory.offload_items import Kind
 from hybrid_engine.serving.invitation import Invitation
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
-from tests.harness.launch import Ranks
-from tests.hybrid_engine.serving.test_off_policy import NUM_TRAINERS, Trainers, run_with_server, state_with
+from tests.harness.launch import of_all_ranks
+from tests.hybrid_engine.serving.test_off_policy import NUM_TRAINERS, Run, Trainers, run, state_with
+
+__all__ = ["run"]
 
 SOON = 20.0
 """Seconds within which ranks must recover; the job's timeout is 60."""
@@ -68,8 +70,8 @@ MOMENTS: dict[str, Callable[[Trainers, WeightPublisher], None]] = {
 """Moments of a publish -> function that arranges Ctrl-C for a trainer then."""
 
 
-def interrupt_at_each_moment(trainers: Trainers, releases: bool, rank: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def interrupt_at_each_moment(trainers: Trainers, releases: bool, rank: int) -> None:
+    """Ranks agree on the bound of the server's lag, and the server is filled again."""
     is_interrupted = rank in (ALL, trainers.job.rank)
     with closing(trainers.publisher(release_weights=releases)) as publisher:
         enter(publisher, State.INFER)
@@ -85,13 +87,12 @@ def interrupt_at_each_moment(trainers: Trainers, releases: bool, rank: int) -> d
                 publisher.enter(State.INFER)
             enter(publisher, State.TRAIN)
             trainers.training.assert_unchanged()
-            served = publisher.served
-            refused = _refusal(publisher)
+            lag = publisher.served, _refusal(publisher)
+            assert of_all_ranks(lag) == [lag] * NUM_TRAINERS, name
             enter(publisher, State.INFER)
-            seconds = time.monotonic() - started
-            version = trainers.training.version
-            results[name] = (version, seconds, served, refused, trainers.observe())
-    return results
+            assert time.monotonic() - started < SOON, name
+            expected = state_with(trainers.training.version)
+            assert trainers.observe() == {**expected, "keeps": not releases}, name
 
 
 def _refusal(publisher: WeightPublisher) -> str:
@@ -112,41 +113,30 @@ def _refusal(publisher: WeightPublisher) -> str:
         pytest.param(False, 0, marks=pytest.mark.long),
     ],
 )
-def test_ranks_recover_from_an_interrupt(ranks: Ranks, tmp_path: Path, releases: bool, rank: int) -> None:
-    """Ranks agree on the bound of the server's lag, and the server is filled again."""
-    arguments = (str(tmp_path / "server"), interrupt_at_each_moment, releases, rank)
-    first, second, _ = ranks.launch(run_with_server, NUM_TRAINERS + 1, *arguments, timeout=400)
-    for name, (version, seconds, served, refused, state) in first.items():
-        assert state == {**state_with(version), "keeps": not releases}, name
-        assert seconds < SOON, name
-        assert second[name][2:4] == (served, refused), name
+def test_ranks_recover_from_an_interrupt(run: Run, releases: bool, rank: int) -> None:
+    run(interrupt_at_each_moment, releases, rank, timeout=400)
 
 
-def refuse(trainers: Trainers, call: str) -> tuple[str, float, Any]:
+def refuse(trainers: Trainers, call: str) -> None:
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         assert trainers.step(publisher) == ""
         trainers.arm("server", call)
         started = time.monotonic()
-        error = trainers.publish(publisher)
-        seconds = time.monotonic() - started
+        assert f"no memory in {call}" in trainers.publish(publisher)
+        assert time.monotonic() - started < SOON
         assert trainers.publish(publisher) == ""
-        return error, seconds, trainers.observe()
+        assert trainers.observe() == state_with(1)
 
 
 @pytest.mark.parametrize("call", ["update", "pause"])
-def test_a_refused_call_fails_at_once(ranks: Ranks, tmp_path: Path, call: str) -> None:
-    first, second, _ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), refuse, call)
-    for error, seconds, _ in (first, second):
-        assert f"no memory in {call}" in error
-        assert seconds < SOON
-    assert first[2] == state_with(1)
+def test_a_refused_call_fails_at_once(run: Run, call: str) -> None:
+    run(refuse, call)
 
 
-def fail_alone(trainers: Trainers, what: str) -> tuple[list[tuple[str, float]], Any]:
+def fail_alone(trainers: Trainers, what: str) -> None:
     """Fail on one trainer in a call that succeeds on the other; then publish without a failure."""
     fails = trainers.job.rank == 1
-    errors = []
 
     def fail(*_: object) -> None:
         if fails:
@@ -160,25 +150,20 @@ def fail_alone(trainers: Trainers, what: str) -> tuple[list[tuple[str, float]], 
         elif fails:
             undo.enter_context(mock.patch.object(Invitation, "world", fail))
         started = time.monotonic()
-        try:
+        with pytest.raises((MemoryError, HybridEngineError), match=f"no memory for the {what}"):
             publisher.publish()
-        except Exception as error:
-            errors.append((str(error), time.monotonic() - started))
+        assert time.monotonic() - started < SOON
         undo.close()
         enter(publisher, State.INFER)
-        return errors, trainers.observe()
+        assert trainers.observe() == state_with(0)
 
 
 @pytest.mark.parametrize("what", ["start hook", "end hook", "store"])
-def test_a_failure_of_one_trainer_reaches_all(ranks: Ranks, tmp_path: Path, what: str) -> None:
-    first, second, _ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fail_alone, what)
-    for ((error, seconds),), _ in (first, second):
-        assert f"no memory for the {what}" in error
-        assert seconds < SOON
-    assert first[1] == state_with(0)
+def test_a_failure_of_one_trainer_reaches_all(run: Run, what: str) -> None:
+    run(fail_alone, what)
 
 
-def share_a_device(trainers: Trainers) -> list[Any]:
+def share_a_device(trainers: Trainers) -> None:
     """Switch with servers that hold weights where training state belongs; a withdraw fails.
 
     Training state can return to the device only once the server has released its weights.
@@ -193,7 +178,6 @@ def share_a_device(trainers: Trainers) -> list[Any]:
 
     trainers.offloader.onload = onload_if_free  # type: ignore[method-assign]
     server_weights = Path(trainers.path).with_suffix(".held")
-    observations = []
     with closing(trainers.publisher(release_weights=True)) as publisher:
         for fault in ("refused", "interrupted", "all interrupted"):
             assert enter(publisher, State.INFER) == 1
@@ -205,16 +189,15 @@ def share_a_device(trainers: Trainers) -> list[Any]:
             trainers.arm("server" if fault == "refused" else "nobody", "pause")
             if fault == "interrupted" and trainers.job.rank == 1:
                 publisher.state = State.INTERRUPTED  # as by Ctrl-C after the publish
-            tries = enter(publisher, State.TRAIN)
+            assert enter(publisher, State.TRAIN) <= 2
             trainers.training.assert_unchanged()
-            observations.append((tries, trainers.observe()))
+            state = trainers.observe()
+            assert (state["version"], state["weights"]) == (None, {})
         publisher.publish()
     assert (publisher.state, publisher._manager) == (State.TRAIN, None)
-    return [*observations, (1, trainers.observe())]
+    state = trainers.observe()
+    assert (state["version"], state["weights"]) == (None, {})
 
 
-def test_training_state_returns_after_servers_release_weights(ranks: Ranks, tmp_path: Path) -> None:
-    first, *_ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), share_a_device, timeout=200)
-    for tries, state in first:
-        assert tries <= 2
-        assert (state["version"], state["weights"]) == (None, {})
+def test_training_state_returns_after_servers_release_weights(run: Run) -> None:
+    run(share_a_device)

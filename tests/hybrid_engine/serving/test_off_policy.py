@@ -29,7 +29,7 @@ from hybrid_engine.serving.invitation import NO_VERSION, Invitation, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.switch.states import State
-from tests.harness.launch import Ranks
+from tests.harness.launch import Ranks, of_all_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWorkers
 from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining, Script, ScriptedOffloader, canonical
@@ -209,9 +209,10 @@ class Trainers:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def observe(self) -> Values | None:
+    def observe(self) -> Values:
+        """Return the server's state, on all trainers."""
         self.job.agreement.conclude("looking")
-        return None if self.caller is None else self.caller.observe()
+        return of_all_ranks(self.caller and self.caller.observe())[0]
 
     def arm(self, who: str, call: str) -> None:
         if who == "server" and self.caller is not None:
@@ -221,13 +222,22 @@ class Trainers:
         self.job.agreement.conclude("arming")
 
 
-def run_with_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
-    """Run `act(Trainers, *args)` on each trainer with a server, and return its result there."""
+Run = Callable[..., object]
+
+
+@pytest.fixture
+def run(ranks: Ranks, tmp_path: Path) -> Run:
+    """Return a function that runs `act(Trainers, *args)` on each trainer, beside a server."""
+    return functools.partial(ranks.launch, run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), timeout=200)
+
+
+def run_with_server(path: str, act: Callable[..., None], *args: Any) -> None:
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
         store.set("listening", "")  # rank 0 may connect
-        return serve(listener, path)
+        serve(listener, path)
+        return
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=NUM_TRAINERS)
     with ExitStack() as ends:
         caller = None
@@ -237,7 +247,7 @@ def run_with_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
             caller = Caller(connection)
             ends.callback(lambda: connection.send_bytes(b"null"))  # ends `serve`
         job = ends.enter_context(closing(Job.join(60)))
-        return act(Trainers(caller, job, path), *args)
+        act(Trainers(caller, job, path), *args)
 
 
 BEFORE = "before the first byte"
@@ -254,45 +264,39 @@ FAULTS = {
 """(participant, call that fails) -> moment of the failure."""
 
 
-def fail_in_each_call(trainers: Trainers) -> Values:
-    observations: Values = {}
+def test_a_failure_leaves_the_previous_version_or_none(run: Run) -> None:
+    """The next publish fills the server; until then no step exceeds the bound."""
+    run(fail_in_each_call)
+
+
+def fail_in_each_call(trainers: Trainers) -> None:
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
-        for who, call in FAULTS:
+        for (who, call), moment in FAULTS.items():
             assert trainers.step(publisher) == ""
             version = trainers.training.version
             before = trainers.observe()
+            assert before == state_with(version - 1)
             trainers.arm(who, call)
-            failed = trainers.publish(publisher)
+            assert f"no memory in {call}" in trainers.publish(publisher)
             after = trainers.observe()
+            if moment is BEFORE:
+                assert after == before, call
+            else:
+                assert (after["version"], after["holds"], after["weights"]) == (None, "EMPTY", {}), call
             refused = trainers.step(publisher)
+            assert f"version {version + 1} " in refused
+            assert f"version {version - 1}: " in refused
             assert trainers.training.version == version
-            again = trainers.publish(publisher)
-            observations[f"{who}, {call}"] = (
-                *(version, before, failed, after, refused, again),
-                trainers.observe(),
-            )
-    return observations
+            assert trainers.publish(publisher) == ""
+            assert trainers.observe() == state_with(version), call
 
 
-def test_a_failure_leaves_the_previous_version_or_none(ranks: Ranks, tmp_path: Path) -> None:
-    """The next publish fills the server; until then no step exceeds the bound."""
-    arguments = (str(tmp_path / "server"), fail_in_each_call)
-    observations, *_ = ranks.launch(run_with_server, NUM_TRAINERS + 1, *arguments, timeout=200)
-    for (who, call), moment in FAULTS.items():
-        version, before, failed, after, refused, again, at_last = observations[f"{who}, {call}"]
-        assert before == state_with(version - 1), call
-        assert f"no memory in {call}" in failed
-        if moment is BEFORE:
-            assert after == before, call
-        else:
-            assert (after["version"], after["holds"], after["weights"]) == (None, "EMPTY", {}), call
-        assert f"version {version + 1} " in refused
-        assert f"version {version - 1}: " in refused
-        assert (again, at_last) == ("", state_with(version)), call
+def test_a_server_lost_by_one_trainer_is_lost_by_all(run: Run) -> None:
+    run(lose_at_the_end)
 
 
-def lose_at_the_end(trainers: Trainers) -> list[Any]:
+def lose_at_the_end(trainers: Trainers) -> None:
     """Lose a server on one trainer while the other has completed the switch."""
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
@@ -307,18 +311,14 @@ def lose_at_the_end(trainers: Trainers) -> list[Any]:
 
         if trainers.job.rank == 1:
             manager.enter = enter_and_lose  # type: ignore[method-assign]
-        return [trainers.publish(publisher), trainers.publish(publisher), trainers.observe()]
-
-
-def test_a_server_lost_by_one_trainer_is_lost_by_all(ranks: Ranks, tmp_path: Path) -> None:
-    first, second, _ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), lose_at_the_end)
-    assert first == [
-        "RemoteError: the switch with the servers failed on 1 rank(s):\nrank 1: LostRankError: rank 2 has ended",
-        "",
-        state_with(1),
-    ]
-    assert second[0].startswith("ServerError: a server was lost in a switch; training state is on the device")
-    assert second[1] == ""
+        failure = trainers.publish(publisher)
+        if trainers.job.rank == 1:
+            assert failure.startswith("ServerError: a server was lost in a switch; training state is on the device")
+        else:
+            of_the_other = "rank 1: LostRankError: rank 2 has ended"
+            assert failure == f"RemoteError: the switch with the servers failed on 1 rank(s):\n{of_the_other}"
+        assert trainers.publish(publisher) == ""
+        assert trainers.observe() == state_with(1)
 
 
 def state_with(version: int) -> Values:
@@ -327,116 +327,62 @@ def state_with(version: int) -> Values:
     return {"version": str(version), "holds": "FILLED", "weights": weights, "keeps": True}
 
 
-def fall_behind(trainers: Trainers, most: int) -> list[tuple[int, str]]:
-    """Train until a step is refused, after each of three publishes.
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_lag_never_exceeds_its_bound(run: Run, most: int) -> None:
+    run(fall_behind, most)
 
-    Returns the versions of trainers and server at each step.
-    """
-    versions = []
+
+def fall_behind(trainers: Trainers, most: int) -> None:
+    """Train until a step is refused, after each of three publishes."""
     with closing(trainers.publisher(server_max_lag=most)) as publisher:
         trainers.step(publisher)  # no server generates yet
         for _ in range(3):
             assert trainers.publish(publisher) == ""
             assert publisher.publish() is None
+            lags = []
             for _ in range(2 * most):
                 if trainers.step(publisher):
                     break
                 publisher.require_drawing()
-                state = trainers.observe()
-                versions.append((trainers.training.version, state and state["version"]))
+                lags.append(trainers.training.version - int(trainers.observe()["version"]))
+            assert lags == [*range(1, most + 1)]
     trainers.training.before_step()  # without a publisher there is no bound
-    return versions
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_the_lag_never_exceeds_its_bound(ranks: Ranks, tmp_path: Path, most: int) -> None:
-    versions, *_ = ranks.launch(
-        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fall_behind, most, timeout=200
-    )
-    assert [version - int(served) for version, served in versions] == [*range(1, most + 1)] * 3
+def test_a_server_generates_until_other_trainers_write(run: Run) -> None:
+    run(take_over)
 
 
-def take_over(trainers: Trainers) -> list[Any]:
+def take_over(trainers: Trainers) -> None:
     """Publish by a second publisher, which fails first."""
-    observations = []
     with closing(trainers.publisher()) as publisher:
         trainers.publish(publisher)
-    observations.append(trainers.observe())
+    assert trainers.observe() == state_with(0)
     with closing(trainers.publisher()) as publisher:
         trainers.step(publisher)
         trainers.arm("trainer 1", "prepare")
         assert "no memory" in trainers.publish(publisher)
-        observations.append(trainers.observe())
+        assert trainers.observe() == state_with(0)
         assert trainers.publish(publisher) == ""
-        observations.append(trainers.observe())
-    return observations
+        assert trainers.observe() == state_with(1)
 
 
-def test_a_server_generates_until_other_trainers_write(ranks: Ranks, tmp_path: Path) -> None:
-    observations, *_ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), take_over, timeout=200)
-    assert observations == [state_with(0), state_with(0), state_with(1)]
+def test_weights_are_rounded_only_with_compress_reshard(run: Run) -> None:
+    run(publish_to_a_rounding_server)
 
 
-def send_deltas(trainers: Trainers) -> list[Any]:
-    """Publish after a step of all elements or a write of a few; another publisher joins at the
-    end."""
-    observations = []
-    events = ("step", "write", "write", ("trainer 1", "prepare"), ("server", "commit second"), "write", "join", "write")
-    with ExitStack() as ends:
-        for event in events:
-            if not observations or event == "join":
-                ends.close()
-                keys = {"incremental": "delta", "transport": "collective", "server_max_lag": 9}
-                publisher = ends.enter_context(closing(trainers.publisher(**keys)))
-            if event == "step":
-                assert trainers.step(publisher) == ""
-            with publisher.train_context():
-                trainers.training.write()
-            if isinstance(event, tuple):
-                trainers.arm(*event)
-                assert "no memory" in trainers.publish(publisher)
-            assert trainers.publish(publisher) == ""
-            report = publisher.last_report
-            state = trainers.observe()
-            assert report is not None
-            messages = (report.messages_delta, report.messages_whole)
-            version = state and state["version"]
-            observations.append((event, *messages, report.bytes_received, version))
-    return observations
-
-
-def test_deltas_go_to_a_server_that_has_the_last_message(ranks: Ranks, tmp_path: Path) -> None:
-    """Whole messages follow a failure within the fill, or a new publisher."""
-    observations, *_ = ranks.launch(
-        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_deltas, timeout=200
-    )
-    for number, (event, deltas, whole, received, version) in enumerate(observations):
-        assert version is not None
-        is_whole = number == 0 or event in (("server", "commit second"), "join")
-        assert (deltas == 0) is is_whole, event
-        assert (whole > 0) is is_whole, event
-        assert (received > 4096) is is_whole, event
-
-
-def publish_to_a_rounding_server(trainers: Trainers, dtype: str) -> tuple[str, str, str]:
+def publish_to_a_rounding_server(trainers: Trainers) -> None:
     if trainers.caller is not None:
-        trainers.caller.compute_in(dtype=dtype)
+        trainers.caller.compute_in(dtype="bfloat16")
     with closing(trainers.publisher()) as publisher:
         refused = trainers.publish(publisher)
+    assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in refused
     with closing(trainers.publisher(compress_reshard=True)) as publisher:
-        cast = trainers.publish(publisher)
+        assert trainers.publish(publisher) == ""
     if trainers.caller is not None:
         trainers.caller.compute_in(dtype="float32")
     with closing(trainers.publisher()) as publisher:
-        return refused, cast, trainers.publish(publisher)
-
-
-def test_weights_are_rounded_only_with_compress_reshard(ranks: Ranks, tmp_path: Path) -> None:
-    arguments = str(tmp_path / "server"), publish_to_a_rounding_server, "bfloat16"
-    by_rank = ranks.launch(run_with_server, NUM_TRAINERS + 1, *arguments)
-    for refused, *others in by_rank[:NUM_TRAINERS]:
-        assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in refused
-        assert others == ["", ""]
+        assert trainers.publish(publisher) == ""
 
 
 class Stepped(GuardedState):
