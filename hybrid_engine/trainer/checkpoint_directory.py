@@ -105,9 +105,11 @@ def generator_states() -> TensorDict:
 
 
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set torch's default generators to states of `generator_states`."""
-    for kind, state in states.items():
-        (torch.cuda if kind == "cuda" else torch).set_rng_state(state)
+    """Set torch's default generators to states of `generator_states`; other keys are ignored."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 # -- planners of torch, for boxes of canonical tensors ---------------------------------------------

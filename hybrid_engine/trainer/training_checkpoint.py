@@ -91,9 +91,6 @@ class CheckpointedState(Protocol):
     def values(self) -> dict[str, Any]:
         """Return further plain values, which all ranks have in common."""
 
-    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what prevents `restore`."""
-
     def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
         """Restore values and, if there are any, random generators, once all weights are restored.
 
@@ -186,7 +183,7 @@ class TrainingCheckpoints:
                 [
                     *_differences(saved, entries, shapes),
                     *_different_steps(weights, kinds, values["groups"]),
-                    *state.problems(values),
+                    *_different_values(values, state.values()),
                 ]
             )
             saved.read(entries)
@@ -375,6 +372,13 @@ def _different_steps(
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         if (is_of_torch and counts_by_group) or (not is_of_torch and counts_by_weight):
             yield f"{type(optimizer).__name__} counts its steps elsewhere than the optimizer saved"
+
+
+def _different_values(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[str]:
+    if (saved["grad_scaler"] is None) != (live["grad_scaler"] is None):
+        yield "grad_scaler: only one of the checkpoint and this optimizer has a state of it"
+    if saved["norms_minus_one"] != live["norms_minus_one"]:
+        yield "factors of norms are stored minus 1 in only one of the checkpoint and this model"
 
 
 def _differences(saved: SavedCheckpoint, entries: Entries, shapes: Shapes) -> Iterator[str]:

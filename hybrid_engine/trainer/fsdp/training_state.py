@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -100,10 +100,6 @@ class FsdpState:
             "norms_minus_one": False,
             "num_scheduled_updates": self._engine.optimizer.num_scheduled_updates,
         }
-
-    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
-        if values.get("norms_minus_one"):
-            yield "Megatron's factors of norms are stored minus 1"
 
     def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
         engine = self._engine

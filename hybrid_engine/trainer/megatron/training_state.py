@@ -26,7 +26,7 @@ from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Shapes
 from hybrid_engine.trainer.canonical_state import Weight
-from hybrid_engine.trainer.checkpoint_directory import generator_states, restore_generators
+from hybrid_engine.trainer.checkpoint_directory import below, generator_states, restore_generators
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer
 from hybrid_engine.trainer.megatron.build import Actor
 from megatron_patches import optimizers
@@ -126,12 +126,6 @@ class MegatronState:
             "num_scheduled_updates": self._optimizer.num_scheduled_updates,
         }
 
-    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
-        if (values["grad_scaler"] is None) != (_grad_scaler_state(self._actor.optimizer) is None):
-            yield "grad_scaler: only one of the checkpoint and this optimizer has a state of it"
-        if values["norms_minus_one"] != (self._model.weights.model.norm_factors is not None):
-            yield "factors of norms are stored minus 1 in only one of the checkpoint and this model"
-
     def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
         optimizer = self._actor.optimizer
         for member in _members(optimizer):
@@ -146,14 +140,9 @@ class MegatronState:
                 member.grad_scaler.load_state_dict(values["grad_scaler"])
         optimizers.set_weight_version(optimizer, values["weight_version"])
         self._optimizer.resume_schedule(values["num_scheduled_updates"])
-        trackers = {}
-        for key, value in generators.items():
-            if key.startswith(_TRACKER):
-                trackers[key.removeprefix(_TRACKER)] = value
-            else:
-                restore_generators({key: value})
-        if trackers:
-            get_cuda_rng_tracker().set_states(trackers)
+        restore_generators(generators)
+        if generators:
+            get_cuda_rng_tracker().set_states(below(generators, _TRACKER))
 
 
 def _persistent(chunks: Modules) -> Iterator[tuple[str, torch.Tensor]]:
