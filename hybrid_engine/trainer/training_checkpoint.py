@@ -15,7 +15,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import StateError, first_of
+from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Shapes
 from hybrid_engine.trainer.canonical_state import (
@@ -102,26 +107,41 @@ class TrainingCheckpoints:
     """Checkpoints of a trainer, for any layout.
 
     All training state must be on the device.
+
+    Args:
+        state: of the trainer.
+        job: of all ranks.
+        owner: closes this.
     """
 
-    def __init__(self, state: CheckpointedState, job: Job) -> None:
+    def __init__(self, state: CheckpointedState, job: Job, owner: ExitStack) -> None:
         self._state = state
         self._job = job
         self._of_rank = f"rank{job.rank}/"
+        self._written: Future[None] | None = None
+        self._ends = ExitStack()
+        owner.callback(self.close)
 
-    def save(self, directory: str | Path, *, check_nan: bool = True) -> None:
+    def save(
+        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+    ) -> Future[None] | None:
         """Write parameters, optimizer state, generators and weight version. Collective.
 
         `checkpoint_directory.save` describes errors and the effect of a kill. Before anything is
         written, all ranks raise if any value is not finite on one of them, with a WeightError there
         that names the tensors; `check_nan=False` skips the check.
+
+        With `wait=False` the state is copied to host memory, and a thread writes it while the
+        caller goes on. Returns its future; the next save or load, or `close`, waits for it and
+        raises its error, on all ranks.
         """
+        self._finish()
         job = self._job
         state = self._state
         with job.agreement.phase("looking for values that are not finite"):
             state.settle()
             weights = state.weights()
-            entries = self._entries_to_save(weights)
+            entries = self._entries_to_save(weights, copies=not wait)
             if check_nan:
                 require_finite_to_save(lambda: _tensors_in(entries, job.rank))
             groups = list(_groups_of(weights, self._of_rank))
@@ -135,7 +155,36 @@ class TrainingCheckpoints:
                 "has_adapters": any(are_nameless),
                 "groups": list(chain(*all_groups)),
             }
-        save(directory, entries, job)
+        if wait:
+            save(directory, entries, job)
+        else:
+            self._written = self._save_in_thread(directory, entries)
+        return self._written
+
+    def close(self) -> None:
+        """Wait for a save that is being written. Raises its error on all ranks."""
+        with self._ends:
+            self._finish()
+
+    def _finish(self) -> None:
+        written = self._written
+        self._written = None
+        if written is not None:
+            written.result()
+
+    @cached_property
+    def _save_in_thread(self) -> Callable[..., Future[None]]:
+        """`save` in a thread, with an agreement for it alone: the main thread's goes on meanwhile.
+
+        `torch.distributed.checkpoint.async_save` would exchange pickles in the default group, and
+        its stager copies whole storages, which fails for those of elastic memory.
+        """
+        job = self._job
+        agreement = Agreement(job.world, job.hosts, job.timeout_seconds)
+        self._ends.callback(agreement.close)
+        job_of_thread = replace(job, agreement=agreement)
+        thread = self._ends.enter_context(ThreadPoolExecutor(1, "checkpoint writer"))
+        return lambda directory, entries: thread.submit(save, directory, entries, job_of_thread)
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
@@ -152,12 +201,12 @@ class TrainingCheckpoints:
                 without canonical names, of adapters, was saved in another layout.
             FileError: names a file that cannot be read or differs from the file that was written.
         """
+        self._finish()
         job = self._job
         state = self._state
-        with job.agreement.phase("reading the checkpoint"):
-            state.settle()
         saved = SavedCheckpoint(directory, job)
         with job.agreement.phase("reading the checkpoint"):
+            state.settle()
             weights = state.weights()
             shapes = state.shapes
             values = _values_in(saved)
@@ -206,8 +255,8 @@ class TrainingCheckpoints:
                 first_of(changes, _NUM_CHANGES) or "of other ranks",
             )
 
-    def _entries_to_save(self, weights: Iterable[Weight]) -> Entries:
-        """Return all tensors and values of this rank: views of live memory."""
+    def _entries_to_save(self, weights: Iterable[Weight], *, copies: bool) -> Entries:
+        """Return all tensors and values of this rank: copies, or views of live memory."""
         state = self._state
         shapes = state.shapes
         entries: Entries = {}
@@ -215,6 +264,8 @@ class TrainingCheckpoints:
             part = f"{self._of_rank}part.{weight.name}."
             for kind, value in weight.saved.items():
                 key = _key_of(kind)
+                if copies and isinstance(value, torch.Tensor):
+                    value = value.detach().to("cpu", copy=True)
                 if not (isinstance(value, torch.Tensor) and value.dim()):
                     for name in weight.names:
                         entries[key.format(name)] = value

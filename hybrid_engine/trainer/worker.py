@@ -6,6 +6,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -248,19 +249,25 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         """
         self.actor.engine.optimizer.set_learning_rate(learning_rate)
 
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+    def save_checkpoint(
+        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+    ) -> Future[None] | None:
         """Write parameters, optimizer state, position of the schedule, and random generators.
 
         In `train_context`. A previous checkpoint in `directory` is replaced when the new one is
         complete. The state of vLLM's sampler is not saved: to reproduce completions, pass a
         `Sampling` with a seed for each step.
 
+        With `wait=False` the state is copied to host memory, and written while the caller goes on.
+        Returns a future of the writing. The next save or load, or `shutdown`, waits for it, and
+        raises its error on all ranks.
+
         Raises ConfigError if `latest` in `directory` is a file of another program, FileError if a
         file cannot be written, and, unless `check_nan` is false, WeightError for NaN and
         infinities.
         """
         self.sharding.require(State.TRAIN)
-        self.actor.checkpoints.save(directory, check_nan=check_nan)
+        return self.actor.checkpoints.save(directory, check_nan=check_nan, wait=wait)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load a checkpoint that `save_checkpoint` wrote, on all ranks or on none.

@@ -97,7 +97,7 @@ def build_actor(
         copy_weights(engine.model, copy.model)
         return copy
 
-    return FsdpActor(engine, TrainingCheckpoints(FsdpState(engine, job), job), frozen_copy)
+    return FsdpActor(engine, TrainingCheckpoints(FsdpState(engine, job), job, owner), frozen_copy)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:

@@ -84,7 +84,7 @@ def build_actor(
 
     return MegatronActor(
         engine,
-        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job),
+        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
         frozen_copy,
     )
 
@@ -127,6 +127,6 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
     )
     return CriticParts(
         engine,
-        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job),
+        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
         critic.table,
     )

@@ -6,6 +6,7 @@ Each of them is on the device without the actor and vLLM while it computes, and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -333,13 +334,16 @@ class ValueModel(AuxiliaryModel):
         )
         self.engine.model.reload_main_params()
 
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+    def save_checkpoint(
+        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+    ) -> Future[None] | None:
         """Write parameters and optimizer state below `directory`. In `train_context`.
 
-        The actor's checkpoints need another directory.
+        The actor's checkpoints need another directory. `wait`, and the result: as of
+        `ActorHybridWorker.save_checkpoint`.
         """
         self.require(ALL)
-        self._parts.checkpoints.save(directory, check_nan=check_nan)
+        return self._parts.checkpoints.save(directory, check_nan=check_nan, wait=wait)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load a checkpoint that `save_checkpoint` wrote, on all ranks or none.

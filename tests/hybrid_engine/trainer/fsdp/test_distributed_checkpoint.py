@@ -6,6 +6,7 @@ Loaded state is bit-identical to the saved state; a failure leaves state and fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ def train_and_save(parts: FsdpActor, directory: Path) -> State:
         train(engine, step)
     engine.optimizer.set_learning_rate(3e-3)  # must be restored too
     torch.manual_seed(40 + engine.data_parallel.rank)  # each rank's generator must be restored
-    parts.checkpoints.save(directory)
+    parts.checkpoints.save(directory, wait=False)  # written while training goes on
     return state_of(engine)
 
 
@@ -77,34 +78,25 @@ def save(path: Path, root: Path) -> Values:
         return {"trained": train_and_save(parts, root / "trained"), "report": train(parts.engine, 2)}
 
 
-def resume(path: Path, root: Path, name: str, **settings: Any) -> Values:
-    """Load the checkpoint "trained" on these ranks, save it as `name`, and take a step."""
+def resume(path: Path, root: Path, source: str, name: str, **settings: Any) -> Values:
+    """Load the checkpoint `source` on these ranks, save it as `name`, and take a step."""
     with actor(path, seed=5, **settings) as parts:
         engine = parts.engine
-        parts.checkpoints.load(root / "trained")
+        parts.checkpoints.load(root / source)
         loaded = state_of(engine)
         parts.checkpoints.save(root / name)
         return {"loaded": loaded, "report": train(engine, 2)}
-
-
-def load(path: Path, directory: Path) -> State:
-    with actor(path) as parts:
-        engine = parts.engine
-        parts.checkpoints.load(directory)
-        return state_of(engine)
 
 
 def test_resuming_on_twice_and_half_as_many_ranks(ranks: Ranks, zoo: Zoo, tmp_path: Path) -> None:
     """State is bit-identical, with replicas too; the next step sums in another order."""
     path = zoo.path("qwen2", **TIED_WITH_ODD_ROWS)
     first, _ = ranks.launch(save, 2, path, tmp_path)
-    trained = {**first["trained"], "generator": None}
-    for results in ranks.launch(partial(resume, fsdp=HYBRID), 4, path, tmp_path, "of four"):
-        assert {**results["loaded"], "generator": None} == trained
-        for name, value in first["report"].items():
-            assert results["report"][name] == pytest.approx(value, rel=1e-5)
-    for state in ranks.launch(load, 2, path, tmp_path / "of four"):
-        assert {**state, "generator": None} == trained
+    on_four = ranks.launch(partial(resume, fsdp=HYBRID), 4, path, tmp_path, "trained", "of four")
+    on_two = ranks.launch(resume, 2, path, tmp_path, "of four", "of two")
+    for results in (*on_four, *on_two):
+        assert {**results["loaded"], "generator": None} == {**first["trained"], "generator": None}
+        assert results["report"] == pytest.approx(first["report"], rel=1e-5)
 
 
 def check_failures(
@@ -137,9 +129,21 @@ def check_failures(
     checkpoints.save(saved)
     kept = state()
     step(1)
-    full = file_size_limit(5000) if job.rank == 1 else nullcontext()
-    with refused_unchanged(FileError, "file-failed", "saved/save-000002", 1), full:
-        checkpoints.save(saved)
+
+    def save_to_full_disk(wait: bool) -> None:
+        with file_size_limit(5000) if job.rank == 1 else nullcontext():
+            written = checkpoints.save(saved, wait=wait)
+            futures.wait([written])
+
+    is_full = partial(refused_unchanged, FileError, "file-failed", "saved/save-000002", 1)
+    with is_full():
+        save_to_full_disk(wait=True)
+    save_to_full_disk(wait=False)
+    with is_full():
+        checkpoints.load(saved)
+    save_to_full_disk(wait=False)
+    with is_full():
+        checkpoints.close()
     checkpoints.load(saved)
     assert state() == kept
     moment().view(-1)[0] = torch.inf if job.rank == 1 else 0.0
