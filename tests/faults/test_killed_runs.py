@@ -207,13 +207,15 @@ Kills = Callable[[Path, int, int, Callable[[str], None]], Findings]
 """Kills in a directory: their number, a seed, and what gets a line per start."""
 
 
-def check_kills(kill: Kills, what: str, directory: Path, record: Callable[..., None]) -> None:
+def check_kills(
+    kill: Kills, what: str, directory: Path, record: Callable[..., None], num_kills: int = NUM_KILLS
+) -> None:
     """Kill a few times, record it, and assert that nothing was wrong."""
-    findings = kill(directory, NUM_KILLS, 1, print)
+    findings = kill(directory, num_kills, 1, print)
     fault = f"{findings.kills.total()} kills of {what}"
     record(fault=fault, message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
-    assert findings.kills.total() == NUM_KILLS
+    assert findings.kills.total() == num_kills
 
 
 def kill_often(kill: Kills, num_kills: str = "60", seed: str = "1") -> None:

@@ -39,34 +39,9 @@ def _run_and_kill(act: Callable[[], object], step: int) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        remaining = step
-
-        def count(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal remaining
-            if event in STEPS or (event == "open" and args[2] & _WRITING):
-                if remaining == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                remaining -= 1
-
-        def write(descriptor: int, data: bytes) -> int:
-            count("os.remove", ())
-            half = real_write(descriptor, data[: len(data) // 2])
-            count("os.remove", ())
-            return half + real_write(descriptor, data[half:])
-
-        def fsync(descriptor: int) -> None:
-            with suppress(OSError):  # a directory, or open for reading
-                contents = Path(f"/proc/self/fd/{descriptor}").read_bytes()
-                os.truncate(descriptor, len(contents) // 2)
-                count("os.remove", ())
-                os.pwrite(descriptor, contents, 0)
-            count("os.remove", ())
-
-        real_write = os.write
         status = 1
         try:
-            os.write, os.fsync = write, fsync  # type: ignore[assignment]
-            sys.addaudithook(count)
+            kill_before(step, [os.getpid()])
             act()
             status = 0
         except BaseException:
@@ -74,6 +49,41 @@ def _run_and_kill(act: Callable[[], object], step: int) -> int:
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1]
+
+
+def kill_before(step: int, pids: Iterable[int]) -> Callable[[], int]:
+    """Kill processes (SIGKILL) before this one's step number `step` from now on, 0 being the first.
+
+    Returns a function that returns the number of steps so far. Changes `os` for good.
+    """
+    remaining = step
+    real_write = os.write
+
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal remaining
+        if event in STEPS or (event == "open" and args[2] & _WRITING):
+            if remaining == 0:
+                for pid in sorted(pids, key=os.getpid().__eq__):  # this one last
+                    os.kill(pid, signal.SIGKILL)
+            remaining -= 1
+
+    def write(descriptor: int, data: bytes) -> int:
+        count("os.remove", ())
+        half = real_write(descriptor, data[: len(data) // 2])
+        count("os.remove", ())
+        return half + real_write(descriptor, data[half:])
+
+    def fsync(descriptor: int) -> None:
+        with suppress(OSError):  # a directory, or open for reading
+            contents = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            os.truncate(descriptor, len(contents) // 2)
+            count("os.remove", ())
+            os.pwrite(descriptor, contents, 0)
+        count("os.remove", ())
+
+    os.write, os.fsync = write, fsync  # type: ignore[assignment]
+    sys.addaudithook(count)
+    return lambda: step - remaining
 
 
 def accepted_flips(paths: Iterable[Path], read: Callable[[], object], *, every: int) -> list[tuple[str, int]]:
