@@ -13,18 +13,21 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, shortened
 from hybrid_engine.files.model_files import HfConfig
+from hybrid_engine.models.table import ModelDims
 
 REMEDY = "Correct the value, or name another model"
 MOST_EXPERTS = 100_000
 """Limit for all layers together. A table has three tensors per expert."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which configs have the number of routed experts in a layer."""
+_DENSE_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+"""Keys under which configs have the intermediate size of dense layers."""
 
 _REQUIRED = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads"),
@@ -50,54 +53,39 @@ ROTARY_KEYS = frozenset(
 """Keys of `rope_parameters` that tables know."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Least and most that keys of config.json may be; whole numbers if `least` is one.
-
-    They exceed any model. They keep numbers that are computed from the sizes from overflowing, and
-    work that is proportional to them from taking long.
-    """
-
-    least: float
-    most: float
-    keys: tuple[str, ...]
-
-
-_BOUNDS = (
-    Bounds(1, 1000, ("num_hidden_layers", "n_layer")),
-    Bounds(1, 2**24, ("vocab_size",)),
-    Bounds(1, 2**12, ("num_attention_heads", "num_key_value_heads", "n_head")),
-    Bounds(1, 2**13, ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    Bounds(1, 2**14, (*NUM_EXPERTS, "num_experts_per_tok", "n_group", "topk_group")),
-    Bounds(1, 2**40, ("max_position_embeddings", "original_max_position_embeddings")),
-    Bounds(0, 2**40, ("sliding_window",)),
-    Bounds(0, 2**20, ("first_k_dense_replace", "max_window_layers")),
-    Bounds(0, 256, ("n_shared_experts",)),
-    Bounds(0, 100, ("num_nextn_predict_layers",)),
-    Bounds(
-        1,
-        2**20,
-        (
-            *("hidden_size", "intermediate_size", "n_embd", "n_inner", "n_positions"),
-            *("moe_intermediate_size", "shared_expert_intermediate_size"),
-            *("q_lora_rank", "kv_lora_rank"),
-            *("decoder_sparse_step", "moe_layer_freq", "sliding_window_pattern"),
-        ),
+_BOUNDS = {
+    (1, 1000): ("num_hidden_layers", "n_layer"),
+    (1, 2**24): ("vocab_size",),
+    (1, 2**12): ("num_attention_heads", "num_key_value_heads", "n_head"),
+    (1, 2**13): ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    (1, 2**14): (*NUM_EXPERTS, "num_experts_per_tok", "n_group", "topk_group"),
+    (1, 2**40): ("max_position_embeddings", "original_max_position_embeddings"),
+    (0, 2**40): ("sliding_window",),
+    (0, 2**20): ("first_k_dense_replace", "max_window_layers"),
+    (0, 256): ("n_shared_experts",),
+    (0, 100): ("num_nextn_predict_layers",),
+    (1, 2**20): (
+        *("hidden_size", "intermediate_size", "n_embd", "n_inner", "n_positions"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size"),
+        *("q_lora_rank", "kv_lora_rank"),
+        *("decoder_sparse_step", "moe_layer_freq", "sliding_window_pattern"),
     ),
-    Bounds(0.0, 1, ("rms_norm_eps", "layer_norm_epsilon")),
-    Bounds(1e-9, 1, ("partial_rotary_factor",)),
-    Bounds(0.0, 1e15, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
-    Bounds(
-        1e-9,
-        1e15,
-        (
-            *("rope_theta", "rope_local_base_freq"),
-            *("factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
-            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-            "routed_scaling_factor",
-        ),
+    (0.0, 1.0): ("rms_norm_eps", "layer_norm_epsilon"),
+    (1e-9, 1.0): ("partial_rotary_factor",),
+    (0.0, 1e15): ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    (1e-9, 1e15): (
+        *("rope_theta", "rope_local_base_freq"),
+        *("factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
+        *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        "routed_scaling_factor",
     ),
-)
+}
+"""Least and most -> keys that have such numbers, whole ones if the least is one.
+
+The bounds exceed any model. They keep numbers that are computed from the sizes from overflowing,
+and work that is proportional to them from taking long.
+"""
+_BOUNDS_OF = {key: bounds for bounds, keys in _BOUNDS.items() for key in keys}
 
 
 def _no_relations(config: Any) -> Violations:
@@ -205,16 +193,17 @@ def _outside_bounds(values: Mapping[str, Any], section: str = "") -> Violations:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _outside_bounds(value, f"{section}{key}.")
-        bounds = next((bounds for bounds in _BOUNDS if key in bounds.keys), None)
-        if bounds is None or value is None:
+        if key not in _BOUNDS_OF or value is None:
             continue
-        number = "a whole number" if isinstance(bounds.least, int) else "a number"
-        types = (int,) if isinstance(bounds.least, int) else (int, float)
+        least, most = _BOUNDS_OF[key]
+        is_whole = isinstance(least, int)
         # `type`, because a bool is an int.
-        if type(value) not in types or not bounds.least <= value <= bounds.most:
+        is_number = type(value) is int or (type(value) is float and not is_whole)
+        if not is_number or not least <= value <= most:
+            kind = "whole number" if is_whole else "number"
             yield Violation(
                 f"{section}{key}",
-                f"{shortened(value)} is not {number} from {bounds.least} to {bounds.most:g}",
+                f"{shortened(value)} is not a {kind} from {least} to {most:g}",
                 REMEDY,
                 code="invalid-value",
             )
@@ -337,3 +326,50 @@ def longest_of(config: HfConfig) -> int | None:
     is_scaled = scaling.get("rope_type", scaling.get("type")) in _SCALED_BY_KEY
     factor = 1 if is_scaled else scaling.get("factor") or 1
     return int(positions * factor) if isinstance(factor, int | float) else None
+
+
+def dense_width(values: HfConfig, hidden_size: int) -> int:
+    """Return the intermediate size of dense layers; `values`: contents of a config."""
+    # GPT-2, GPT-J and Bloom compute it if config.json has none.
+    widths = (values[key] for key in _DENSE_WIDTHS if values.get(key))
+    return next(widths, 4 * hidden_size)
+
+
+def dims_of(config: Any, with_experts: Collection[int] = (), *, tied_embeddings: bool) -> ModelDims:
+    """Return the sizes of a text config, whose keys differ between families.
+
+    Args:
+        config: object of transformers' class.
+        with_experts: layers that have experts.
+        tied_embeddings: as in `ModelDims`.
+    """
+    # In place of attributes where layers may differ: such a config's attribute raises.
+    values: dict[str, Any] = config.to_dict()
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
+    head_dim = values.get("head_dim") or config.hidden_size // num_heads
+    latent = values.get("kv_lora_rank") or 0
+    if latent:
+        # `head_dim` is the rotated part alone. Every head computes keys from the cached vector.
+        rotated = values["qk_rope_head_dim"]
+        latent += rotated
+        head_dim = values["qk_nope_head_dim"] + rotated
+        num_kv_heads = num_heads
+    num_layers = config.num_hidden_layers
+    num_experts = next((values[key] for key in NUM_EXPERTS if values.get(key)), 0)
+    return ModelDims(
+        num_layers=num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=(
+            0 if len(with_experts) == num_layers else dense_width(values, config.hidden_size)
+        ),
+        vocab_size=config.vocab_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tied_embeddings=tied_embeddings,
+        # Some configs have a default number in models without experts.
+        num_experts=num_experts if with_experts else 0,
+        latent_kv_size=latent,
+        num_linear_key_heads=values.get("linear_num_key_heads") or 0,
+    )

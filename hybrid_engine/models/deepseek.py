@@ -17,6 +17,7 @@ and 2412.19437.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybrid_engine.errors import Violation, Violations, shortened
@@ -32,7 +33,7 @@ from hybrid_engine.models.blocks import (
     outer_rules,
     output_rules,
 )
-from hybrid_engine.models.config_json import missing
+from hybrid_engine.models.config_json import dims_of, missing
 from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes
 from hybrid_engine.models.packing import Replicated, Split
 from hybrid_engine.models.table import (
@@ -82,10 +83,9 @@ def v2_relations(config: Any) -> Violations:
         if config.n_group is None:
             yield missing("n_group", f"is missing, which topk_method {config.topk_method!r} needs")
         yield from v3_relations(config)
-    if config.topk_method != "greedy":
-        return
-    for key, number in {"n_group": config.n_group, "topk_group": config.topk_group}.items():
-        if number is not None and number > 1:
+    for key in ("n_group", "topk_group"):
+        number = getattr(config, key) or 1
+        if number > 1 and config.topk_method == "greedy":
             yield Violation(
                 key,
                 f"is {number} with topk_method 'greedy', for which vLLM has "
@@ -96,36 +96,21 @@ def v2_relations(config: Any) -> Violations:
 
 
 def v3_relations(config: Any) -> Violations:
-    """Yield the violations between numbers of experts and of their groups."""
+    """Yield a violation if the groups of experts do not fit their numbers."""
     groups = config.n_group or 1
-    count = config.n_routed_experts
-    chosen = config.topk_group
     if groups == 1:
         return
-    if count % groups:
+    chosen = config.topk_group or 0
+    in_group, rest = divmod(config.n_routed_experts, groups)
+    used = config.num_experts_per_tok or 0
+    if rest or not 1 <= chosen <= groups or used > chosen * in_group:
         yield Violation(
             "n_group",
-            f"{groups} groups do not divide {count} experts",
-            "Use a divisor",
-            code="not-divisible",
-        )
-    remedy = f"Use a number from 1 to {groups}"
-    if chosen is None:
-        problem = f"is missing, with {groups} groups"
-        yield Violation("topk_group", problem, remedy, code="missing-key")
-        return
-    if chosen > groups:
-        problem = f"{chosen} of {groups} groups"
-        yield Violation("topk_group", problem, remedy, code="out-of-range")
-        return
-    available = chosen * (count // groups)
-    if (config.num_experts_per_tok or 0) > available:
-        yield Violation(
-            "num_experts_per_tok",
-            f"{config.num_experts_per_tok} experts for each token, "
-            f"but {chosen} of {groups} groups have {available}",
-            "Use fewer, or raise topk_group",
-            code="more-than-experts",
+            f"{groups} groups of {config.n_routed_experts} experts, of which topk_group {chosen} "
+            f"have the num_experts_per_tok {used} of a token",
+            "Use a divisor of the experts, at most as many groups for a token, and no more experts "
+            "than these have",
+            code="out-of-range",
         )
 
 
@@ -150,17 +135,9 @@ def _table(
     first = config.first_k_dense_replace
     step = config.moe_layer_freq or 1
     sparse = [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
-    dims = ModelDims(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=0 if all(sparse) else config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        # Every head has separate keys and values, computed from the latent vector.
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,  # of a query
-        latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
-        tied_embeddings=config.tie_word_embeddings,
+    with_experts = [layer for layer, has_experts in enumerate(sparse) if has_experts]
+    dims = replace(
+        dims_of(config, with_experts, tied_embeddings=config.tie_word_embeddings),
         num_experts=experts.num,
         num_mtp_layers=config.num_nextn_predict_layers or 0,
     )

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from hybrid_engine.errors import UnknownModelError, clipped
 from hybrid_engine.files.model_files import HfConfig
+from hybrid_engine.models.config_json import dense_width, dims_of
 from hybrid_engine.models.conventions import conventional_rules
 from hybrid_engine.models.table import ModelDims, ModelTable, Serving
 from hybrid_engine.records.regions import Shapes
@@ -31,10 +32,6 @@ Tensor = TypeVar("Tensor")
 
 _WEIGHTS = "bfloat16"
 """Dtype of the weights in the derivation; tensors of another dtype keep theirs in a checkpoint."""
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys under which configs have the number of routed experts in a layer."""
-_DENSE_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-"""Keys under which configs have the intermediate size of dense layers."""
 _GATES = re.compile(r"gate_proj|gate_up|input_linear|\.w3\.")
 """In the names of projections that have a gate: w3 is Mixtral's, input_linear is Granite's."""
 _OF_EXPERTS = re.compile(r"\.layers\.(\d+)\..*\bexperts\.")
@@ -212,7 +209,7 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
-    dims = _dims(text_config, shapes, tied_embeddings=is_tied)
+    dims = dims_of(text_config, _layers_with_experts(shapes), tied_embeddings=is_tied)
     return ModelTable(
         dims,
         rules=conventional_rules(shapes, dims),
@@ -261,12 +258,6 @@ def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, tensor in saved.items() if id(tensor) in unused)
 
 
-def _dense_width(values: HfConfig, hidden_size: int) -> int:
-    # GPT-2, GPT-J and Bloom compute it if config.json has none.
-    widths = (values[key] for key in _DENSE_WIDTHS if values.get(key))
-    return next(widths, 4 * hidden_size)
-
-
 def _layers_with_experts(shapes: Iterable[str]) -> set[int]:
     return {int(match[1]) for match in map(_OF_EXPERTS.search, shapes) if match is not None}
 
@@ -275,11 +266,11 @@ def _layer_sizes(values: HfConfig, dims: ModelDims, shapes: Shapes) -> dict[str,
     """Return the settings of TransformerConfig on which estimates of memory depend."""
     with_experts = _layers_with_experts(shapes)
     num_shared = values.get("n_shared_experts") or values.get("num_shared_experts") or 0
-    dense_width = _dense_width(values, dims.hidden_size)
-    width = values.get("moe_intermediate_size") or dense_width
+    width_of_dense = dense_width(values, dims.hidden_size)
+    width = values.get("moe_intermediate_size") or width_of_dense
     return {
         "gated_linear_unit": any(map(_GATES.search, shapes)),
-        "ffn_hidden_size": dense_width,
+        "ffn_hidden_size": width_of_dense,
         "moe_layer_freq": (
             [int(layer in with_experts) for layer in range(dims.num_layers)]
             if with_experts
@@ -295,38 +286,3 @@ def _layer_sizes(values: HfConfig, dims: ModelDims, shapes: Shapes) -> dict[str,
         "qk_head_dim": values.get("qk_nope_head_dim"),
         "v_head_dim": values.get("v_head_dim"),
     }
-
-
-def _dims(config: Any, shapes: Iterable[str], *, tied_embeddings: bool) -> ModelDims:
-    """Return the sizes of a text config, whose keys differ between families."""
-    # In place of attributes where layers may differ: such a config's attribute raises.
-    values: dict[str, Any] = config.to_dict()
-    num_heads = getattr(config, "num_attention_heads", None) or 1
-    num_kv_heads = values.get("num_key_value_heads") or num_heads
-    head_dim = values.get("head_dim") or config.hidden_size // num_heads
-    latent = values.get("kv_lora_rank") or 0
-    if latent:
-        # `head_dim` is the rotated part alone. Every head computes keys from the cached vector.
-        rotated = values["qk_rope_head_dim"]
-        latent += rotated
-        head_dim = values["qk_nope_head_dim"] + rotated
-        num_kv_heads = num_heads
-    num_layers = config.num_hidden_layers
-    with_experts = _layers_with_experts(shapes)
-    num_experts = next((values[key] for key in _NUM_EXPERTS if values.get(key)), 0)
-    return ModelDims(
-        num_layers=num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=(
-            0 if len(with_experts) == num_layers else _dense_width(values, config.hidden_size)
-        ),
-        vocab_size=config.vocab_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        tied_embeddings=tied_embeddings,
-        # Some configs have a default number in models without experts.
-        num_experts=num_experts if with_experts else 0,
-        latent_kv_size=latent,
-        num_linear_key_heads=values.get("linear_num_key_heads") or 0,
-    )

@@ -28,6 +28,8 @@ class Architecture(NamedTuple):
 
 _SILU = {"hidden_act": "silu"}
 """The only activation of experts in vLLM."""
+_CAUSAL = {"use_bidirectional_attention": False}
+"""vLLM computes no other attention of texts."""
 
 TABLES: dict[str, Architecture] = {
     "DeepseekV2ForCausalLM": Architecture(
@@ -58,20 +60,18 @@ TABLES: dict[str, Architecture] = {
         ),
     ),
     "GPT2LMHeadModel": Architecture(gpt2.gpt2, ConfigClass("GPT2Config")),
-    "Gemma2ForCausalLM": Architecture(
-        llama.gemma2, ConfigClass("Gemma2Config", relations=llama.gemma_relations)
-    ),
+    "Gemma2ForCausalLM": Architecture(llama.gemma2, ConfigClass("Gemma2Config", _CAUSAL)),
     "Gemma3ForCausalLM": Architecture(
         llama.gemma3,
         ConfigClass(
             "Gemma3TextConfig",
+            _CAUSAL,
             others={
                 "sliding_window_pattern": 6,
                 "rope_local_base_freq": 10000.0,
                 "num_attention_heads": 8,
                 "vocab_size": 262208,
             },
-            relations=llama.gemma_relations,
         ),
     ),
     "Glm4ForCausalLM": Architecture(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_engine.models.config_json import dims_of
 from hybrid_engine.models.llama import ACTIVATIONS, unknown_activation
 from hybrid_engine.models.packing import InterleavedQKV, Replicated, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Rules, Serving, in_layer
@@ -23,28 +24,16 @@ HEAD = "lm_head.weight"
 
 def gpt2(config: Any) -> ModelTable:
     """Return the table of GPT-2 or a derived model."""
-    hidden = config.n_embd
-    num_heads = config.n_head
-    dims = ModelDims(
-        num_layers=config.n_layer,
-        hidden_size=hidden,
-        # The default of transformers' GPT2Config.
-        ffn_hidden_size=config.n_inner or 4 * hidden,
-        vocab_size=config.vocab_size,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        tied_embeddings=config.tie_word_embeddings,
-    )
+    dims = dims_of(config, tied_embeddings=config.tie_word_embeddings)
     return ModelTable(
         dims=dims,
         rules=_rules(dims),
         shapes=_shapes(dims, config.n_positions),
         transformer={
             "num_layers": dims.num_layers,
-            "hidden_size": hidden,
+            "hidden_size": dims.hidden_size,
             "ffn_hidden_size": dims.ffn_hidden_size,
-            "num_attention_heads": num_heads,
+            "num_attention_heads": dims.num_heads,
             "kv_channels": dims.head_dim,
             "layernorm_epsilon": config.layer_norm_epsilon,
             "normalization": "LayerNorm",

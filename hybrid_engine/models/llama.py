@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_engine.errors import Violation, Violations, shortened
+from hybrid_engine.errors import shortened
 from hybrid_engine.models.blocks import (
     attention_rules,
     attention_shapes,
@@ -26,6 +26,7 @@ from hybrid_engine.models.blocks import (
     norm_shapes,
     outer_rules,
 )
+from hybrid_engine.models.config_json import dims_of
 from hybrid_engine.models.table import Extras, ModelDims, ModelTable, RotaryScaling, Serving
 from hybrid_engine.records.regions import Shapes
 
@@ -158,17 +159,6 @@ def gemma3(config: Any) -> ModelTable:
     return _gemma_table(config, extras, qk_norm=True)
 
 
-def gemma_relations(config: Any) -> Violations:
-    """Yield a violation if the config asks for another attention than vLLM computes."""
-    if config.use_bidirectional_attention:
-        yield Violation(
-            "use_bidirectional_attention",
-            "is true, but vLLM computes causal attention only",
-            "Set it to false, or name another model",
-            code="unsupported-value",
-        )
-
-
 def _gemma_table(config: Any, extras: Extras, *, qk_norm: bool) -> ModelTable:
     """Return the table of a Gemma.
 
@@ -213,18 +203,7 @@ def family_table(
         transformer: additional or changed settings of TransformerConfig.
         gpt: additional or changed settings of GPTModel.
     """
-    dims = ModelDims(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        # Without the key, every head has separate keys and values.
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        tied_embeddings=config.tie_word_embeddings,
-    )
+    dims = dims_of(config, tied_embeddings=config.tie_word_embeddings)
     gpt_settings = {
         "position_embedding_type": "rope",
         "rotary_base": rope_of(config)["rope_theta"],

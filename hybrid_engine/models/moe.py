@@ -70,7 +70,7 @@ def qwen3_moe(config: Any) -> ModelTable:
     experts = Experts(config.num_experts, config.moe_intermediate_size, config.num_experts_per_tok)
     # transformers masks all layers alike and ignores layer_types and max_window_layers.
     windows = (config.sliding_window,) * config.num_hidden_layers
-    return _qwen_table(config, qwen3_traits(config), experts, windows)
+    return _table_of(config, qwen3_traits(config), experts, windows)
 
 
 def qwen2_moe(config: Any) -> ModelTable:
@@ -86,7 +86,7 @@ def qwen2_moe(config: Any) -> ModelTable:
     # By the defaults of transformers, windows are in every second layer below max_window_layers. In
     # the dense Qwen2 they are in all layers from there on.
     traits = Traits(qkv_bias=config.qkv_bias)
-    return _qwen_table(config, traits, experts, windows_by_kind(config))
+    return _table_of(config, traits, experts, windows_by_kind(config))
 
 
 def mixtral(config: Any) -> ModelTable:
@@ -97,28 +97,27 @@ def mixtral(config: Any) -> ModelTable:
         config.num_experts_per_tok,
         **MIXTRAL,
     )
-    num_layers = config.num_hidden_layers
-    window = config.sliding_window
-    extras = Extras(windows=(window,) * num_layers) if window else Extras()
-    table = family_table(config, Traits(), extras)
-    return with_experts(table, Traits(), experts, [True] * num_layers, normalized=True)
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return _table_of(config, Traits(), experts, windows)
 
 
-def _qwen_table(
+def _table_of(
     config: Any,
     traits: Traits,
     experts: Experts,
     windows: tuple[int | None, ...],
 ) -> ModelTable:
-    """Return the table of Qwen with experts."""
-    step = config.decoder_sparse_step
+    """Return the table of a config; without Qwen's keys all layers have normalized experts."""
+    step = getattr(config, "decoder_sparse_step", 1)
+    dense = getattr(config, "mlp_only_layers", ())
     sparse = [
-        (layer + 1) % step == 0 and layer not in config.mlp_only_layers
-        for layer in range(config.num_hidden_layers)
+        (layer + 1) % step == 0 and layer not in dense for layer in range(config.num_hidden_layers)
     ]
     extras = Extras(windows=windows) if any(windows) else Extras()
     table = family_table(config, traits, extras)
-    return with_experts(table, traits, experts, sparse, normalized=config.norm_topk_prob)
+    return with_experts(
+        table, traits, experts, sparse, normalized=getattr(config, "norm_topk_prob", True)
+    )
 
 
 def with_experts(
