@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, replace
@@ -37,7 +36,9 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import AnySampling
 
 _MOST_REQUESTS = 256
-"""Maximum number of concurrent requests to a server. vLLM queues those above its max_num_seqs."""
+"""Maximum number of concurrent requests of a rank, or of conversations to each server.
+
+vLLM queues those above its max_num_seqs."""
 
 
 class ServedInference(CompletingEngine):
@@ -193,22 +194,21 @@ class ServedDrawing(Drawing):
         self, engine: ServedInference, prompts: TokenIds, requests: Sequence[Request], data: Data
     ) -> None:
         super().__init__(engine, prompts, requests, data)
-        self._waiting = deque(enumerate(self.share))
+        self._waiting = enumerate(self.share)
+        self._is_cancelled = False
         self._rows: dict[int, list[Completion]] = {}
         self.ended_at = time.perf_counter()
         # Not an executor: it would be joined when the wait is interrupted, and a server that does
         # not respond would block that forever.
-        num_threads = min(len(self.share), engine.most_requests)
+        num_threads = min(len(self.share), _MOST_REQUESTS)
         self._threads = [in_background(self._work, "completions") for _ in range(num_threads)]
         for thread in self._threads:
             thread.add_done_callback(self._note_end)
 
     def _work(self) -> None:
         """Make requests until none is left; one of several threads."""
-        while self._waiting:
-            try:
-                number, request = self._waiting.popleft()
-            except IndexError:  # another thread took the last one
+        for number, request in self._waiting:  # each request goes to one of the threads
+            if self._is_cancelled:
                 return
             try:
                 (self._rows[number],) = self.engine.complete([request])
@@ -226,7 +226,7 @@ class ServedDrawing(Drawing):
 
     def cancel(self) -> None:
         """Make no more requests. Not collective."""
-        self._waiting.clear()
+        self._is_cancelled = True
 
     def completed(self) -> Completions:
         """Wait for the completions of this rank's share."""
