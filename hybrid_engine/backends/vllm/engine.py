@@ -590,12 +590,8 @@ class InferenceEngine(CompletingEngine):
         """
         from vllm import SamplingParams
 
-        self.check_prompts(token_ids, 1)
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False
-        )
-        requests = self.requests_of(token_ids, [params] * len(token_ids), lora)
-        return [completion for (completion,) in self.complete(requests)]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs)
+        return [completion for (completion,) in self.generate(token_ids, params, lora)]
 
     def check_prompts(self, prompts: TokenIds, max_tokens: int | Sequence[int]) -> None:
         """See the base class."""
