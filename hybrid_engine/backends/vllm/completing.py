@@ -154,13 +154,16 @@ class CompletingEngine(ABC):
         with self.job.agreement.phase("checking prompts"):
             check_data(data)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
-            samplings = asked_for(sampling, len(token_ids), self.params_of)
+            num = len(token_ids)
+            # Also of a rank without prompts the shared one is checked, and compared.
+            samplings = asked_for(sampling, num if is_list else num or 1, self.params_of)
+            compared = samplings if is_list else samplings[:1]
+            settings = encode((data, "a list" if is_list and data == "local" else compared))
+            samplings = samplings[:num]
             self.check_prompts(token_ids, [params.max_tokens or 1 for params in samplings])
             faults = list(image_faults(token_ids, self.placeholders, self.no_images))
             if faults:
                 raise ArgumentError(faults)
-            compared = "a list" if is_list and data == "local" else sampling
-            settings = encode((data, compared))
         # First, because ranks with different arguments would wait for different collectives.
         self._require_same(settings, token_ids if data == "global" else (), data)
         if is_list or getattr(sampling, "seed", None) is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from hybrid_engine.backends.vllm import internals
@@ -143,6 +144,9 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
         if violations:
             raise ArgumentError(violations)
         params = sampling.clone()
+        for name in params.__struct_fields__:
+            if isinstance(value := getattr(params, name), np.generic):
+                setattr(params, name, value.item())  # messages have Python's numbers
         # `Completion.text` makes the same text, unless these change it or stop strings need it.
         is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
         params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
