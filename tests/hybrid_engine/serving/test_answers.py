@@ -273,6 +273,11 @@ def exchange_in_parts() -> Completions:
     sampling = Sampling(max_tokens=max(LENGTHS), logprobs=False)
     with mock.patch.object(rank_tree, "_PART", 1000):
         completions = inference.generate_over_replicas([[length] for length in LENGTHS], sampling)
+    own = [[2 + dist.get_rank()]]
+    with pytest.raises(ArgumentError, check=has_violations(("data", "ranks-differ"))):
+        inference.generate_over_replicas(own, sampling)
+    ((completion,),) = inference.generate_over_replicas(own, sampling, data="local")
+    assert len(completion.token_ids) == own[0][0]
     dist.destroy_process_group()
     return completions
 
