@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -10,6 +11,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run a command. Ctrl-C ends it with one line, while modules are imported too."""
+    # `plan` has transformers read a config.json, which needs no torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from hybrid_engine.tools.cli import app
 
