@@ -34,6 +34,7 @@ from hybrid_engine.models.blocks import (
     output_rules,
 )
 from hybrid_engine.models.config_json import dims_of, missing
+from hybrid_engine.models.llama import decoder_settings
 from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes
 from hybrid_engine.models.packing import Replicated, Split
 from hybrid_engine.models.table import (
@@ -148,6 +149,7 @@ def _table(
         prefix = LAYER.format(layer=layer)
         copies[prefix + "embed_tokens.weight"] = EMBEDDING
         copies[prefix + "shared_head.head.weight"] = EMBEDDING if dims.tied_embeddings else HEAD
+    shapes = _shapes(config, dims, experts, sparse)
     extras = Extras()
     if num_groups > 1:
         routing = {
@@ -166,7 +168,7 @@ def _table(
             *expert_rules(experts),
             *_mtp_rules(),
         ),
-        shapes=_shapes(config, dims, experts, sparse),
+        shapes=shapes,
         transformer={
             **_transformer(config, dims),
             **expert_settings(experts, sparse),
@@ -178,7 +180,7 @@ def _table(
         copies=copies,
         unserved=tuple(LAYER.format(layer=layer) for layer in mtp_layers),
         serving=Serving(whole_shared_experts=True),
-        dtypes=_bias_dtypes(experts, sparse, mtp_layers),
+        dtypes={name: "float32" for name in shapes if experts.bias and name.endswith(experts.bias)},
         not_built=(*not_built, *_not_built(config)),
     )
 
@@ -263,17 +265,6 @@ def _attention_shapes(config: Any, dims: ModelDims) -> Shapes:
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
-def _bias_dtypes(experts: Experts, sparse: list[bool], mtp_layers: range) -> dict[str, str]:
-    """Return the dtypes of the routers' biases, which are float32 regardless of the weights."""
-    if not experts.bias:
-        return {}
-    layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
-    # The transformer layer of every MTP layer has experts.
-    layers += mtp_layers
-    pattern = LAYER + experts.block + experts.bias
-    return {pattern.format(layer=layer): "float32" for layer in layers}
-
-
 def _transformer(config: Any, dims: ModelDims) -> dict[str, Any]:
     """Return the settings of MLATransformerConfig (see `ModelTable.transformer`).
 
@@ -281,11 +272,8 @@ def _transformer(config: Any, dims: ModelDims) -> dict[str, Any]:
     use 1e-6.
     """
     return {
+        **decoder_settings(config, dims),
         "multi_latent_attention": True,
-        "num_layers": dims.num_layers,
-        "hidden_size": dims.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": dims.num_heads,
         "kv_channels": config.v_head_dim,
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
@@ -293,10 +281,6 @@ def _transformer(config: Any, dims: ModelDims) -> dict[str, Any]:
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         **_rotary(config),
-        "layernorm_epsilon": config.rms_norm_eps,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": "silu",
         "add_bias_linear": False,
         "qk_layernorm": True,
     }

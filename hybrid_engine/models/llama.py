@@ -289,20 +289,27 @@ def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None)
     return {**attention, **norms, **mlp}
 
 
-def _transformer(config: Any, dims: ModelDims, traits: Traits) -> dict[str, Any]:
-    """Return the settings of TransformerConfig (see `ModelTable.transformer`)."""
+def decoder_settings(config: Any, dims: ModelDims) -> dict[str, Any]:
+    """Return the settings of TransformerConfig that any decoder with RMSNorm and gates has."""
     return {
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
-        "ffn_hidden_size": dims.ffn_hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": dims.num_heads,
-        "num_query_groups": dims.num_kv_heads,
-        "kv_channels": dims.head_dim,
         "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         # None for an activation that `_not_built` reports.
         "activation_func": ACTIVATIONS.get(_activation(config)),
+    }
+
+
+def _transformer(config: Any, dims: ModelDims, traits: Traits) -> dict[str, Any]:
+    """Return the settings of TransformerConfig (see `ModelTable.transformer`)."""
+    return {
+        **decoder_settings(config, dims),
+        "num_query_groups": dims.num_kv_heads,
+        "kv_channels": dims.head_dim,
         # One switch for the biases of output projection and MLP.
         "add_bias_linear": traits.output_bias or traits.mlp_bias,
         "add_qkv_bias": traits.qkv_bias,

@@ -19,6 +19,7 @@ from hybrid_engine.models.blocks import (
     mlp_shapes,
     model_shapes,
 )
+from hybrid_engine.models.config_json import dims_of
 from hybrid_engine.models.llama import (
     Traits,
     family_table,
@@ -107,47 +108,30 @@ def _table_of(
     experts: Experts,
     windows: tuple[int | None, ...],
 ) -> ModelTable:
-    """Return the table of a config; without Qwen's keys all layers have normalized experts."""
-    step = getattr(config, "decoder_sparse_step", 1)
-    dense = getattr(config, "mlp_only_layers", ())
-    sparse = [
-        (layer + 1) % step == 0 and layer not in dense for layer in range(config.num_hidden_layers)
-    ]
-    extras = Extras(windows=windows) if any(windows) else Extras()
-    table = family_table(config, traits, extras)
-    return with_experts(
-        table, traits, experts, sparse, normalized=getattr(config, "norm_topk_prob", True)
-    )
-
-
-def with_experts(
-    dense: ModelTable,
-    traits: Traits,
-    experts: Experts,
-    sparse: Sequence[bool],
-    *,
-    normalized: bool,
-) -> ModelTable:
     """Return the table of a Llama-like model with experts instead of the MLP in some layers.
 
+    Without Qwen's keys all layers have experts, and the probabilities of a token's experts are
+    scaled to sum to 1. Otherwise they may come from the softmax over all experts unchanged.
+
     Args:
-        dense: the model with an MLP in every layer.
-        traits: traits of `dense`.
+        config: object of transformers' class.
+        traits: differences from Llama.
         experts: the experts of a layer.
-        sparse: for each layer, True if it has experts.
-        normalized: True if the probabilities of a token's experts are scaled to sum to 1, False if
-            they come from the softmax over all experts unchanged.
+        windows: `Extras.windows`, or None for all layers.
     """
-    # A model without a dense layer has no intermediate size of dense layers.
-    dims = replace(
-        dense.dims,
-        ffn_hidden_size=0 if all(sparse) else dense.dims.ffn_hidden_size,
-        num_experts=experts.num,
-    )
+    step = getattr(config, "decoder_sparse_step", 1)
+    without = getattr(config, "mlp_only_layers", ())
+    is_normalized = getattr(config, "norm_topk_prob", True)
+    layers = range(config.num_hidden_layers)
+    sparse = [(layer + 1) % step == 0 and layer not in without for layer in layers]
+    extras = Extras(windows=windows) if any(windows) else Extras()
+    dense = family_table(config, traits, extras)
+    with_experts = [layer for layer in layers if sparse[layer]]
+    dims = dims_of(config, with_experts, tied_embeddings=config.tie_word_embeddings)
     sparse_mlp = expert_shapes(experts, dims.hidden_size)
 
     not_built = dense.not_built
-    if experts.top_k == 1 and normalized:
+    if experts.top_k == 1 and is_normalized:
         # The probability is constant, so the router has no gradient.
         not_built += ("one expert per token with probability 1, which trains no router",)
 
@@ -162,7 +146,7 @@ def with_experts(
         transformer={
             **dense.transformer,
             **expert_settings(experts, sparse),
-            "moe_router_pre_softmax": not normalized,
+            "moe_router_pre_softmax": not is_normalized,
         },
         serving=Serving(ends_on_every_stage=True),
         not_built=not_built,
