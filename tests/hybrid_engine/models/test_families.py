@@ -1,4 +1,4 @@
-"""Tables of the families against transformers: checkpoints, old and new configs, sizes."""
+"""Tables of the families against transformers: checkpoints, settings, sizes."""
 
 from __future__ import annotations
 
@@ -80,71 +80,45 @@ def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: Valu
     assert len(table.not_built) == (in_attention != config.get("mlp_bias", False))
 
 
-# name -> (architecture, keys written by transformers 4, the same written by transformers 5)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-BOTH_VERSIONS: dict[str, tuple[str, Values, Values]] = {
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+# name -> architecture, keys of config.json, settings that must follow from them
+SETTINGS: dict[str, tuple[str, Values, Values]] = {
     "llama 3.1": (
         "LlamaForCausalLM",
         {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rotary_scaling": RotaryScaling("llama3", 8.0, 1.0, 4.0, 16), "rotary_base": 5e5},
     ),
     "llama, linear, by the old name of the type": (
         "LlamaForCausalLM",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_base": 1e4},
     ),
-    "qwen2": ("Qwen2ForCausalLM", WINDOWS, {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"]}),
-    "glm": (
-        "GlmForCausalLM",
-        {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-    ),
+    "qwen2": ("Qwen2ForCausalLM", WINDOWS, {"windows": (None, 4)}),
+    "glm": ("GlmForCausalLM", {"partial_rotary_factor": 0.25}, {"rotary_percent": 0.25}),
     "gemma2": (
         "Gemma2ForCausalLM",
-        {"rope_theta": 1e4},
-        {
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            "tie_word_embeddings": True,
-        },
+        {},
+        {"windows": (4096, None), "attention_softcap": 50.0, "activation_func": "gelu_tanh"},
     ),
     "gemma3": (
         "Gemma3ForCausalLM",
+        {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR, "sliding_window_pattern": 2},
         {
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 2e4,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            "sliding_window_pattern": 2,
-        },
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-            },
-            "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
+            **{"rotary_base": 2e6, "window_rotary_base": 2e4, "rotary_scaling": RotaryScaling("linear", 8.0)},
+            "windows": (4096, None),
         },
     ),
 }
-# Settings that both spellings must result in.
-EXPECTED: dict[str, Values] = {
-    "llama 3.1": {"rotary_scaling": RotaryScaling("llama3", 8.0, 1.0, 4.0, 16), "rotary_base": 5e5},
-    "llama, linear, by the old name of the type": {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_base": 1e4},
-    "qwen2": {"windows": (None, 4)},
-    "glm": {"rotary_percent": 0.25},
-    "gemma2": {"windows": (4096, None), "attention_softcap": 50.0, "activation_func": "gelu_tanh"},
-    "gemma3": {"rotary_base": 1e6, "window_rotary_base": 2e4, "rotary_scaling": RotaryScaling("linear", 8.0)},
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOTH_VERSIONS)
-def test_configs_of_transformers_4_and_5_give_the_same_table(name: str) -> None:
-    architecture, *spellings = BOTH_VERSIONS[name]
-    old, new = (table_for({"architectures": [architecture], **SIZES, **keys}) for keys in spellings)
-    assert old == new
-    assert old.not_built == ()
-    extras = {field.name: getattr(old.extras, field.name) for field in fields(old.extras)}
-    assert {**old.transformer, **old.gpt, **extras}.items() >= EXPECTED[name].items()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_follow_from_config_json(name: str) -> None:
+    architecture, keys, expected = SETTINGS[name]
+    table = table_for({"architectures": [architecture], **SIZES, **keys})
+    assert table.not_built == ()
+    extras = {field.name: getattr(table.extras, field.name) for field in fields(table.extras)}
+    assert {**table.transformer, **table.gpt, **extras}.items() >= expected.items()
 
 
 def test_windows_that_are_off_are_ignored() -> None:
