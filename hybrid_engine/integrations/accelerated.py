@@ -59,10 +59,7 @@ def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None
 
 
 def request_outputs(
-    engine: HybridEngine,
-    prompts: Sequence[Mapping[str, Any]],
-    params: Any,
-    violations: Sequence[Violation] = (),
+    engine: HybridEngine, prompts: Sequence[Mapping[str, Any]], samplings: Sequence[Any]
 ) -> list[SimpleNamespace]:
     """Complete this rank's prompts, and return the part of vLLM's `RequestOutput` that is read.
 
@@ -70,28 +67,24 @@ def request_outputs(
 
     Args:
         prompts: vLLM's prompts, with `prompt_token_ids`; any number of them.
-        params: `vllm.SamplingParams`, the same on every rank.
-        violations: problems of this rank.
+        samplings: `vllm.SamplingParams` of each prompt.
 
     Raises:
-        ConfigError: there are violations, or prompts with images, on this rank.
-        RemoteError: there are some on another rank.
+        ConfigError: prompts of this rank have images.
+        RemoteError: those of another rank do.
     """
     with engine.job.agreement.phase("looking at prompts"):
-        violations = list(violations)
         if any("multi_modal_data" in prompt for prompt in prompts):
             problem = "has images"
             remedy = "Use texts: only models of text are resharded"
-            violations.append(Violation("dataset", problem, remedy, code="not-supported"))
-        if violations:
-            raise ConfigError(violations)
+            raise ConfigError([Violation("dataset", problem, remedy, code="not-supported")])
     token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
-    groups = engine.generate_sequences(token_ids, params, data="local")
-    has_logprobs = params.logprobs is not None
+    # A list, because ranks may have different parameters, or no prompts.
+    groups = engine.generate_sequences(token_ids, list(samplings), data="local")
     outputs = []
-    for prompt, group in zip(token_ids, groups, strict=True):
+    for prompt, params, group in zip(token_ids, samplings, groups, strict=True):
         completions = [
-            _completion_output(index, completion, has_logprobs)
+            _completion_output(index, completion, params.logprobs is not None)
             for index, completion in enumerate(group)
         ]
         outputs.append(SimpleNamespace(prompt_token_ids=prompt, outputs=completions))

@@ -184,7 +184,6 @@ class _RequestQueue:
     def __init__(self, engine: Callable[[], HybridEngine]) -> None:
         self._engine = engine
         self._requests: list[tuple[str, Mapping[str, Any], Any]] = []
-        self._params: Any = None
         self._is_completed = False
 
     def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
@@ -200,27 +199,8 @@ class _RequestQueue:
         """Return the outputs of all requests of this rank. Collective."""
         requests = self._requests
         self._requests = []
-        # In a later turn a rank may have no requests, but needs the parameters all the same.
-        if requests:
-            self._params = requests[0][2]
-        limits = sorted({params.max_tokens for _, _, params in requests})
-        violations = []
-        if self._params is None:
-            problem = "this rank has none in the first rollout"
-            remedy = "Give each rank some"
-            violations.append(Violation("prompts", problem, remedy, code="no-prompts"))
-        # All ranks must pass the same parameters to the engine.
-        if any(params != self._params for _, _, params in requests):
-            problem = f"requests of one rollout differ: max_tokens {', '.join(map(str, limits))}"
-            remedy = (
-                "Set it to the longest prompt plus max_completion_length; "
-                "completion_length_limit_scope: per_round"
-            )
-            violations.append(
-                Violation("vllm_max_model_len", problem, remedy, code="different-requests")
-            )
         prompts = [prompt for _, prompt, _ in requests]
-        outputs = request_outputs(self._engine(), prompts, self._params, violations)
+        outputs = request_outputs(self._engine(), prompts, [params for *_, params in requests])
         for (request_id, _, _), output in zip(requests, outputs, strict=True):
             output.request_id = request_id
             output.finished = True

@@ -118,7 +118,8 @@ class _ColocatedLlm:
         """Complete this rank's prompts, and bring training state back. Collective."""
         engine = self._built_engine()
         with engine.rollout_context():
-            outputs: list[Any] = request_outputs(engine, prompts, sampling_params)
+            samplings = [sampling_params] * len(prompts)
+            outputs: list[Any] = request_outputs(engine, prompts, samplings)
         engine.sharding.enter(State.TRAIN)
         return outputs
 

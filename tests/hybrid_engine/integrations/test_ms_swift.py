@@ -282,27 +282,21 @@ def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatc
         ours.install()
 
 
-def test_requests_of_a_rollout_must_have_equal_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_rollout_may_have_different_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def request_outputs(engine: Any, prompts: Any, params: Any, violations: Any) -> list[Any]:
-        calls.append((prompts, params, [(violation.key, violation.code) for violation in violations]))
+    def request_outputs(engine: Any, prompts: Any, samplings: Any) -> list[Any]:
+        calls.append((prompts, samplings))
         return [SimpleNamespace() for _ in prompts]
 
     monkeypatch.setattr(ours, "request_outputs", request_outputs)
     requests = ours._RequestQueue(lambda: None)  # type: ignore[arg-type,return-value]
-    parameters = SimpleNamespace(max_tokens=8)
-    for request_id in ("0", "1"):
-        requests.add_request(request_id, {"prompt_token_ids": [int(request_id)]}, parameters)
+    prompts = [{"prompt_token_ids": [number]} for number in (0, 1)]
+    for number in (0, 1):
+        requests.add_request(str(number), prompts[number], number)
     turns = []
     for _ in range(2):  # the second without a request on this rank
         while requests.has_unfinished_requests():
             turns.append([(output.request_id, output.finished) for output in requests.step()])
     assert turns == [[("0", True), ("1", True)], []]
-    assert calls[1] == ([], parameters, [])
-    for number in (3, 8):
-        requests.add_request(str(number), {"prompt_token_ids": [1]}, SimpleNamespace(max_tokens=number))
-    requests.step()
-    assert calls[2][2] == [("vllm_max_model_len", "different-requests")]
-    ours._RequestQueue(lambda: None).step()  # type: ignore[arg-type,return-value]
-    assert calls[3][2] == [("prompts", "no-prompts")], "reported by all ranks, before a collective"
+    assert calls == [(prompts, [0, 1]), ([], [])]

@@ -360,7 +360,7 @@ def images_of_rank_1() -> tuple[str, list[tuple[str, str]], str]:
     with closing(Job.join(60.0)) as job:
         prompts = [{"prompt_token_ids": [1], **({"multi_modal_data": {}} if job.rank == 1 else {})}]
         try:
-            accelerated.request_outputs(SimpleNamespace(job=job), prompts, None)  # type: ignore[arg-type]
+            accelerated.request_outputs(SimpleNamespace(job=job), prompts, [None])  # type: ignore[arg-type]
         except HybridEngineError as error:
             return type(error).__name__, violations_of(error), str(error)
     return "", [], ""
