@@ -78,16 +78,7 @@ class RolloutEngine(ScriptEngine):
             reports = [report for report in self._reports if report is not None]
             self._journal.record(self._script.args.curr_iteration, reports, ())
 
-    def complete(
-        self,
-        prompt: list[int],
-        *,
-        end_token: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-    ) -> Completion:
+    def complete(self, prompt: list[int], **sampling: Any) -> Completion:
         """Draw one completion, on this rank only.
 
         Raises:
@@ -95,20 +86,12 @@ class RolloutEngine(ScriptEngine):
             GenerationError: vLLM failed.
             ServerError: the server cannot be reached, or refused the call.
         """
-        if max_tokens < 1:
+        if sampling["max_tokens"] < 1:
             problem = f"{len(prompt)} tokens, which leaves none to draw"
             remedy = "Raise --inference-max-seq-length"
             raise ArgumentError([Violation("prompt", problem, remedy, code="prompt-too-long")])
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            # Megatron knows only its tokenizer's end token. config.json may list others.
-            stop_token_ids=(end_token,),
-            ignore_eos=True,
-        )
-        return cast("ServedInference", self.inference).complete_one(prompt, sampling)
+        served = cast("ServedInference", self.inference)
+        return served.complete_one(prompt, Sampling(**sampling))
 
     def end(self) -> None:
         """End the transports and our process groups; servers and Megatron's groups stay.

@@ -63,17 +63,10 @@ class Rollouts(Protocol):
     def withdraw(self) -> None:
         """Bring training state back."""
 
-    def complete(
-        self,
-        prompt: list[int],
-        *,
-        end_token: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-    ) -> Any:
+    def complete(self, prompt: list[int], **sampling: Any) -> Any:
         """Generate a completion of `prompt`, a list of token ids. Blocks; callable from any thread.
+
+        `sampling`: values of a `Sampling`.
 
         Returns an object with `token_ids`, including the end token if it was generated, `logprobs`
         of each token, and `finish_reason`, "stop" or "length".
@@ -150,11 +143,13 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         complete = functools.partial(
             self._rollouts.complete,
             prompt,
-            end_token=tokenizer.eod,
             max_tokens=max_length - len(prompt),
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=sampling.top_p or 1.0,
             top_k=max(sampling.top_k or 0, 0),
+            # Megatron knows only its tokenizer's end token. config.json may list others.
+            stop_token_ids=(tokenizer.eod,),
+            ignore_eos=True,
         )
         try:
             async with self._requests:

@@ -388,9 +388,9 @@ def test_a_chat_is_tokenized_and_a_completion_returned(interface: Any) -> None:
         return await server.base_generate(request_for("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99))
 
     response = asyncio.run(run()).model_dump()
-    assert engine.calls == [
-        ([1, 97, 98], {"end_token": 0, "max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0})
-    ]
+    # The model's end token in config.json is ignored.
+    ends = {"stop_token_ids": (0,), "ignore_eos": True}
+    assert engine.calls == [([1, 97, 98], {"max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0, **ends})]
     assert response == {
         "response": {"role": "assistant", "content": "hi"},
         "raw_text": "\x01abhi",
@@ -442,13 +442,11 @@ def test_ranks_synchronize_while_the_first_generates(interface: Any, monkeypatch
     assert other.calls == ["publish", *["meet False"] * 3, "withdraw", "end"]
 
 
-def test_only_megatrons_end_token_ends_a_completion() -> None:
-    """The model's end token in config.json is ignored. A prompt that leaves no room is an error."""
+def test_a_prompt_that_leaves_no_room_is_an_error() -> None:
     engine = RolloutEngine.__new__(RolloutEngine)
     calls = []
     engine.inference = SimpleNamespace(complete_one=lambda *arguments: calls.append(arguments))
-    engine.complete([5, 6], end_token=9, max_tokens=3, temperature=0.5, top_p=0.9, top_k=4)
-    ends = {"stop_token_ids": (9,), "ignore_eos": True}
-    assert calls == [([5, 6], Sampling(temperature=0.5, top_p=0.9, top_k=4, max_tokens=3, **ends))]
+    engine.complete([5, 6], max_tokens=3, top_p=0.9)
+    assert calls == [([5, 6], Sampling(max_tokens=3, top_p=0.9))]
     with pytest.raises(ArgumentError, check=has_violation("prompt", "prompt-too-long", "2 tokens")):
-        engine.complete([5, 6], end_token=9, max_tokens=0, temperature=1.0, top_p=1.0, top_k=0)
+        engine.complete([5, 6], max_tokens=0)
