@@ -93,7 +93,7 @@ class Expected:
         max_tokens: maximum number of tokens per completion.
         vocab_size: exclusive upper bound of token ids.
         has_logprobs: the request asked for log-probabilities.
-        weights: requested job and version; None: any.
+        weights: requested job, and version of it.
     """
 
     prompt: list[int]
@@ -101,7 +101,7 @@ class Expected:
     max_tokens: int
     vocab_size: int
     has_logprobs: bool
-    weights: DrawnWith | None
+    weights: DrawnWith
 
 
 def checked_choices(answer: object, expected: Expected) -> list[Choice]:
@@ -174,30 +174,23 @@ def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
     above = [value for value in choice.log_probs if _ROUNDING < value < math.inf]
     if above:
         yield f"{place}: a log-probability is {max(above)}, above 0"
-    if expected.weights is not None:
-        yield from _other_weights(choice, expected.weights)
+    wanted = expected.weights
+    if not _has_weights(choice, wanted):
+        known = "" if wanted.version is not None else "; each token's is known from vLLM 0.32 on"
+        drawn = shortened(choice.hybrid_engine)
+        yield f"{place} was drawn with {drawn}, not with {wanted}{known}"
 
 
-def _other_weights(choice: Choice, wanted: DrawnWith) -> Iterator[str]:
-    """Yield a problem unless the choice was generated with the requested weights."""
+def _has_weights(choice: Choice, wanted: DrawnWith) -> bool:
+    """Return whether the requested weights drew a choice."""
     drawn = choice.hybrid_engine
-    place = f"choice {choice.index}"
-    if drawn is None:
-        yield f"{place} does not report its weights, but the request asked for {wanted}"
-    elif wanted.version is not None:
-        if (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
-            versions = first_of(drawn.versions, 3)
-            source = f"version {versions} of job {drawn.job}"
-            yield f"{place} was generated with {source}, not with {wanted}"
-    # Any version of the requested job will do, but each token must have one.
-    elif drawn.job != wanted.job:
-        yield f"{place} was generated with weights of job {drawn.job}, not with {wanted}"
-    elif drawn.spans is None:
-        yield f"{place} does not report the version of each token, as vLLM 0.32 and later do"
-    else:
-        ends = [0, *(end for _, _, end in drawn.spans)]
-        are_numbers = all(version.isdecimal() for version, _, _ in drawn.spans)
-        is_whole = ends == [*(start for _, start, _ in drawn.spans), len(choice.token_ids)]
-        if not (are_numbers and is_whole and ends == sorted(ends)):
-            shown = shortened(drawn.spans)
-            yield f"{place} has {len(choice.token_ids)} tokens, but versions of {shown}"
+    if drawn is None or drawn.job != wanted.job:
+        return False
+    if wanted.version is not None:
+        return drawn.versions == [str(wanted.version)]
+    # Any version of the job will do, but each token must have one.
+    spans = drawn.spans or []
+    ends = [0, *(end for _, _, end in spans)]
+    is_whole = ends == [*(start for _, start, _ in spans), len(choice.token_ids)]
+    are_numbers = all(version.isdecimal() for version, _, _ in spans)
+    return are_numbers and is_whole and ends == sorted(ends)

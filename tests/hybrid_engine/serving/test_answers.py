@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +207,30 @@ def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], na
     body, key = server.requests[-1]
     assert body["vllm_xargs"] == {JOB: WEIGHTS.job, VERSION: "3"}
     assert key is None
+
+
+@pytest.mark.parametrize(
+    ("spans", "versions"),
+    [
+        ([("3", 0, 2)], (3, 3)),
+        ([("3", 0, 1), ("4", 1, 2)], (3, 4)),
+        *(
+            (spans, None)
+            for spans in (None, [], [("3", 0, 1)], [("3", 1, 2)], [("3", 0, 2), ("4", 1, 2)], [("x", 0, 2)])
+        ),
+    ],
+    ids=str,
+)
+def test_each_token_has_a_version_of_the_job(
+    served: tuple[ServedInference, Server], spans: Any, versions: tuple[int, ...] | None
+) -> None:
+    inference, server = served
+    server.status = 200
+    server.headers = {}
+    request = Request.of(PROMPTS[0], Sampling(max_tokens=MAX_TOKENS), weights=DrawnWith(job=WEIGHTS.job, version=None))
+    server.body = response(choice(hybrid_engine={"job": WEIGHTS.job, "spans": spans}))
+    with nullcontext() if versions else pytest.raises(ServerError, match="not with any version of job"):
+        assert inference.answer(request).versions == versions
 
 
 def test_prompts_with_images_are_refused(served: tuple[ServedInference, Server]) -> None:
