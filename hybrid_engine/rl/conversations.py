@@ -142,14 +142,17 @@ class Conversations:
     ) -> None:
         from hybrid_engine.backends.vllm.requests import with_values
 
-        samplings = _checked(engine, prompts, sampling, max_tokens_per_turn, chat)
+        with engine.job.agreement.phase("checking a conversation"):
+            violations = [*_violations(prompts, sampling, max_tokens_per_turn, chat)]
+            if violations:
+                raise ArgumentError(violations)
         engine.sharding.require_drawing()
         self._job = engine.job
         self._inference = inference = engine.inference
         self._lora = engine.adapter
         first_prompts = [prompt_of(prompt) for prompt in prompts]
         # A later turn may use all of max_tokens: room for them is checked now.
-        token_ids, seeded = inference.prepare(first_prompts, samplings, chat=chat)
+        token_ids, seeded = inference.prepare(first_prompts, sampling, chat=chat)
         with self._job.agreement.phase("looking for weights"):
             self._weights = inference.weights(goes_on=goes_on)
         self._max_tokens_per_turn = max_tokens_per_turn
@@ -346,39 +349,34 @@ class Conversations:
             yield
 
 
-def _checked(
-    engine: HybridEngine,
+def _violations(
     prompts: Sequence[Any],
     sampling: Samplings,
     max_tokens_per_turn: int | None,
     chat: Mapping[str, Any],
-) -> Sequence[Any]:
-    """Return the sampling of each prompt. Collective; raises ArgumentError."""
-    from hybrid_engine.backends.vllm.requests import asked_for
-
-    with engine.job.agreement.phase("checking a conversation"):
-        own_arguments = ("environment", "sampling", "max_tokens_per_turn", "names")
-        violations = [*unknown_arguments(chat, own_arguments)]
-        if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-            problem = f"got {shortened(prompts)}"
-            remedy = "Pass a list of prompts"
-            violations.append(Violation("prompts", problem, remedy, code="not-a-list"))
-        if max_tokens_per_turn is not None:
-            remedy = "Pass a number of tokens, at least 1"
-            violations += required_whole(
-                max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1
-            )
-        if violations:
-            raise ArgumentError(violations)
-        samplings = asked_for(sampling, len(prompts), _require_bound)
-        # Later turns begin with token ids, which have no images.
-        pictured = [index for index, prompt in enumerate(prompts) if _has_images(prompt)]
-        if pictured:
-            key = f"prompts[{pictured[0]}]"
+) -> Violations:
+    own_arguments = ("environment", "sampling", "max_tokens_per_turn", "names")
+    yield from unknown_arguments(chat, own_arguments)
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+        problem = f"got {shortened(prompts)}"
+        yield Violation("prompts", problem, "Pass a list of prompts", code="not-a-list")
+        prompts = ()
+    # Later turns begin with token ids, which have no images.
+    for index, prompt in enumerate(prompts):
+        if _has_images(prompt):
             problem = "has images, and conversations are text alone"
             remedy = "Leave the environment out"
-            raise ArgumentError([Violation(key, problem, remedy, code="images-unsupported")])
-    return samplings
+            yield Violation(f"prompts[{index}]", problem, remedy, code="images-unsupported")
+    if max_tokens_per_turn is not None:
+        remedy = "Pass a number of tokens, at least 1"
+        yield from required_whole(max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1)
+    for params in sampling if isinstance(sampling, list | tuple) else [sampling]:
+        if getattr(params, "max_tokens", None) is None:
+            problem = f"got {shortened(params)}"
+            remedy = (
+                "Pass Sampling or vllm.SamplingParams with max_tokens, the conversation's bound"
+            )
+            yield Violation("sampling", problem, remedy, code="unbounded-sampling")
 
 
 def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Violations:
@@ -405,22 +403,3 @@ def _has_images(element: Any) -> bool:
 
     prompt = prompt_of(element)
     return form_of(prompt) == "a chat" and has_images(prompt)
-
-
-def _require_bound(sampling: Any) -> Any:
-    """Return `sampling`, ours or vLLM's. Raises ArgumentError if it has no `max_tokens`.
-
-    Does not import vLLM, which need not be installed here.
-    """
-    from hybrid_engine.backends.vllm import Sampling
-
-    # vLLM's SamplingParams have `clone`.
-    is_sampling = isinstance(sampling, Sampling) or hasattr(sampling, "clone")
-    if is_sampling and getattr(sampling, "max_tokens", None) is not None:
-        return sampling
-    remedy = (
-        "Pass hybrid_engine.Sampling or vllm.SamplingParams, with max_tokens to bound the "
-        "conversation"
-    )
-    problem = f"got {shortened(sampling)}"
-    raise ArgumentError([Violation("sampling", problem, remedy, code="unbounded-sampling")])

@@ -486,8 +486,8 @@ OURS = Sampling(max_tokens=40)
     [
         ({"sampling": Sampling(max_tokens=None)}, ("sampling", "unbounded-sampling", "max_tokens")),
         ({"sampling": None}, ("sampling", "unbounded-sampling", "max_tokens")),
-        ({"sampling": SimpleNamespace(max_tokens=5)}, ("sampling", "unbounded-sampling", "max_tokens")),
-        ({"sampling": [OURS, 5]}, ("sampling[1]", "unbounded-sampling", "5")),
+        ({"sampling": SimpleNamespace(max_tokens=5)}, ("sampling", "wrong-type", "max_tokens")),
+        ({"sampling": [OURS, 5]}, ("sampling", "unbounded-sampling", "5")),
         ({"continue_final_message": True}, ("continue_final_message", "not-supported")),
         ({"tool": []}, ("tool", "unknown-argument", "tools")),
         ({"max_tokens_per_turn": 0}, ("max_tokens_per_turn", "out-of-range", "0")),
