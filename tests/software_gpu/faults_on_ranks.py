@@ -1,6 +1,6 @@
 """Faults of NCCL and deaths of ranks during a switch: two ranks, and the fault on the first.
 
-python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: writes an `Outcome` by rank
+python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: writes an empty file if all was right
 
 Every fault has a separate launch, because most faults end the job.
 """
@@ -8,24 +8,26 @@ Every fault has a separate launch, because most faults end the job.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_engine import HybridEngine
+from hybrid_engine.errors import LostRankError, RemoteError, ReshardError, StateError, TransportError
 from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -42,39 +44,10 @@ SECONDS = 90.0
 TIMEOUT_SECONDS = 8.0
 """`generate_config.timeout_seconds` of the jobs."""
 LATE_SECONDS = 2.0
+SLACK_SECONDS = 10.0
 _SECONDS_TO_END = 10.0
 _FILES_OF_TORCH = ("/memfd:software_gpu.device", "socket:", "pipe:", "anon_inode:")
 _INTERNAL_ERROR, _REMOTE_ERROR = 3, 6  # ncclInternalError, ncclRemoteError
-
-
-@dataclass
-class Outcome:
-    """Outcome of a rank.
-
-    Attributes:
-        errors: type and text of the exception of each step; "" if it passed.
-        seconds: time of each step.
-        state: state of the switch after the fault.
-        is_intact: whether the training weights are bitwise unchanged.
-        left: leftovers of the process after the engine is closed.
-    """
-
-    errors: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    state: str = ""
-    is_intact: bool = False
-    left: dict[str, int] = field(default_factory=dict)
-
-    def step(self, name: str, act: Callable[[], object]) -> bool:
-        """Run a step; return whether it passed."""
-        started = time.monotonic()
-        self.errors[name] = ""
-        try:
-            act()
-        except Exception as error:
-            self.errors[name] = f"{type(error).__name__}: {error}"
-        self.seconds[name] = time.monotonic() - started
-        return not self.errors[name]
 
 
 @dataclass(frozen=True)
@@ -83,11 +56,13 @@ class Fault:
 
     Attributes:
         begin: context in which the fault happens, on the first rank.
+        error: pattern of the first rank's error; "": it dies.
         at_start: whether it happens while the engine is built; otherwise in the third switch.
         generate: keys of `generate_config`.
     """
 
     begin: Callable[[], AbstractContextManager[object]]
+    error: str = ""
     at_start: bool = False
     generate: Mapping[str, Any] = field(default_factory=lambda: {"transport": "collective"})
 
@@ -173,14 +148,23 @@ def importing_from_the_dead() -> Iterator[None]:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "none": Fault(nullcontext),
-    "a send fails": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR)),
-    "a send fails, the other rank is late": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR)),
-    "a later receive fails": Fault(partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR)),
-    "messages fail as they begin": Fault(partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR)),
-    "messages fail on their way": Fault(partial(failing, "ncclSend on its way", first=2, error=_REMOTE_ERROR)),
-    "a communicator is aborted": Fault(aborting_its_communicator),
-    "the first collective fails": Fault(partial(failing_while_gpus_connect, "ncclAllReduce"), at_start=True),
+    "a send fails": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR), "ncclSend fails as a test asked"),
+    "a send fails, the other rank is late": Fault(
+        partial(failing, "ncclSend", error=_INTERNAL_ERROR), "ncclSend fails as a test asked"
+    ),
+    "a later receive fails": Fault(
+        partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR), "ncclRecv fails as a test asked"
+    ),
+    "messages fail as they begin": Fault(
+        partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR), "ncclGroupEnd fails as a test asked"
+    ),
+    "messages fail on their way": Fault(
+        partial(failing, "ncclSend on its way", first=2, error=_REMOTE_ERROR), "ncclRemoteError"
+    ),
+    "a communicator is aborted": Fault(aborting_its_communicator, "communicator was aborted"),
+    "the first collective fails": Fault(
+        partial(failing_while_gpus_connect, "ncclAllReduce"), "ncclAllReduce fails as a test asked", at_start=True
+    ),
     "a rank dies in a bucket": Fault(dying_in_a_bucket),
     "a rank dies before an import": Fault(dying_once_its_descriptors_are_fetched, generate={}),
 }
@@ -191,8 +175,8 @@ SECOND_RANK: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
 """Contexts of the second rank at the same time."""
 
 
-def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
-    """Return the outcomes of both ranks, None if a rank wrote none, and their output."""
+def run_fault(directory: Path, name: str) -> tuple[list[int], str]:
+    """Return the ranks on which all was right, and the output of both."""
     environment = {
         "SMALL_MODEL": str(small_switch.write_model(directory / "model")),
         "PYTHONWARNINGS": "ignore",
@@ -204,8 +188,7 @@ def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
     arguments = ["-m", "tests.software_gpu.faults_on_ranks", str(directory), name]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)
     assert ended.status is not None, f"a hang:\n{ended.output}"
-    paths = [directory / str(rank) for rank in range(2)]
-    return [Outcome(**json.loads(path.read_text())) if path.is_file() else None for path in paths], ended.output
+    return [rank for rank in range(2) if (directory / str(rank)).is_file()], ended.output
 
 
 def left_of(before: Counter[str]) -> Counter[str]:
@@ -229,29 +212,47 @@ def contents(engine: HybridEngine) -> TensorDict:
     return {name: flat.cpu() for name, flat in engine.sharding.training.buffers().items()}
 
 
-def run(fault: Fault, name: str, outcome: Outcome) -> None:
+@contextmanager
+def raising(kind: type[Exception], pattern: str, seconds: float) -> Iterator[None]:
+    """Expect an error in the block, in time."""
+    started = time.monotonic()
+    with pytest.raises(kind, match=pattern) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert time.monotonic() - started < seconds, "a rank waited for messages"
+
+
+def run(fault: Fault, name: str) -> None:
+    """Both ranks raise in time, return to training, and refuse later switches at once."""
     is_first = dist.get_rank() == 0
     at_fault = fault.begin if is_first else SECOND_RANK.get(name, nullcontext)
     settings = {"timeout_seconds": TIMEOUT_SECONDS, **fault.generate}
     engine_of = partial(small_switch.engine_of, Path(os.environ["SMALL_MODEL"]), {}, settings)
-    with ExitStack() as ends:
-        if fault.at_start:
-            with at_fault():
-                outcome.step("start", lambda: ends.enter_context(engine_of()))
-            return
-        engine, trainer = ends.enter_context(engine_of())
+    if fault.at_start:
+        kind = ReshardError if is_first else RemoteError
+        with at_fault(), raising(kind, f"connecting GPUs(.|\n)*{fault.error}", SECONDS), engine_of():
+            pass
+        return
+    with engine_of() as (engine, trainer):
         small_switch.switch(engine, trainer, 1)
         before = contents(engine)
-        with at_fault():
-            outcome.step("switch", partial(engine.sharding.enter, State.INFER))
-        outcome.state = engine.sharding.state.value
-        if engine.sharding.state is State.TRAIN:
-            after = contents(engine)
-            outcome.is_intact = all(torch.equal(after[key], flat) for key, flat in before.items())
-            batch = workers.batch(0)
-            outcome.step("train", lambda: trainer.train_step(batch, workers.cross_entropy))
-        outcome.step("again", partial(engine.sharding.enter, State.INFER))
-        outcome.step("close", ends.close)
+        if not fault.error:
+            # Even between the export of its memory and the import by the other rank.
+            with at_fault(), raising(LostRankError, "rank 0 has ended", SECONDS):
+                engine.sharding.enter(State.INFER)
+            with raising(StateError, "the ranks have parted", SECONDS):
+                engine.sharding.enter(State.INFER)
+            return
+        reason = fault.error if is_first else "nothing for|the connection failed"
+        pattern = f"^collective transport, bucket(.|\n)*({reason})"
+        with at_fault(), raising(TransportError, pattern, TIMEOUT_SECONDS + SLACK_SECONDS):
+            engine.sharding.enter(State.INFER)
+        assert engine.sharding.state is State.TRAIN
+        after = contents(engine)
+        assert all(torch.equal(after[key], flat) for key, flat in before.items())
+        trainer.train_step(workers.batch(0), workers.cross_entropy)
+        with raising(TransportError, "cannot be exchanged after an earlier failure", TIMEOUT_SECONDS):
+            engine.sharding.enter(State.INFER)
 
 
 def main(directory: Path, name: str) -> None:
@@ -265,10 +266,13 @@ def main(directory: Path, name: str) -> None:
     torch.cuda.synchronize()
     del ones
     before = held()
-    outcome = Outcome()
-    outcome.step("end", partial(run, FAULTS[name], name, outcome))
-    outcome.left = dict(left_of(before))
-    (directory / str(rank)).write_text(json.dumps(asdict(outcome)))
+    try:
+        run(FAULTS[name], name)
+        left = left_of(before)
+        assert not left, left
+        (directory / str(rank)).touch()
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     os._exit(0)  # The ranks may have lost each other, so that neither waits for the other's end.
 
