@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,15 +14,22 @@ import torch
 import torch.distributed as dist
 
 import hybrid_engine
-from hybrid_engine import Sampling
-from hybrid_engine.errors import ConfigError, HybridEngineError
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.errors import violations_of
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm.support import same_bits
-from tests.hybrid_engine.end_to_end.test_quantised_rollouts import compare_with_published, note_report
+from tests.hybrid_engine.end_to_end.test_quantised_rollouts import (
+    GREEDY,
+    PROMPTS,
+    check_published,
+    moved_nbytes,
+    switch,
+)
 from tests.zoo import block_formats, workers
 from tests.zoo.families import served_config, write_config
+from tests.zoo.tiny_models import read_canonical
 
 KEPT = "model.layers.1.self_attn.o_proj"
 """A module that vLLM leaves unquantised."""
@@ -36,7 +43,6 @@ EXPERT_SIZES = {
 }
 ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "verify": "full", "check_compute": "off"}
-PROMPTS = torch.arange(2, 18).reshape(2, 8)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -50,35 +56,6 @@ class Case:
     tp_size: int = 2
     train_tp_size: int = 2
     distributed: bool = True
-
-
-@dataclass
-class Switched:
-    """Results of one rank.
-
-    Attributes:
-        different: vLLM's parameters that differ bitwise from its own load of the expected tensors.
-        dtypes: dtype of each parameter of vLLM.
-        unverified: for each switch, tensors of vLLM that `verify: full` did not compare.
-        nbytes: bytes of all ranks in each switch.
-        scratch: bytes of scratch memory, by name of the buffer.
-        transposes: number of transposes or copies for the backward pass, after each step and each switch.
-        kept: whether those that are left after a switch are bitwise as before.
-        saved: tensors of a saved checkpoint that differ from dequantised weights.
-        loaded: largest relative change of a weight by loading this checkpoint, which quantises it again.
-        losses: of the steps.
-    """
-
-    different: list[str] = field(default_factory=list)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    unverified: list[int] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-    scratch: dict[str, int] = field(default_factory=dict)
-    transposes: list[int] = field(default_factory=list)
-    kept: list[bool] = field(default_factory=list)
-    saved: list[str] = field(default_factory=list)
-    loaded: float = 0.0
-    losses: list[float] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -173,72 +150,6 @@ def step(model: Any, optimizer: Any, seed: int) -> float:
     return float(report["loss"])
 
 
-def switch(directory: str, case: Case) -> Switched:
-    """Train, switch and compare twice."""
-    path = Path(directory)
-    method = case.method
-    results = Switched()
-    with block_formats.kernels_in_torch(), built(path, case) as (model, optimizer):
-        engine = attached(path, case, model, optimizer)
-        for number in range(2):
-            with engine.train_context():
-                results.losses.append(step(model, optimizer, number))
-                tensors = canonical(model, method)
-                weights = {name: tensor for name, (tensor, _) in canonical(model, "").items()}
-                engine.save_hf_checkpoint(str(path / "saved"))
-            saved = {key: value for file in (path / "saved").glob("*.safetensors") for key, value in read(file)}
-            results.saved += [name for name in weights if not same_bits(saved[name], weights[name])]
-            results.transposes.append(len(transposes(model)))
-            kept = [copy.clone() for copy in transposes(model)]
-            _switch(engine, path, method, tensors, results)
-            with engine.train_context():
-                results.kept.append(all(map(torch.equal, kept, transposes(model))))
-        with engine.train_context():
-            step(model, optimizer, 2)
-            before = canonical(model, "")
-            engine.save_hf_checkpoint(str(path / "saved"))
-            step(model, optimizer, 3)
-            engine.load_hf_checkpoint(str(path / "saved"))
-            for name, (tensor, _) in canonical(model, "").items():
-                expected = before[name][0].float()
-                change = (tensor.float() - expected).abs().max() / expected.abs().max()
-                results.loaded = max(results.loaded, float(change))
-        engine.shutdown()
-    return results
-
-
-def switch_experts(directory: str) -> Switched:
-    """Do the same with a model that is built here, with experts, over two expert parallel ranks."""
-    from hybrid_engine.trainer.megatron import build
-    from tests.zoo import made_up_fp8
-
-    path = Path(directory)
-    build_chunks = build._build_chunks
-
-    def build_quantised(*args: Any) -> list[torch.nn.Module]:
-        chunks = build_chunks(*args)
-        for chunk in chunks:
-            made_up_fp8.quantise_linear_layers(chunk, made_up_fp8.Float8BlockwiseQTensor, first_layer=1)
-        return chunks
-
-    results = Switched()
-    with (
-        block_formats.kernels_in_torch(),
-        block_formats.experts_in_torch(),
-        made_up_fp8.in_megatron(),
-        mock.patch.object(build, "_build_chunks", build_quantised),
-    ):
-        actor = {"params_dtype": "bfloat16", "expert_model_parallel_size": 2}
-        worker = workers.build_worker(path, actor, {"verify": "full", "check_compute": "off", "quantization": "fp8"})
-        for number in range(2):
-            with worker.train_context():
-                worker.update(workers.batch(seed=number), workers.cross_entropy)
-                tensors = canonical(worker.train.chunks[0], "fp8")
-            _switch(worker, path, "fp8", tensors, results)
-        worker.shutdown()
-    return results
-
-
 def attached(path: Path, case: Case, model: Any, optimizer: Any) -> Any:
     if case.method and dist.get_rank() == 0:
         block_formats.publish(path, block_formats.published(case.method, ["lm_head", KEPT]))
@@ -255,42 +166,6 @@ def transposes(model: Any) -> list[torch.Tensor]:
         if hasattr(parameter, "copies_name")
     ]
     return [copy for copy in copies if copy is not None]
-
-
-def refuse(directory: str) -> list[str]:
-    """Return codes and texts of errors."""
-    refusals = []
-    cases = {
-        "of two ranks": (Case("Float8BlockwiseQTensor", "fp8"), {"head_dim": 64}),
-        "several": (Case("Float8BlockwiseQTensor", "fp8", train_tp_size=1), {"head_dim": 64}),
-        "of one parameter": (Case("Float8BlockwiseQTensor", "fp8", tp_size=1), {"intermediate_size": 640}),
-        "other": (Case("MXFP8Tensor", "fp8"), {}),
-        "unusable": (Case("Float8BlockwiseQTensor", "fp8"), {}),
-    }
-    for name, (case, sizes) in cases.items():
-        path = Path(directory, name)
-        with (
-            block_formats.kernels_in_torch(),
-            built(path, case, **sizes) as (model, optimizer),
-            contextlib.ExitStack() as owner,
-            pytest.raises(HybridEngineError) as caught,
-        ):
-            engine = attached(path, case, model, optimizer)
-            owner.callback(engine.shutdown)
-            weights = dict(model.named_parameters())
-            weights["module.module.decoder.layers.1.mlp.linear_fc1.weight"]._rowwise_data[3, 5] = 0xFF
-            with engine.rollout_context():
-                pass
-        error = caught.value
-        codes = [violation.code for violation in error.findings] if isinstance(error, ConfigError) else []
-        refusals.append(f"{codes} {error}")
-    return refusals
-
-
-def read(file: Path) -> list[tuple[str, torch.Tensor]]:
-    from safetensors.torch import load_file
-
-    return [*load_file(file).items()]
 
 
 def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
@@ -384,19 +259,15 @@ def _pieces(name: str, parts: list[torch.Tensor] | None) -> TensorDict:
     return {key: torch.cat(of_ranks) for key, of_ranks in zip(keys, zip(*split, strict=True), strict=True)}
 
 
-def _switch(engine: Any, path: Path, method: str, tensors: dict[str, Any], results: Switched) -> None:
-    parameters: TensorDict = {}
-
-    def keep(name: str, tensor: torch.Tensor) -> None:
-        parameters[name] = tensor.detach().clone()
-
-    with engine.inference.adaptor.observed(keep), engine.rollout_context():
-        engine.generate(PROMPTS.tolist(), Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
-    results.transposes.append(len(transposes(engine.train.chunks[0])))
-    note_report(engine, results)
+def scratch_of(engine: Any) -> dict[str, int]:
+    """Return the bytes of scratch memory, by name of the buffer."""
     weights = engine.train.weights
-    results.scratch = {name: weights.allocated()[name].nbytes for name in weights.scratch}
-    compare_with_published(engine, path / "published", checkpoint(tensors, method), parameters, results)
+    return {name: weights.allocated()[name].nbytes for name in weights.scratch}
+
+
+def num_in_8_bits(parameters: TensorDict) -> int:
+    assert parameters[f"{KEPT}.weight"].dtype is torch.bfloat16
+    return sum(tensor.dtype is torch.float8_e4m3fn for tensor in parameters.values())
 
 
 def checkpoint(tensors: dict[str, Any], method: str) -> TensorDict:
@@ -434,102 +305,152 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    directory = tmp_path_factory.mktemp("fp8")
-    calls: dict[str, Call] = {}
-    for name, case in CASES.items():
-        calls[name] = (switch, (str(directory / str(len(calls))), case))
-    served = workers.write_model(directory / "experts", "qwen3_moe", **EXPERT_SIZES)
-    block_formats.publish(served, block_formats.published("fp8", ["lm_head", KEPT, *ROUTERS]))
-    calls["experts"] = (switch_experts, (str(directory / "experts"),))
-    calls["refused"] = (refuse, (str(directory / "refused"),))
-    return engines.launch_in_turn(2, calls, timeout=900)
+LINEAR = 256 * (2 * 512 + 2 * 256) + 3 * 256 * 512
+"""Elements of a layer's linear weights."""
+QUANTISED = "quantised weights in float8_e4m3fn"
+DEQUANTISED = "dequantised weights in bfloat16"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_vllm_holds_the_elements_and_scales_of_training(outcomes: Outcomes, name: str) -> None:
-    for switched in outcomes[name]:
-        assert switched.different == []
-        assert switched.unverified == [0, 0]
-        quantised = {key for key, dtype in switched.dtypes.items() if dtype == "float8_e4m3fn"}
-        assert len(quantised) == (11 if CASES[name].method else 0)
-        assert f"{KEPT}.weight" not in quantised
+@on_engines({2: CASES}, timeout=900)
+def test_vllm_holds_the_elements_and_scales_of_training(tmp_path: Path, case: str) -> None:
+    """Train, switch and compare twice; then load a saved checkpoint."""
+    settings = CASES[case]
+    method = settings.method
+    losses = []
+    with block_formats.kernels_in_torch(), built(tmp_path, settings) as (model, optimizer):
+        engine = attached(tmp_path, settings, model, optimizer)
+        for number in range(2):
+            with engine.train_context():
+                losses.append(step(model, optimizer, number))
+                tensors = canonical(model, method)
+                weights = {name: tensor for name, (tensor, _) in canonical(model, "").items()}
+                engine.save_hf_checkpoint(str(tmp_path / "saved"))
+                saved = read_canonical(tmp_path / "saved")
+            assert [name for name in weights if not same_bits(saved[name], weights[name])] == []
+            kept = [copy.clone() for copy in transposes(model)]
+            assert len(kept) == 8
+            parameters = switch(engine)
+            engine.generate(PROMPTS.tolist(), GREEDY)
+            # Those of blocks and of tensors leave the device, and come back.
+            assert len(transposes(model)) == (8 if settings.kind == "MXFP8Tensor" else 0)
+            check_bytes(engine, settings, weights)
+            check_published(engine, tmp_path / "published", checkpoint(tensors, method), parameters)
+            assert num_in_8_bits(parameters) == (11 if method else 0)
+            with engine.train_context():
+                assert all(map(torch.equal, kept, transposes(model)))
+        assert losses[0] != losses[1]
+        with engine.train_context():
+            step(model, optimizer, 2)
+            before = canonical(model, "")
+            engine.save_hf_checkpoint(str(tmp_path / "saved"))
+            step(model, optimizer, 3)
+            engine.load_hf_checkpoint(str(tmp_path / "saved"))
+            # Values that are dequantised are quantised to themselves.
+            after = canonical(model, "")
+        assert [name for name, (tensor, _) in after.items() if not torch.equal(tensor, before[name][0])] == []
+        engine.shutdown()
 
 
-def test_experts_are_sent_as_they_are(outcomes: Outcomes) -> None:
-    for switched in outcomes["experts"]:
-        assert switched.different == []
-        assert switched.unverified == [0, 0]
-        quantised = {key for key, dtype in switched.dtypes.items() if dtype == "float8_e4m3fn"}
-        # q, k and v of two layers, one projection, and two weights of the experts of a layer.
-        assert len(quantised) == 3 + 4
-        of_first_layer = 256 * (2 * 512 + 2 * 256) + 2 * 3 * 256 * 128
-        assert switched.scratch["quantised weights in float8_e4m3fn"] == of_first_layer
-        assert switched.scratch["dequantised weights in bfloat16"] == 2 * 512 * 256
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_second_copy_of_the_weights_is_made(outcomes: Outcomes, name: str) -> None:
-    linear = 256 * (2 * 512 + 2 * 256) + 3 * 256 * 512  # elements of a layer
-    num_parts = CASES[name].train_tp_size
-    for switched in outcomes[name]:
-        dequantised = switched.scratch.get("dequantised weights in bfloat16", 0)
-        if not CASES[name].method:
-            assert dequantised == 2 * linear * 2 // num_parts
-            continue
-        # The module that vLLM leaves unquantised.
-        assert dequantised == 512 * 256 * 2 // num_parts
-        # The first layer, which training has in bfloat16.
-        assert switched.scratch["quantised weights in float8_e4m3fn"] == linear // num_parts
-        scales = switched.scratch.keys() - {
-            "dequantised weights in bfloat16",
-            "quantised weights in float8_e4m3fn",
-        }
-        assert sum(switched.scratch[name] for name in scales) < 3 * linear // num_parts // 31
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_transposes_leave_the_device_and_come_back(outcomes: Outcomes, name: str) -> None:
-    for switched in outcomes[name]:
-        if CASES[name].kind == "MXFP8Tensor":
-            assert switched.transposes == [8, 8, 8, 8]
-        else:
-            assert switched.transposes == [8, 0, 8, 0]
-        assert switched.kept == [True, True]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoints_are_saved_and_loaded_dequantised(outcomes: Outcomes, name: str) -> None:
-    for switched in outcomes[name]:
-        assert switched.saved == []
-        # Values that are dequantised are quantised to themselves.
-        assert switched.loaded == 0
-        first, second = switched.losses
-        assert first != second
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method])
-def test_half_of_the_bytes_are_sent(outcomes: Outcomes, name: str) -> None:
-    assert len({tuple(switched.nbytes) for switched in outcomes[name]}) == 1
-    (nbytes, again), *_ = (switched.nbytes for switched in outcomes[name])
-    assert nbytes == again
-    plain = outcomes["blocks to bf16"][0].nbytes[0]
-    replicas = 1 if CASES[name].tp_size == 2 else 2
+def check_bytes(engine: Any, case: Case, weights: TensorDict) -> None:
+    """Check that half of the bytes are sent, and that no second copy of the weights is made."""
+    replicas = 1 if case.tp_size == 2 else 2
+    # Both ranks have vectors whole.
+    plain = 2 * sum(tensor.numel() * (2 if tensor.dim() == 1 else replicas) for tensor in weights.values())
+    nbytes = moved_nbytes(engine)
+    scratch = scratch_of(engine)
+    num_parts = case.train_tp_size
+    dequantised = scratch.pop(DEQUANTISED, 0)
+    if not case.method:
+        assert nbytes == plain
+        assert dequantised == 2 * LINEAR * 2 // num_parts
+        return
     # Embedding, head, norms and a projection have 16 bits.
-    assert 0.5 < nbytes / replicas / plain < 0.6
+    assert 0.5 < nbytes / plain < 0.6
+    # The module that vLLM leaves unquantised.
+    assert dequantised == 512 * 256 * 2 // num_parts
+    # The first layer, which training has in bfloat16.
+    assert scratch.pop(QUANTISED) == LINEAR // num_parts
+    assert sum(scratch.values()) < 3 * LINEAR // num_parts // 31, "scales"
 
 
-def test_what_cannot_be_sent_is_refused_by_name(outcomes: Outcomes) -> None:
-    for refusals in outcomes["refused"]:
-        *several, other, unusable = refusals
-        *of_heads, of_columns = several
-        assert all(text.startswith("['blocks-with-several-scales']") for text in several)
-        for text in of_heads:
-            assert "4 weights that it keeps in 8 bits, first model.layers.1.self_attn.k_proj.weight" in text
-        # 320 rows of gate and up, and columns of down, on each rank.
-        assert "6 weights that it keeps in 8 bits, first model.layers.1.mlp.gate_proj.weight" in of_columns
-        assert other.startswith("['other-fp8-parameters']")
-        assert "fp8, but training has a MXFP8Tensor: 7 parameters" in other
-        assert "decoder.layers.1.mlp.linear_fc1.weight" in unusable
-        assert "1 NaN" in unusable
+@on_engines(2, timeout=900)
+def test_experts_are_sent_as_they_are(experts: Path) -> None:
+    """The same with a model that is built by us, with experts, over two expert parallel ranks."""
+    from hybrid_engine.trainer.megatron import build
+    from tests.zoo import made_up_fp8
+
+    build_chunks = build._build_chunks
+
+    def build_quantised(*args: Any) -> list[torch.nn.Module]:
+        chunks = build_chunks(*args)
+        for chunk in chunks:
+            made_up_fp8.quantise_linear_layers(chunk, made_up_fp8.Float8BlockwiseQTensor, first_layer=1)
+        return chunks
+
+    with (
+        block_formats.kernels_in_torch(),
+        block_formats.experts_in_torch(),
+        made_up_fp8.in_megatron(),
+        mock.patch.object(build, "_build_chunks", build_quantised),
+    ):
+        actor = {"params_dtype": "bfloat16", "expert_model_parallel_size": 2}
+        generate = {"verify": "full", "check_compute": "off", "quantization": "fp8"}
+        worker = workers.build_worker(experts, actor, generate)
+        for number in range(2):
+            with worker.train_context():
+                worker.update(workers.batch(seed=number), workers.cross_entropy)
+                tensors = canonical(worker.train.chunks[0], "fp8")
+            parameters = switch(worker)
+            worker.generate(PROMPTS.tolist(), GREEDY)
+            check_published(worker, experts / "published", checkpoint(tensors, "fp8"), parameters)
+            # q, k and v of two layers, one projection, and two weights of the experts of a layer.
+            assert num_in_8_bits(parameters) == 3 + 4
+            of_first_layer = 256 * (2 * 512 + 2 * 256) + 2 * 3 * 256 * 128
+            assert scratch_of(worker)[QUANTISED] == of_first_layer
+            assert scratch_of(worker)[DEQUANTISED] == 2 * 512 * 256
+        worker.shutdown()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    served = workers.write_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERT_SIZES)
+    block_formats.publish(served, block_formats.published("fp8", ["lm_head", KEPT, *ROUTERS]))
+    return served
+
+
+BLOCKS = "Float8BlockwiseQTensor"
+SEVERAL_SCALES = ["blocks-with-several-scales"]
+OF_HEADS = "4 weights that it keeps in 8 bits, first model.layers.1.self_attn.k_proj.weight"
+REFUSED: dict[str, tuple[Case, dict[str, int], list[str], list[str]]] = {
+    "blocks of two ranks": (Case(BLOCKS, "fp8"), {"head_dim": 64}, SEVERAL_SCALES, [OF_HEADS]),
+    "blocks of two parameters": (Case(BLOCKS, "fp8", train_tp_size=1), {"head_dim": 64}, SEVERAL_SCALES, [OF_HEADS]),
+    # 320 rows of gate and up, and columns of down, on each rank.
+    "blocks of one parameter": (
+        *(Case(BLOCKS, "fp8", tp_size=1), {"intermediate_size": 640}, SEVERAL_SCALES),
+        ["6 weights that it keeps in 8 bits, first model.layers.1.mlp.gate_proj.weight"],
+    ),
+    "another class": (
+        *(Case("MXFP8Tensor", "fp8"), {}, ["other-fp8-parameters"]),
+        ["fp8, but training has a MXFP8Tensor: 7 parameters"],
+    ),
+    "a value": (Case(BLOCKS, "fp8"), {}, [], ["decoder.layers.1.mlp.linear_fc1.weight", "1 NaN"]),
+}
+
+
+@on_engines({2: REFUSED}, timeout=900)
+def test_what_cannot_be_sent_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    settings, sizes, codes, texts = REFUSED[case]
+    with (
+        block_formats.kernels_in_torch(),
+        built(tmp_path, settings, **sizes) as (model, optimizer),
+        contextlib.ExitStack() as owner,
+        pytest.raises(HybridEngineError) as caught,
+    ):
+        engine = attached(tmp_path, settings, model, optimizer)
+        owner.callback(engine.shutdown)
+        weights = dict(model.named_parameters())
+        weights["module.module.decoder.layers.1.mlp.linear_fc1.weight"]._rowwise_data[3, 5] = 0xFF
+        with engine.rollout_context():
+            pass
+    assert [code for _, code in violations_of(caught.value)] == codes
+    assert [text for text in texts if text not in str(caught.value)] == []
