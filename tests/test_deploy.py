@@ -53,7 +53,8 @@ def test_the_launcher_and_the_example_accept_the_arguments_of_the_ranks() -> Non
     from torch.distributed.run import get_args_parser
 
     words = on_this_machine(containers()["ranks"]["command"])
-    launcher, arguments = words[:4], words[4:]
+    launcher = words[:4]
+    arguments = words[4:]
     assert launcher == ["python", "-m", "hybrid_engine", "run"]
     options = get_args_parser().parse_args(arguments)
     assert options.module

@@ -11,6 +11,7 @@
     communicators.py    release of the memory of idle NCCL communicators
     digests.py          8-byte digests of tensors of any size, computed where they are
     uncaught.py         one traceback for an error that ends several ranks
+    known_warnings.py   warnings of pinned packages that are left out
     torch_internals.py  private names of torch used below the backends, with reasons; default modes
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or other owners of engines

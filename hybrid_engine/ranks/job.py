@@ -34,6 +34,7 @@ from hybrid_engine.ranks.groups import (
     host_id,
     ranks_by_host,
 )
+from hybrid_engine.ranks.known_warnings import ignore_known_warnings
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import abort_group, without_watchdog
 from hybrid_engine.ranks.world import World
@@ -206,6 +207,7 @@ class Job:
 
         Raises ConfigError without a process group and torchrun, LostRankError if a rank is missing.
         """
+        ignore_known_warnings()
         # Chosen before NCCL starts, because NCCL uses the current device.
         device = device or own_device()
         with Ends() as undo:

@@ -43,6 +43,7 @@ from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
 from hybrid_engine.ports import Batch, Figures
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.known_warnings import ignore_known_warnings
 from hybrid_engine.ranks.torch_internals import torch_defaults, torch_modes_kept
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
@@ -79,7 +80,7 @@ from hybrid_engine.rl.user_callbacks import calling, naming_failure
 from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.batches.batch_building import NewBatch
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
-from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ChatArguments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -157,7 +156,6 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             self.take_over(undo)
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
-        ignore_known_warnings()
         # fail before anything is downloaded or allocated
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
@@ -276,19 +274,6 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         """
         self.sharding.require(State.TRAIN)
         self.actor.checkpoints.load(directory)
-
-
-def ignore_known_warnings() -> None:
-    """Ignore warnings of pinned packages that say nothing about this job.
-
-    On a GPU it is worth knowing that Transformer Engine is missing.
-    """
-    if not torch.cuda.is_available():
-        message = "Transformer Engine and Apex are not installed"
-        warnings.filterwarnings("ignore", message=message, append=True)
-    warnings.filterwarnings("ignore", message="Apex is not installed", append=True)
-    pinned = r"(torch|megatron|vllm)\."
-    warnings.filterwarnings("ignore", category=FutureWarning, module=pinned, append=True)
 
 
 def _builder(config: HybridConfig) -> Callable[..., FsdpActor | MegatronActor]:

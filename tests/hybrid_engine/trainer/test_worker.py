@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -14,7 +12,7 @@ from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
-from hybrid_engine.trainer.worker import ActorHybridWorker, ignore_known_warnings
+from hybrid_engine.trainer.worker import ActorHybridWorker
 from tests.harness.errors import has_violations, refused
 from tests.zoo.families import served_config, write_config
 
@@ -46,15 +44,3 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
         ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
     assert [finding.key for finding in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
     assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_known_warnings_are_ignored(has_gpu: bool) -> None:
-    """On a GPU it is worth knowing that Transformer Engine is missing."""
-    with mock.patch("torch.cuda.is_available", return_value=has_gpu), warnings.catch_warnings(record=True) as shown:
-        warnings.resetwarnings()
-        ignore_known_warnings()
-        for place in ("torch.distributed.c10d_logger", "user.loop"):
-            warnings.warn_explicit("is deprecated", FutureWarning, place, 1, place)
-        warnings.warn_explicit("Transformer Engine and Apex are not installed.", UserWarning, "", 1, "megatron.core")
-    assert [warning.filename for warning in shown] == ["user.loop", *[""] * has_gpu]
