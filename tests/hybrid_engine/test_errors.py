@@ -24,13 +24,11 @@ def test_violations_that_differ_only_in_an_index_share_a_line() -> None:
 
 def test_violations_of_one_code_and_remedy_share_a_line() -> None:
     """Arguments in the wrong order are 7,473 rewards that are no functions."""
-    no_functions = [Violation(f"reward {row}", f"{row}", "Swap", code="not-callable") for row in range(9)]
-    nan = [Violation("reward", f"is nan for prompt {row}", "Return", code="invalid") for row in range(4)]
-    codes = [Violation("reward", f"is {row}", "Return", code=f"code-{row}") for row in range(4)]
-    assert str(ConfigError([*no_functions, *nan, *codes])).splitlines()[1:] == [
+    wrong = [Violation(f"reward {row}", f"{row}", "Swap", code="not-callable") for row in range(9)]
+    others = [Violation("reward 0", "0", "Swap", code=f"code-{row}") for row in range(4)]
+    assert str(ConfigError(wrong + others)).splitlines()[1:] == [
         "  - reward 0: 0. Swap (9 of this kind, the others at reward 1, reward 2, reward 3 and 5 more)",
-        "  - reward: is nan for prompt 0. Return (4 of this kind)",
-        *(f"  - {finding}" for finding in codes),
+        *["  - reward 0: 0. Swap"] * 4,
     ]
 
 

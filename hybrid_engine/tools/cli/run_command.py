@@ -57,8 +57,7 @@ def start_ranks(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    logging.disable(logging.WARNING)  # torchrun logs each signal that it forwards
-    logging.getLogger(SignalException.__module__).addFilter(_is_not_about_a_failed_rank)
+    logging.disable(logging.ERROR)  # torchrun logs each signal that it forwards, and failures
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     parser = torchrun.get_args_parser()
     parser.prog = "hybrid-engine run"
@@ -86,10 +85,6 @@ def start_ranks(arguments: Sequence[str]) -> None:
     except (RendezvousError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-def _is_not_about_a_failed_rank(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("failed (exitcode")
 
 
 def _is_on_one_node(options: Namespace) -> bool:

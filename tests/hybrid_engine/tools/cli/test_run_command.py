@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -50,12 +49,13 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def start(*words: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    left_out = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+def start(*words: object) -> subprocess.Popen[str]:
+    variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        variables.pop(name, None)
     return subprocess.Popen(
         [*RUN, *map(str, words)],
-        env={**variables, "PYTHONPATH": str(REPO_ROOT), **(environment or {})},
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
