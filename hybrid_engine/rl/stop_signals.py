@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 and Ctrl-C within its context; a second one has its former effect.
+    """Notes SIGTERM, SIGUSR1 or Ctrl-C within its context; a second signal has its former effect.
 
     Signals that the program handles itself are left alone, and so are all outside of the main
     thread, and those of forked children, such as the processes of a reward.
@@ -65,8 +65,10 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         name = signal.Signals(number).name
-        logger.warning("%s: the run ends after this step; once more to end it now", name)
-        signal.signal(number, self._previous[number])
+        level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
+        logger.log(level, "%s: the run ends after this step; once more to end it now", name)
+        # The second signal may be another: torchrun sends SIGTERM after a second Ctrl-C.
+        self.restore()
         if number == signal.SIGTERM:
             threading.Thread(target=self._end_if_broken, name="stop signals", daemon=True).start()
 

@@ -236,12 +236,16 @@ def test_children_end_by_a_signal_as_ever() -> None:
         assert process.exitcode == -signal.SIGTERM
 
 
-def test_a_rank_ends_at_once_if_another_has_failed() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("is_broken", "numbers"), [(True, "signal.SIGTERM,"), (False, "signal.SIGINT, signal.SIGTERM")]
+)
+def test_a_rank_ends_at_once_if_another_has_failed_or_by_a_second_signal(is_broken: bool, numbers: str) -> None:
+    program = f"""
 import os, signal, time
 from hybrid_engine.rl.stop_signals import StopSignals
-with StopSignals(lambda: True):
-    os.kill(os.getpid(), signal.SIGTERM)
+with StopSignals(lambda: {is_broken}):
+    for number in ({numbers}):
+        os.kill(os.getpid(), number)
     time.sleep(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], timeout=50, check=False)
