@@ -132,7 +132,7 @@ def check_allocated(records: list[BufferRecord], allocator: RecordingAllocator) 
 
 @on_engines({2: ["experts", "replicated", "chunks"]})
 def test_training_in_allocated_memory_is_bitwise_the_same(case: str) -> None:
-    """For both orders of groups of patches."""
+    """Groups of patches are applied in both orders."""
     plain = train_with_allocator(SPECS[case], None)
     for order in (("hooks", "cpu"), ("cpu", "hooks")):
         megatron_patches.revert()

@@ -87,7 +87,7 @@ def check_listing(gpt: Gpt) -> None:
 
 @on_engines(2)
 def test_a_chain_in_a_chain_is_listed_whole() -> None:
-    """All tensors are listed, with paths through both, and a step is one version.
+    """Tensors of both are listed, with paths through both, and a step is one version.
 
     Megatron can step a nested chain only if the inner chain has a single member.
     """
@@ -113,7 +113,7 @@ OVERLAPPED_SPECS = {**SPECS, "overlapped": replace(PLAIN, **OVERLAPPED)}
 
 @on_engines({2: OVERLAPPED_SPECS})
 def test_each_successful_step_is_one_version(case: str) -> None:
-    """For any number of members."""
+    """A step of several members counts once."""
     with running(OVERLAPPED_SPECS[case]) as gpt:
         assert megatron_patches.weight_version(gpt.optimizer) == 0
         gpt.train_step()

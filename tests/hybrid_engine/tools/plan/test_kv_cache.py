@@ -80,7 +80,7 @@ EXPECTED = {
 
 @on_engines(1)
 def test_plans_count_the_caches_of_vllm(tmp_path: Path) -> None:
-    """Of each position, and the longest sequence."""
+    """Caches of each position, and the longest sequence."""
     for name, changes in CHANGES.items():
         tensor, pipeline = SIZES.get(name, (1, 1))
         expected = EXPECTED.get(name)
