@@ -29,8 +29,8 @@
       signals           all ranks   end after a step, with a checkpoint         stop_signals.py
 
 config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the
-algorithm. run_settings.py reads a whole run from a file, with rewards of answers.py and the
-evaluation of held_out.py. docs/rl.md is the user's page.
+algorithm. run_settings.py reads a whole run from a file, which may evaluate by held_out.py.
+docs/rl.md is the user's page.
 """
 
 from __future__ import annotations

@@ -6,6 +6,14 @@
 
 The total is the sum of weight * reward over the functions that apply to a completion: one that
 returns None does not apply. `LoopConfig.reward_weights` has the weights.
+
+`NAMED_REWARDS`, for prompts that have the right answer under "answer":
+
+    exact_answer                        the answer itself: as a number, or as a text
+    math                                an equal expression, by math-verify
+
+In an answer, and in a completion for `exact_answer`, only what follows the last four hashes counts,
+if there are any, as in GSM8K: "... #### 72".
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,7 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, Violation, Violations, first_of, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    DependencyError,
+    Violation,
+    Violations,
+    first_of,
+    shortened,
+)
 from hybrid_engine.ports import Figures
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.losses import are_agreeing
@@ -350,3 +366,53 @@ class _Attempts:
 def _pause_seconds(attempt: int) -> float:
     """Return the pause after an attempt, from 0."""
     return FIRST_PAUSE_SECONDS * 2.0**attempt
+
+
+# -- rewards by name -------------------------------------------------------------------------------
+
+_MARK = "####"
+_TIMEOUT_SECONDS = 5
+"""Longest time for an expression, which a completion may make hard to read or to compare."""
+
+
+def exact_answer(prompt: Mapping[str, Any], completion: Any) -> float:
+    """Return 1 if a completion ends in the answer of its prompt, else 0."""
+    return float(_value_of(completion.text) == _value_of(str(prompt["answer"])))
+
+
+def equal_expression(prompt: Mapping[str, Any], completion: Any) -> float:
+    """Return 1 if the last expression of a completion equals the answer of its prompt, else 0.
+
+    Raises DependencyError without math-verify.
+    """
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "the reward math needs math-verify: pip install '.[data]'", code="needs-package"
+        ) from error
+    # math-verify interrupts by a signal, which only the main thread gets.
+    is_main = threading.current_thread() is threading.main_thread()
+    seconds = _TIMEOUT_SECONDS if is_main else None
+    answer = parse(f"${_final_part(str(prompt['answer']))}$", parsing_timeout=seconds)
+    drawn = parse(completion.text, parsing_timeout=seconds)
+    return float(verify(answer, drawn, timeout_seconds=seconds))
+
+
+def _final_part(text: str) -> str:
+    return text.rpartition(_MARK)[2].strip()
+
+
+def _value_of(text: str) -> float | str:
+    final = _final_part(text).replace(",", "").rstrip(".")
+    try:
+        return float(final)
+    except ValueError:
+        return final.casefold()
+
+
+NAMED_REWARDS: dict[str, Callable[[Mapping[str, Any], Any], float]] = {
+    "exact_answer": exact_answer,
+    "math": equal_expression,
+}
+"""Rewards that a file can name."""

@@ -39,11 +39,10 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.files.documents import apply_overrides, read_yaml
-from hybrid_engine.rl.answers import REWARDS
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.held_out import HeldOut
 from hybrid_engine.rl.loop import train
-from hybrid_engine.rl.rewards import Rewards
+from hybrid_engine.rl.rewards import NAMED_REWARDS, Rewards
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -211,14 +210,14 @@ def _reward_of(run: RunConfig, directory: Path) -> Rewards:
 
 
 def _function(name: str, key: str) -> Any:
-    if name in REWARDS:
-        return REWARDS[name]
+    if name in NAMED_REWARDS:
+        return NAMED_REWARDS[name]
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module is the user's, and can raise anything
         problem = f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}"
-        remedy = f"Use {', '.join(REWARDS)}, or module:function"
+        remedy = f"Use {', '.join(NAMED_REWARDS)}, or module:function"
         raise ConfigError([Violation(key, problem, remedy, code="unknown-reward")]) from error
 
 

@@ -80,7 +80,7 @@ OUTSIDE = {
     "trainer.learning_rate": {"megatron"},  # imported inside a function, for a schedule
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch", "transformers"},
-    "rl.answers": {"math_verify"},
+    "rl.rewards": {"math_verify", "torch"},
     "rl.run_settings": {"datasets", "pydantic"},
     "rl.completion_log": {"rich", "torch"},
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name

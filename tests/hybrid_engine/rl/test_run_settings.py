@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl.answers import REWARDS
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.held_out import HeldOut, pass_at
+from hybrid_engine.rl.rewards import NAMED_REWARDS
 from hybrid_engine.rl.run_settings import RunSettings
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.rl.stand_ins import ALONE
@@ -125,7 +125,7 @@ def test_what_cannot_be_used_is_refused(write: Any, changes: dict[str, Any], cod
 )
 def test_rewards_by_name(answer: str, text: str, exact: float, equal: float) -> None:
     completion = SimpleNamespace(text=text)
-    rewards = {name: reward({"answer": answer}, completion) for name, reward in REWARDS.items()}
+    rewards = {name: reward({"answer": answer}, completion) for name, reward in NAMED_REWARDS.items()}
     assert rewards == {"exact_answer": exact, "math": equal}
 
 
@@ -149,7 +149,7 @@ def test_held_out_prompts_are_drawn_and_scored(samples: int, temperature: float)
     worker: Any = SimpleNamespace(generate_sequences=generate, job=ALONE)
     prompts = [{"prompt": "a", "answer": "a"}, {"prompt": "b", "answer": "c"}]
     config = GrpoConfig(temperature=0.7, max_tokens=5, stop=["."])
-    figures = HeldOut(prompts, REWARDS["exact_answer"], config, samples=samples)(worker)
+    figures = HeldOut(prompts, NAMED_REWARDS["exact_answer"], config, samples=samples)(worker)
     ((texts, sampling),) = asked
     assert texts == ["a", "b"]
     assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (temperature, 5, (".",))
