@@ -166,6 +166,8 @@ class FakeVllm(FakeInference):
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None: ...
 
+    def params_of(self, sampling: Sampling) -> None: ...
+
     def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         return [[Completion((4,), (-1.0,), "stop")] for _ in prompts]
 
