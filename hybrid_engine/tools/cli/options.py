@@ -43,8 +43,8 @@ def integer_option(meaning: str) -> OptionInfo:
 def config_argument() -> ArgumentInfo:
     """Return the argument for the configuration file and overrides of its keys."""
     argument: ArgumentInfo = typer.Argument(
-        metavar="CONFIG.yaml|KEY=VALUE",
-        help="The job's configuration, and keys to set in it, for example "
+        metavar="CONFIG.yaml|MODEL|KEY=VALUE",
+        help="The job's configuration or a model's directory, and keys to set, for example "
         "actor_config.tensor_model_parallel_size=4. "
         "Without a file, keys alone, of which `model` is required: "
         "a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
@@ -68,7 +68,7 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
     """Return the checked configuration from the words of `config_argument`.
 
     Args:
-        words: at most one file, and overrides KEY=VALUE.
+        words: at most one file, or directory of a model, and overrides KEY=VALUE.
         ranks: number of ranks.
 
     Raises:
@@ -77,8 +77,10 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
     violations: list[Violation] = []
     files, overrides = split_words(words, OVERRIDE, violations)
     violations += _rank_violations(ranks)
-    values = None
-    if files:
+    values: dict[str, Any] | None = None
+    if files and Path(files[0]).is_dir():
+        values = {"model": files.pop()}
+    elif files:
         values = collect(violations, read_yaml, files[0], "CONFIG")
     values = values or {}
     violations += apply_overrides(values, overrides)

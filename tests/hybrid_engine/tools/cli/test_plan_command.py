@@ -77,7 +77,10 @@ def test_later_switches_skip_frozen_weights(tmp_path: Path) -> None:
 def test_figures_of_a_job(tmp_path: Path) -> None:
     """Llama-3 8B, 16.06 GB of bfloat16: each rank receives a part of its half model."""
     model = write_config(tmp_path, LLAMA_3_8B)
-    facts = plan_as_json(*job(model, 64, tp=8, pp=2, infer_tp=4), "--hosts-of", "8")
+    arguments = (*job(model, 64, tp=8, pp=2, infer_tp=4), "--hosts-of", "8")
+    facts = plan_as_json(*arguments)
+    of_directory = plan_as_json(str(model), *arguments[1:])
+    assert {**of_directory, "planning": facts["planning"]} == facts
     assert (facts["world_size"], facts["train"]["data"], facts["infer"]["data"]) == (64, 4, 16)
     assert facts["model"]["served_bytes"] == 2 * 8_030_261_248
     nbytes = facts["bytes"]
