@@ -1,4 +1,4 @@
-"""Llama-like model of benchmarks/gpu.py and tests/gpu in both layouts, without either engine.
+"""Llama-like model of tests/gpu in both layouts, without either engine.
 
 Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up
 fused; vLLM's side is a separate buffer for every tensor.

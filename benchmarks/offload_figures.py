@@ -12,12 +12,10 @@ from benchmarks.targets import Target
 from benchmarks.timings import (
     Memory,
     Timing,
-    memory,
     plain_device_copy,
     plain_host_copies,
     raise_unless_written,
     seconds_of,
-    timing,
 )
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Action, Items, Kind, OffloadItem
@@ -96,15 +94,15 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     if not all(map(torch.equal, before, after)):
         raise AssertionError("an offload and onload changed the contents")
     whole = "all training bytes"
-    yield memory(MOST, use.peak, whole, total)
-    yield memory(LEFT_COUNTED, residual, whole, total)
-    yield memory(LEFT_TAKEN, left, whole, total)
+    yield Memory(MOST, use.peak, whole, total)
+    yield Memory(LEFT_COUNTED, residual, whole, total)
+    yield Memory(LEFT_TAKEN, left, whole, total)
     floors = plain_host_copies(device, copied, repeat)
     floor = "plain copy, page-locked" if device.type == "cuda" else "plain copy"
     for name, name_of_first in ((OFFLOAD, FIRST_OFFLOAD), (ONLOAD, FIRST_ONLOAD)):
         first, *rest = seconds[name]
-        yield timing(name, copied, statistics.median(rest), floor, floors[name])
-        yield timing(name_of_first, copied, first, floor, floors[name])
+        yield Timing(name, copied, statistics.median(rest), floor, floors[name])
+        yield Timing(name_of_first, copied, first, floor, floors[name])
 
 
 def _move(target: Target, numel: int) -> None:
@@ -144,7 +142,7 @@ def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timin
     raise_unless_written(destinations)
     seconds = statistics.median(seconds_of(device, reshard) for _ in range(repeat))
     floor = plain_device_copy(device, nbytes, repeat)
-    yield timing(RESHARD, nbytes, seconds, "plain device copy", floor)
+    yield Timing(RESHARD, nbytes, seconds, "plain device copy", floor)
     # destinations are plain torch tensors, which the simulated driver does not count
     most = job.source_nbytes if target.is_simulated else job.source_nbytes + job.destination_nbytes
-    yield memory(BOTH_SIDES, use.peak, "the bytes of both", most)
+    yield Memory(BOTH_SIDES, use.peak, "the bytes of both", most)

@@ -25,7 +25,6 @@ from benchmarks.timings import (
     raise_unless_written,
     seconds_of,
     synchronize,
-    timing,
 )
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
@@ -93,7 +92,7 @@ def pull_figures(task: PullTask) -> Iterator[Timing]:
     measured = [answer for answer in answers if isinstance(answer, PullResult)]
     for name in (WITH_MAPPING, COPIES):
         slower = max(measured, key=lambda result: result.seconds[name])
-        yield timing(name, slower.nbytes, slower.seconds[name], floor, slower.floor_seconds)
+        yield Timing(name, slower.nbytes, slower.seconds[name], floor, slower.floor_seconds)
 
 
 def pull(

@@ -1,4 +1,4 @@
-"""Figures of benchmarks/gpu.py and of the checks on GPUs, with their clock and floors."""
+"""Figures of the checks on GPUs, with their clock and floors."""
 
 from __future__ import annotations
 
@@ -16,42 +16,38 @@ from hybrid_engine.memory.cuda_driver import taken_nbytes
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an operation and of its floor, for the same bytes.
-
-    `of_floor` is floor over seconds. `gb_per_second` counts each byte once, though it is read and
-    written.
-    """
+    """Seconds of an operation and of its floor, for the same bytes."""
 
     name: str
     nbytes: int
     seconds: float
     floor: str
     floor_seconds: float
-    of_floor: float
-    gb_per_second: float
+
+    @property
+    def of_floor(self) -> float:
+        """Floor over seconds."""
+        return self.floor_seconds / self.seconds
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes per second, each byte counted once, though it is read and written."""
+        return self.nbytes / self.seconds / 1e9
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes compared with a whole: `ratio` is `nbytes` over `whole_nbytes`."""
+    """Bytes compared with a whole."""
 
     name: str
     nbytes: int
     whole: str
     whole_nbytes: int
-    ratio: float
 
-
-def memory(name: str, nbytes: int, whole: str, whole_nbytes: int) -> Memory:
-    """Build the figure with its ratio."""
-    return Memory(name, nbytes, whole, whole_nbytes, nbytes / whole_nbytes)
-
-
-def timing(name: str, nbytes: int, seconds: float, floor: str, floor_seconds: float) -> Timing:
-    """Build the figure with its ratios."""
-    return Timing(
-        name, nbytes, seconds, floor, floor_seconds, floor_seconds / seconds, nbytes / seconds / 1e9
-    )
+    @property
+    def ratio(self) -> float:
+        """The share of the whole."""
+        return self.nbytes / self.whole_nbytes
 
 
 def synchronize(device: torch.device) -> None:
