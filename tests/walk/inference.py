@@ -36,8 +36,6 @@ class MemoryInference(FakeInference):
         self.adaptor = self
         self.dtype = dtype
 
-    def shutdown(self) -> None: ...
-
     def whole(self) -> TensorDict:
         return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
 
@@ -67,7 +65,7 @@ def scored_batch() -> TensorDict:
 def build_engine(
     train: Any, config: HybridConfig, table: ModelTable, job: Job, ends: ExitStack, *, serve: bool
 ) -> tuple[HybridEngine, MemoryInference | Served]:
-    """Build an engine in state TRAIN; return also the view of its inference side that the walk inspects."""
+    """Build an engine in state TRAIN; return also what the walk inspects of its inference side."""
     if serve:
         with job.agreement.building():
             engine = HybridEngine.beside(train, config, table, job, ends)

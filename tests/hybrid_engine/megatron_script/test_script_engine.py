@@ -171,8 +171,6 @@ class FakeVllm(FakeInference):
     def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         return [[Completion((4,), (-1.0,), "stop")] for _ in prompts]
 
-    def shutdown(self) -> None: ...
-
 
 class Engine(engine.ScriptEngine):
     """The real engine between fakes. A failure is a function that raises at a named point."""

@@ -226,6 +226,8 @@ class FakeInference:
 
     def abandon(self) -> None: ...
 
+    def shutdown(self) -> None: ...
+
     def release(self, keep: Collection[str] = ()) -> None:
         self.script.reach("release")
         self.live = {name: flat for name, flat in self.live.items() if name in keep}
