@@ -70,17 +70,15 @@ def _compare(current: torch.Tensor, sent: torch.Tensor) -> dict[str, float]:
     encoding = applying = 0.0
     for new, old in zip(current.split(MESSAGE_NBYTES), sent.split(MESSAGE_NBYTES), strict=True):
         started = time.process_time()
-        delta, changed = encode(new, old)
+        delta, changed = encode(new.numpy(), old.numpy())
         encoding += time.process_time() - started
         num_changed += changed
-        if delta is None:  # too much changed: the message is sent whole
-            nbytes += new.numel()
-            continue
-        nbytes += delta.numel()
-        started = time.process_time()
-        apply(delta, old)
-        applying += time.process_time() - started
-        assert torch.equal(old, new)
+        nbytes += len(delta)
+        if len(delta) < new.numel():  # else too much changed: the message is sent whole
+            started = time.process_time()
+            apply(delta, old.numpy())
+            applying += time.process_time() - started
+            assert torch.equal(old, new)
     return {
         "changed": num_changed / current.numel() * 2,  # a weight has 2 bytes
         "nbytes": nbytes / current.numel(),

@@ -367,6 +367,12 @@ INFERENCE: list[Constraint[JobContext]] = [
         code="needs-merged-lora",
     ),
     Constraint(
+        "generate_config.incremental",
+        "incremental delta shortens messages to servers: without servers, incremental is auto.",
+        lambda context: context.generate.incremental == "delta" and not context.generate.servers,
+        code="needs-servers",
+    ),
+    Constraint(
         "generate_config.router_replay",
         "router_replay needs a model with experts, Megatron as the trainer, and vLLM in the "
         "training ranks, with infer_pipeline_parallel_size 1 and prefix caching.",

@@ -453,8 +453,8 @@ class GenerateConfig(Section):
     """auto reads mapped memory within a host and sends messages between hosts, once per host; the
     others force one transport."""
     incremental: Annotated[Literal["auto", "delta", "off"], MAY_CHANGE] = "off"
-    """auto skips weights whose bytes are unchanged and that vLLM still holds; delta also sends only
-    changed elements in messages (planning.md#send-only-what-changed)."""
+    """auto skips weights whose bytes are unchanged and that vLLM still holds; delta also sends
+    servers only the changed elements in messages (planning.md#send-only-what-changed)."""
     incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24), MAY_CHANGE] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device during training,
     those that change least first. No effect with release_weights: false, which keeps all."""

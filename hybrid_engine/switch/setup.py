@@ -48,8 +48,6 @@ from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import (
     CONFIG_KEY,
-    DELTA_REGISTRY,
-    REGISTRY,
     TransportSet,
     choose_transport,
     export_handles,
@@ -209,9 +207,9 @@ def connect(
                 relays=relays,
                 notify_group=notify_group,
                 timeout=_SHARE_OF_TIMEOUT * job.timeout_seconds,
+                sends_deltas=config.incremental == "delta",
             )
-            registry = DELTA_REGISTRY if config.incremental == "delta" else REGISTRY
-            router = TransportSet.connect(context, config.transport, registry)
+            router = TransportSet.connect(context, config.transport)
             owner.callback(router.close)
             router.check(rank_part.plan, exported=handles)
             container = WeightContainer(
@@ -362,6 +360,7 @@ def _transfer_group(
     """Create the group for messages; None if no rank exchanges any. Collective.
 
     It spans only ranks that exchange some: an NCCL communicator takes hundreds of MB on a device.
+    Deltas, which are for slow networks, are computed on the host, and go over gloo from there.
     """
     ranks = [
         rank
@@ -372,7 +371,8 @@ def _transfer_group(
     parts = job.parts_that_meet(ranks)
     if parts is None:
         return None
-    connect_parts = job.new_nccl_group if job.device.type == "cuda" else job.new_group
+    is_nccl = job.device.type == "cuda" and config.incremental != "delta"
+    connect_parts = job.new_nccl_group if is_nccl else job.new_group
     return connect_parts(owner, parts)
 
 

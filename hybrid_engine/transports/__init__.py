@@ -8,7 +8,7 @@
                          pages, on one host
     collective.py        packed messages over gloo or NCCL
       messages.py          the bytes of each message, derived at both ends
-    deltas.py            the same, with messages sent as deltas of the previous ones
+      deltas.py            codec of messages to servers: deltas of the previous ones
     copies.py            thousands of small copies in few calls, and their errors
       runs.py              equal boxes at equal distances, as views or in tables of tiles
       tile_kernel.py       the kernel that copies tiles on a GPU
@@ -20,7 +20,7 @@
     bucket's fan_out, after it crossed the network: local or shared_memory, out of relay buffers
 
 Ranks negotiate nothing: all walk the buckets of the plan in one order, run or abandoned, and derive
-the transport and the message of each transfer. Only deltas are announced, in a message's header.
+the transport and the message of each transfer. Only a delta's length is in a message's header.
 
 Start-up, on every rank, by switch/setup.py (which also exchanges the objects):
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NoReturn, Self
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.host_pages import round_up
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
@@ -42,6 +42,7 @@ from hybrid_engine.transports.copies import (
     copy_straight,
     failure_at,
 )
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import (
     ALIGNMENT,
     HEADER_NBYTES,
@@ -112,18 +113,13 @@ class InFlight:
 
     Attributes:
         incoming: messages with the memory that receives them.
-        failure: reason why the outgoing messages are void, or the incoming ones are lost.
-        contents: parts to send after the headers of the incoming messages have arrived; None: the
-            posted operations have them.
-        deltas: deltas received in place of contents, by peer.
+        failure: reason why the outgoing messages are void.
         headers: headers of the incoming messages, once they have arrived.
     """
 
     incoming: Sequence[StagedMessage]
     posted: Posted
     failure: TransportError | None
-    contents: Sequence[Part] | None = None
-    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
     headers: Sequence[Header] = ()
 
 
@@ -151,6 +147,7 @@ class CollectiveTransport(Transport):
         self._notify_group = context.notify_group or context.group
         self._device = _staging_device(self._group)
         self._notify_device = _staging_device(self._notify_group)
+        self._deltas = Deltas() if context.sends_deltas else None
         self._staging: TensorDict = {}
         # Both by bucket.
         self._shares: dict[int, _BucketMessages] = {}
@@ -161,6 +158,11 @@ class CollectiveTransport(Transport):
     def connect(cls, context: TransportContext) -> Self | None:
         """See `Transport`; None without a process group."""
         return None if context.group is None else cls(context)
+
+    def begin(self, *, whole: bool) -> None:
+        """See `context.Transport`."""
+        if self._deltas is not None:
+            self._deltas.begin(whole=whole)
 
     @torch.no_grad()
     def start(
@@ -201,7 +203,8 @@ class CollectiveTransport(Transport):
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
-            self._complete(bucket, exchange)
+            if self._deltas is not None:
+                self._complete(bucket, exchange, self._deltas)
             flats = _flats(exchange.incoming)
             copy_straight(
                 self.name,
@@ -246,7 +249,7 @@ class CollectiveTransport(Transport):
         incoming = self._bare_headers(senders)
         write_headers(outgoing, [staged.header_bytes(bucket, reason) for staged in outgoing])
         posted = self._post(
-            bucket, phase, parts_of(incoming), parts_of(outgoing), self._notify_group
+            bucket, phase, _parts_of(incoming), _parts_of(outgoing), self._notify_group
         )
         self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
         return self._peer_failure(bucket, phase, incoming, read_headers(incoming))
@@ -260,16 +263,24 @@ class CollectiveTransport(Transport):
             for peer in sorted(peers)
         ]
 
-    def trim(self) -> int:
-        """Free the staging memory, which the next bucket allocates again; return its bytes."""
-        nbytes = self.staging_nbytes()
+    def trim(self) -> Costs:
+        """Free the staging memory, which the next bucket allocates again; see the base class."""
+        costs = Costs()
+        costs.counts["staging_bytes"] = self.staging_nbytes()
+        if self._deltas is not None:
+            costs.counts["bytes_of_copies"] = self._deltas.copies_nbytes
         self._staging.clear()
-        return nbytes
+        return costs
 
     def close(self) -> None:
-        """Free staging memory; idempotent. Process groups stay open. No bucket is in flight."""
+        """Free staging memory and copies for deltas; idempotent.
+
+        Process groups stay open. No bucket is in flight.
+        """
         self._staging.clear()
         self._shares.clear()
+        if self._deltas is not None:
+            self._deltas.close()
 
     def staging_nbytes(self) -> int:
         """Return the bytes of staging memory held now."""
@@ -309,49 +320,33 @@ class CollectiveTransport(Transport):
     ) -> InFlight:
         """Pack and post the messages of a bucket; without a source they are void for `reason`."""
         self._raise_if_broken(bucket, self._group)
-        with timed_span(self._costs.seconds, "read"):
-            sent, received, failure = self._packed(bucket, transfers, source)
-            contents, delta_failure = self._write_headers(
-                bucket, sent, reason if failure is None else str(failure)
-            )
-        headers_first = contents is not None
-        posted = self._post(
-            bucket,
-            "transfer",
-            parts_of(received, headers=headers_first),
-            parts_of(sent, headers=headers_first),
-            self._group,
-        )
-        return InFlight(received, posted, failure or delta_failure, contents)
-
-    def _write_headers(
-        self, bucket: int, sent: Sequence[StagedMessage], reason: str
-    ) -> tuple[Sequence[Part] | None, TransportError | None]:
-        """Write the headers of packed messages, or of messages that are void for `reason`.
-
-        Returns None, because the contents are posted with the headers, and no failure.
-        """
-        write_headers(sent, [staged.header_bytes(bucket, reason) for staged in sent])
-        return None, None
-
-    def _packed(
-        self, bucket: int, transfers: Sequence[Transfer], source: FlatBuffers | None
-    ) -> tuple[list[StagedMessage], list[StagedMessage], TransportError | None]:
-        """Return messages to send and to receive, and the failure to pack from a source."""
         share = self._share_of(bucket, transfers)
-        slot = bucket % NUM_SLOTS
-        sizes = [message.staged_nbytes for message in share.outgoing]
         # Messages of the previous bucket may still be in flight, in the other slot.
-        memory = self._staged_parts(f"send {slot}", sizes)
-        sent = [
-            message.staged_in(part) for message, part in zip(share.outgoing, memory, strict=True)
-        ]
-        received = self._awaited(bucket, f"receive {slot}", share.incoming)
-        failure = None if source is None else self._pack(bucket, share, sent, source)
-        return sent, received, failure
+        slot = bucket % NUM_SLOTS
+        with timed_span(self._costs.seconds, "read"):
+            sent = self._staged(f"send {slot}", share.outgoing)
+            received = self._awaited(f"receive {slot}", share.incoming)
+            failure = None
+            if source is not None:
+                sent, failure = self._pack(bucket, share, sent, source)
+            reason = reason if failure is None else str(failure)
+            write_headers(sent, [staged.header_bytes(bucket, reason) for staged in sent])
+        posted = self._post(bucket, "transfer", _parts_of(received), _parts_of(sent), self._group)
+        return InFlight(received, posted, failure)
 
-    def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+    def _staged(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+        """Return messages with staging memory."""
+        memory = self._staged_parts(side, [message.staged_nbytes for message in messages])
+        in_one_piece = self._deltas is not None
+        return [
+            message.staged_in(part, in_one_piece=in_one_piece)
+            for message, part in zip(messages, memory, strict=True)
+        ]
+
+    def _awaited(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
         """Return incoming messages with memory to receive them."""
+        if self._deltas is not None:
+            return self._staged(side, messages)
         bodies = self._staged_parts(side, [message.nbytes for message in messages])
         awaited = []
         for message, body in zip(messages, bodies, strict=True):
@@ -363,8 +358,24 @@ class CollectiveTransport(Transport):
             awaited.append(StagedMessage(message, body, tuple(images)))
         return awaited
 
-    def _complete(self, bucket: int, exchange: InFlight) -> None:
-        """Complete messages that do not arrive as they were packed; here all do."""
+    def _complete(self, bucket: int, exchange: InFlight, deltas: Deltas) -> None:
+        """Turn received deltas into messages, and copy relay images into their relay buffers."""
+        for staged, header in zip(exchange.incoming, exchange.headers, strict=True):
+            deltas.decode(bucket, staged, header)
+            if header.sent_nbytes < staged.contents.numel():
+                # The plan counts all bytes of the message, and all cross one link.
+                peer = staged.message.peer
+                moved = staged.message.transfers
+                saved = sum(transfer.nbytes for transfer in moved) - header.sent_nbytes
+                self._costs.nbytes_by_peer[self.name][peer] -= saved
+                self._costs.nbytes_by_link[moved[0].link] -= saved
+            for image, flat in zip(staged.message.images, staged.images, strict=True):
+                relay = self._relays.tensors[image.buffer.name]
+                relay[: image.numel].view(torch.uint8).copy_(flat)
+                if relay.is_cuda:
+                    # Readers are other processes, notified by this host thread and not by the
+                    # stream.
+                    torch.cuda.current_stream(relay.device).synchronize()
 
     def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return byte tensors of these sizes, cut from the staging memory of `side`."""
@@ -394,10 +405,10 @@ class CollectiveTransport(Transport):
         self,
         bucket: int,
         share: _BucketMessages,
-        outgoing: Iterable[StagedMessage],
+        outgoing: list[StagedMessage],
         source: FlatBuffers,
-    ) -> TransportError | None:
-        """Fill the messages; return the first failure."""
+    ) -> tuple[list[StagedMessage], TransportError | None]:
+        """Fill the messages; return what to send, and the first failure."""
         flats = _flats(outgoing)
 
         def source_of(transfer: Transfer) -> torch.Tensor:
@@ -415,8 +426,16 @@ class CollectiveTransport(Transport):
             share.packing.run(source_of, lambda transfer: flats[transfer.dst.buffer])
         except CopyError as failed:
             planned = share.planned(failed.transfer)
-            return failure_at(self.name, bucket, "read", planned, failed.error)
-        return None
+            return outgoing, failure_at(self.name, bucket, "read", planned, failed.error)
+        if self._deltas is None:
+            return outgoing, None
+        try:
+            encode = self._deltas.encode
+            return [encode(bucket, staged, self._costs) for staged in outgoing], None
+        except (RuntimeError, MemoryError) as error:
+            # torch and numpy raise these when memory is short.
+            problem = f"{self.name} transport, bucket {bucket}, phase read: {error}"
+            return outgoing, TransportError(problem, code="read-failed")
 
     def _peer_failure(
         self,
@@ -450,12 +469,7 @@ class CollectiveTransport(Transport):
             exchange = self._launch(bucket, transfers, source, reason)
         deadline = time.monotonic() + self._timeout
         self._wait(bucket, "transfer", exchange.posted, deadline)
-        exchange = replace(exchange, headers=read_headers(exchange.incoming))
-        return self._finish(bucket, exchange, deadline)
-
-    def _finish(self, bucket: int, exchange: InFlight, deadline: float) -> InFlight:
-        """Exchange what follows the posted messages; here nothing does."""
-        return exchange
+        return replace(exchange, headers=read_headers(exchange.incoming))
 
     def _post(
         self,
@@ -465,10 +479,9 @@ class CollectiveTransport(Transport):
         sent: Iterable[Part],
         group: Group,
     ) -> Posted:
-        """Post the receives and then the sends of all parts that are not empty."""
-        # Both ends skip empty messages: a delta without changes has 0 bytes.
-        operations = [(False, peer, memory) for peer, memory in received if memory.numel()]
-        operations += [(True, peer, memory) for peer, memory in sent if memory.numel()]
+        """Post the receives and then the sends of all parts."""
+        operations = [(False, peer, memory) for peer, memory in received]
+        operations += [(True, peer, memory) for peer, memory in sent]
         peers: list[Any] = [peer for _, peer, _ in operations]
         all_peers = sorted(set(peers))
         try:
@@ -534,13 +547,8 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
     return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
 
 
-def parts_of(messages: Iterable[StagedMessage], *, headers: bool = False) -> list[Part]:
-    """Return all byte tensors of these messages, or with `headers` only the headers."""
-    parts: list[Part] = []
-    for staged in messages:
-        tensors = (staged.header,) if headers else staged.tensors
-        parts += [(staged.message.peer, memory) for memory in tensors]
-    return parts
+def _parts_of(messages: Iterable[StagedMessage]) -> list[Part]:
+    return [(staged.message.peer, memory) for staged in messages for memory in staged.tensors]
 
 
 def _begin(

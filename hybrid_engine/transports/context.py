@@ -44,6 +44,7 @@ class TransportContext:
         notify_group: group for `Transport.notify`, with the ranks of the host; default: `group`.
             With NCCL it would deliver after all messages in flight.
         timeout: seconds that a bucket may wait for peers in total.
+        sends_deltas: messages may be deltas of the previous ones, on all ranks; `group` is gloo's.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class TransportContext:
     relays: RelayBuffers | None = None
     notify_group: Group | None = None
     timeout: float = 300.0
+    sends_deltas: bool = False
 
 
 class Transport:
@@ -90,6 +92,9 @@ class Transport:
         No collective.
         """
         return cls(context.rank)
+
+    def begin(self, *, whole: bool) -> None:
+        """Begin a fill, with the same argument on all ranks; see `TransportSet.begin`."""
 
     def start(
         self,
@@ -142,9 +147,9 @@ class Transport:
         self._costs = Costs()
         return costs
 
-    def trim(self) -> int:
-        """Free staging memory between fills; return its bytes."""
-        return 0
+    def trim(self) -> Costs:
+        """Free staging memory between fills; return the bytes of what is freed and what stays."""
+        return Costs()
 
     def close(self) -> None:
         """Release mappings and staging memory. Idempotent."""

@@ -5,8 +5,8 @@
 
 A piece is one transfer's elements, row-major, in `plan.wire_dtype`, aligned to the element size.
 The header has the bucket, the bytes of the message and, if the sender failed, the reason why its
-contents are void. Nothing is pickled. In a fill of deltas (deltas.py) the header is sent first, and
-announces the contents.
+contents are void. Nothing is pickled. Where deltas (deltas.py) are sent, a message is exchanged in
+one piece, and its header says how much follows: a delta is shorter than the contents.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ class Message:
         """Return the id of the body as a flat buffer of this dtype."""
         return BufferId(self.peer, f"message in {dtype}")
 
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The plan's transfers."""
+        relayed = [transfer for image in self.images for transfer in image.transfers]
+        return [*(piece.transfer for piece in self.pieces), *relayed]
+
     def pack_transfers(self) -> Iterator[Transfer]:
         """Yield the transfers whose destination is the message."""
         for piece in self.pieces:
@@ -107,7 +113,7 @@ class Message:
     def _sizes(self) -> tuple[int, ...]:
         return self.nbytes, *(image.nbytes for image in self.images)
 
-    def staged_in(self, memory: torch.Tensor) -> StagedMessage:
+    def staged_in(self, memory: torch.Tensor, *, in_one_piece: bool) -> StagedMessage:
         """Lay the message out in `memory`, uint8 [staged_nbytes]; gaps become zero."""
         parts = []
         end = 0
@@ -118,7 +124,7 @@ class Message:
             # Deltas compare the whole memory, gaps included.
             memory[start + nbytes : end].zero_()
         body, *images = parts
-        return StagedMessage(self, body, tuple(images), memory[HEADER_NBYTES:])
+        return StagedMessage(self, body, tuple(images), memory if in_one_piece else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +134,16 @@ class Header:
     Attributes:
         bucket: number of the bucket.
         nbytes: bytes of the message.
-        delta_nbytes: bytes of a delta that is sent instead of the contents; -1: none is sent.
+        sent_nbytes: bytes that follow the header; fewer than those of the contents are a delta.
         digest: digest of the contents, if a delta is sent.
         failure: reason why the contents are void; "": they are valid.
     """
 
     bucket: int
     nbytes: int
-    delta_nbytes: int = -1
-    digest: int = 0
+    sent_nbytes: int
+    digest: int
     failure: str = ""
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,22 +154,31 @@ class StagedMessage:
         message: the message.
         body: memory of the body.
         images: memory of the relay images.
-        contents: the message without its header, if it lies in one piece (`Message.staged_in`).
+        memory: all of the message, or its header and a delta, which are exchanged in one piece;
+            None: body and images are exchanged one after the other.
+        digest: digest of the contents, if a delta is sent.
     """
 
     message: Message
     body: torch.Tensor
     images: tuple[torch.Tensor, ...] = ()
-    contents: torch.Tensor = _NOTHING
+    memory: torch.Tensor | None = None
+    digest: int = 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Body and images in the order in which they are sent."""
-        return self.body, *self.images
+        """Everything that is exchanged, in that order."""
+        return (self.body, *self.images) if self.memory is None else (self.memory,)
 
     @property
     def header(self) -> torch.Tensor:
         return self.body[:HEADER_NBYTES]
+
+    @property
+    def contents(self) -> torch.Tensor:
+        """Bytes after the header of a message in one piece."""
+        assert self.memory is not None
+        return self.memory[HEADER_NBYTES:]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
         """Return the flat buffers of packed transfers: images, and the body in every dtype."""
@@ -179,11 +191,10 @@ class StagedMessage:
             flats[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
         return flats
 
-    def header_bytes(
-        self, bucket: int, failure: str, delta_nbytes: int = -1, digest: int = 0
-    ) -> bytes:
+    def header_bytes(self, bucket: int, failure: str) -> bytes:
         """Return the header for `write_headers`; a failure that does not fit is cut."""
-        fixed = _HEADER.pack(bucket, self.message.total_nbytes, delta_nbytes, digest)
+        sent_nbytes = sum(tensor.numel() for tensor in self.tensors) - HEADER_NBYTES
+        fixed = _HEADER.pack(bucket, self.message.total_nbytes, sent_nbytes, self.digest)
         # The cut may split a character; `read_headers` replaces it.
         return (fixed + failure.encode())[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
 

@@ -23,7 +23,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
 from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Costs, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Transport, TransportContext
@@ -139,11 +139,11 @@ class SharedMemoryTransport(PullTransport):
         """See `Transport`."""
         return cls(context.rank, context.handles)
 
-    def trim(self) -> int:
-        """Unmap memory of pools that have ended; returns 0, because it is not staging memory."""
+    def trim(self) -> Costs:
+        """Unmap memory of pools that have ended; it is not staging memory."""
         for peer in self._device_peers.values():
             peer.trim()
-        return 0
+        return super().trim()
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""

@@ -23,7 +23,6 @@ from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, Transport, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.deltas import DeltaTransport
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 CONFIG_KEY = "generate_config.transport"
@@ -35,9 +34,6 @@ REGISTRY: tuple[type[Transport], ...] = (
     CollectiveTransport,
 )
 """Best first; a bucket's transfers run in this order too. The last carries every transfer."""
-
-DELTA_REGISTRY: tuple[type[Transport], ...] = (*REGISTRY[:-1], DeltaTransport)
-"""The same, but messages may be deltas of the previous ones."""
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
@@ -108,10 +104,6 @@ class TransportSet:
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
         self._relays = relays or RelayBuffers(rank, {})
-        self._deltas = next(
-            (transport.deltas for transport in transports if isinstance(transport, DeltaTransport)),
-            None,
-        )
         self._shares: dict[int, _BucketShare] = {}
         # Buckets in which this rank took part, run or abandoned, since it was connected.
         self.num_met = 0
@@ -121,16 +113,14 @@ class TransportSet:
         cls,
         context: TransportContext,
         preference: str = "auto",
-        registry: Sequence[type[Transport]] = REGISTRY,
     ) -> TransportSet:
         """Build the transports of a running job. No collective.
 
         Args:
             context: inputs of the transports.
             preference: see `choose_transport`; a plan with relays needs "auto".
-            registry: classes to build, with the names of `REGISTRY`.
         """
-        connected = [transport_class.connect(context) for transport_class in registry]
+        connected = [transport_class.connect(context) for transport_class in REGISTRY]
         transports = [transport for transport in connected if transport is not None]
         # Both ranks of a transfer on a host have the same handles, so they choose alike.
         exported = frozenset(context.handles)
@@ -213,7 +203,10 @@ class TransportSet:
         if share.fan_out:
             with span("relay"):
                 failure = self._fan_out(share, destination, failure)
-        costs = self._costs(share)
+        costs = Costs()
+        costs.add(share.planned)
+        for transport in self._transports.values():
+            costs.add(transport.take_costs())
         if failure is not None:
             raise failure
         return costs
@@ -244,10 +237,9 @@ class TransportSet:
     def trim(self) -> Costs:
         """Free staging and relay memory until the next fill; return its bytes."""
         costs = Costs()
-        staged = sum(transport.trim() for transport in self._transports.values())
-        costs.counts["staging_bytes"] = staged + self._relays.release()
-        if self._deltas is not None:
-            costs.counts["bytes_of_copies"] = self._deltas.copies_nbytes
+        costs.counts["staging_bytes"] = self._relays.release()
+        for transport in self._transports.values():
+            costs.add(transport.trim())
         return costs
 
     def begin(self, *, whole: bool) -> None:
@@ -255,27 +247,12 @@ class TransportSet:
 
         `whole`: no message is a delta; the same on all ranks.
         """
-        if self._deltas is not None:
-            self._deltas.begin(whole=whole)
+        for transport in self._transports.values():
+            transport.begin(whole=whole)
 
     def prepare(self) -> None:
         """Allocate relay memory before a fill. Raises DeviceMemoryError."""
         self._relays.restore()
-
-    def _costs(self, share: _BucketShare) -> Costs:
-        """Return the costs of a bucket, with the actual bytes of messages sent as deltas."""
-        costs = Costs()
-        costs.add(share.planned)
-        if self._deltas is not None:
-            name = CollectiveTransport.name
-            for peer, received in self._deltas.take_came().items():
-                transfers = share.transfers[name]
-                link = next(transfer.link for transfer in transfers if transfer.src_rank == peer)
-                costs.nbytes_by_link[link] += received - costs.nbytes_by_peer[name][peer]
-                costs.nbytes_by_peer[name][peer] = received
-        for transport in self._transports.values():
-            costs.add(transport.take_costs())
-        return costs
 
     def _start(
         self,
@@ -350,7 +327,7 @@ class TransportSet:
         of_rank = bucket.of_rank(self.rank)
         transfers = self._by_transport(bucket.index, of_rank.transfers)
         fan_out = self._by_transport(bucket.index, of_rank.fan_out)
-        # `_costs` replaces the bytes of deltas.
+        # Transports subtract what they save by deltas.
         planned = Costs()
         for transfer in of_rank.counted():
             if transfer.dst_rank == self.rank:

@@ -40,7 +40,11 @@ def engine_of(
     from hybrid_engine.trainer.megatron.actor import build_actor
 
     settings = {"bucket_mb": 1, "timeout_seconds": 30, "verify": "full", "check_compute": "off", **generate}
+    incremental = settings.pop("incremental", "off")
     config = workers.configuration(model, {"tensor_model_parallel_size": 2, **actor}, settings)
+    # Set afterwards: a configuration has deltas for servers only.
+    changed = config.generate_config.model_copy(update={"incremental": incremental})
+    config = config.model_copy(update={"generate_config": changed})
     table = config.table()
     with ExitStack() as ends:
         ends.enter_context(mock.patch.object(device_pages, "CHUNK_NBYTES", CHUNK_NBYTES))

@@ -88,8 +88,7 @@ def plan(
         str | None,
         typer.Option(
             help="Names of a checkpoint's tensors (* and ?, separated by commas) "
-            "that are not trained: also what later switches move "
-            "with incremental: auto, or at most with delta."
+            "that are not trained: also what later switches move with incremental: auto."
         ),
     ] = None,
     as_json: Annotated[

@@ -232,8 +232,6 @@ def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
 class LaterSwitches:
     """Cost of each switch after the first with frozen weights and `incremental: auto`.
 
-    With `delta` it is an upper bound, because savings between hosts depend on the values.
-
     Attributes:
         kept: bytes of inference weights that stay on each device during training, for which
             `incremental_mb` must be large enough; int array by rank.
@@ -410,10 +408,7 @@ class JobVerdict:
         largest = gib(self.job.host_nbytes.max())
         size = f"{self.job.cluster.host_gib:g} GiB"
         fits = "fit" if self.job.fits_host else "do not fit"
-        copies = " and copies of messages" * (
-            self.job.config.generate_config.incremental == "delta"
-        )
-        return f"{largest} of offloaded training state{copies} {fits} a host of {size}"
+        return f"{largest} of offloaded training state {fits} a host of {size}"
 
     def _of_cache(self) -> str:
         cache = self.job.cache
@@ -591,12 +586,7 @@ def _memory(job: JobPlan) -> NumbersTable:
 
 def _later(later: LaterSwitches, job: JobPlan) -> NumbersTable:
     unit = Unit.of(job)
-    is_delta = job.config.generate_config.incremental == "delta"
-    mode = "delta" if is_delta else "auto"
-    keys = f"incremental: {mode} and incremental_mb: {later.incremental_mb}"
+    keys = f"incremental: auto and incremental_mb: {later.incremental_mb}"
     rows = _rows(moved_bytes(later.bytes), _MOVED, unit)
     rows["kept on the device"] = unit.numbers(range_of(later.kept))
-    note = ""
-    if is_delta:
-        note = "At most: delta sends less of what changed between hosts, by how many values did."
-    return NumbersTable(f"Later switches, {unit.name} by rank, with {keys}", rows, note)
+    return NumbersTable(f"Later switches, {unit.name} by rank, with {keys}", rows)

@@ -545,7 +545,7 @@ def plan_job(
         phases=job_phases(config, state, weights, bucket, critic, working, stays),
         working=working,
         stays=stays,
-        on_host=on_host + copied_messages(config, cluster, moved),
+        on_host=on_host,
         stage_caches=cached,
         max_model_len=longest,
     )
@@ -589,19 +589,6 @@ def copied_kinds(state: TrainingMemory, stays: Collection[str]) -> dict[str, np.
         "grad": state.copied - state.params - state.optimizer,
     }
     return {kind: copied for kind, copied in nbytes.items() if kind not in stays}
-
-
-def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) -> np.ndarray:
-    """Return the host memory by rank for the last messages, with `incremental: delta`."""
-    generate = config.generate_config
-    within_host = moved.host + moved.sent_host
-    between_hosts = moved.network + moved.sent_network
-    if generate.incremental != "delta":
-        return np.zeros_like(within_host)
-    # Without shared memory, ranks of a host also send messages to each other.
-    if generate.transport == "collective" or not cluster.has_elastic_buffers:
-        return between_hosts + within_host
-    return between_hosts
 
 
 def longest_sequence(config: HybridConfig) -> int:

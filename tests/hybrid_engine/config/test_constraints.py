@@ -254,6 +254,11 @@ GENERATE_BREAKS = (
         key="generate_config.servers",
         valid={"generate": ADAPTER},
     ),
+    Break(
+        "incremental delta shortens messages to servers",
+        generate={"incremental": "delta"},
+        valid={"generate": {"incremental": "delta", "servers": ["http://127.0.0.1:1"]}},
+    ),
     Break("quantization is none, or", generate={"quantization": "awq"}),
     Break(
         "Weights are sent to servers unquantised",

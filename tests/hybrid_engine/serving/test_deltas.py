@@ -123,7 +123,7 @@ def test_a_server_receives_only_changes(engines: Ranks, tmp_path: Path, keeps_we
         is_whole = event in ("first", "lost")
         assert report.tensors_verified > 0 or event == "none"
         assert (report.density is None) == (is_whole or (event == "none" and keeps_weights))
-        assert report.bytes_of_copies > 2 * least * (report.density is not None)
+        assert report.bytes_of_copies >= 2 * least  # at both ends
         if is_whole:
             assert (report.messages_delta, report.bytes_received) == (0, least)
         elif event == "full":

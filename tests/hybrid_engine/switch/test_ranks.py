@@ -28,7 +28,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.deltas import DeltaTransport
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks
@@ -237,8 +237,7 @@ def _interrupt(owner: type, name: str, incremental: str) -> dict[str, object]:
 
 INTERRUPTIONS = {
     "interrupted_before_deltas": (TransportSet, "prepare", "delta"),  # the fill before was complete
-    # Rank 0 has received the headers of a bucket and sent only its own header.
-    "interrupted_among_deltas": (DeltaTransport, "_announced", "delta"),
+    "interrupted_among_deltas": (Deltas, "decode", "delta"),  # they have come, and none is applied
     "interrupted_before_the_first_message": (CollectiveTransport, "_pack", "off"),
 }
 """Scenario on ranks of its own -> class, its method, and `generate_config.incremental`."""

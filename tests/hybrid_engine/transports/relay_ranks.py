@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,8 +17,8 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.setup import _gather_handles
-from hybrid_engine.transports.context import RelayBuffers, Transport, TransportContext
-from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.router import TransportSet, export_handles
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
 
@@ -83,13 +83,7 @@ RESHARDS = {
 class Rank:
     """A rank connected for its part of a reshard plan."""
 
-    def __init__(
-        self,
-        reshard: Reshard,
-        job: Job,
-        timeout: float = 60,
-        registry: Sequence[type[Transport]] = REGISTRY,
-    ) -> None:
+    def __init__(self, reshard: Reshard, job: Job, **settings: Any) -> None:
         self.rank = job.rank
         self.meet = partial(job.agreement.conclude, "until here other ranks may read this rank's buffers")
         self.plan = reshard.plan(rank=self.rank)
@@ -110,9 +104,9 @@ class Rank:
             destination_buffers=reshard.destination.buffers,
             relays=relays,
             notify_group=notify_group,
-            timeout=timeout,
+            **{"timeout": 60, **settings},
         )
-        self.router = TransportSet.connect(context, registry=registry)
+        self.router = TransportSet.connect(context)
         self.router.check(self.plan, exported=handles)
         self.clear()
 

@@ -32,7 +32,7 @@ from hybrid_engine.transports.messages import (
     write_headers,
 )
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
-from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, TransportSet, export_handles
+from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import Case as PlannedCase
 from tests.hybrid_engine.planning.cases import cases, plan
@@ -102,9 +102,8 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         assert differing(destination, case.expected(rank)) == []
 
 
-DELTAS = ("deltas", "deltas, staged")
-KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", *DELTAS]
-"""Transports between ranks, several at once, and deltas; "staged": not received in kept copies."""
+KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", "deltas"]
+"""Transports between ranks, several at once, and messages as deltas."""
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
@@ -116,21 +115,19 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
-    preference = {"mixed": "auto", **dict.fromkeys(DELTAS, CollectiveTransport.name)}.get(kind, kind)
+    settings = {"timeout": 60, "sends_deltas": kind == "deltas"}
+    preference = {"mixed": "auto", "deltas": CollectiveTransport.name}.get(kind, kind)
     if kind == "mixed":  # buffers of odd ranks are not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
-    registry = DELTA_REGISTRY if kind in DELTAS else REGISTRY
-    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60)
-    router = TransportSet.connect(context, preference, registry)
-    if kind == "deltas, staged":
-        router._transports[CollectiveTransport.name]._receives_copies = False  # as on a GPU
+    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, **settings)
+    router = TransportSet.connect(context, preference)
     wrong = []
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)
         dist.barrier()
         router.begin(whole=not is_ahead)
         router.prepare()
-        if kind in DELTAS and is_ahead:  # change some elements; each rank knows all sources
+        if kind == "deltas" and is_ahead:  # change some elements; each rank knows all sources
             for buffer_id, flat in case.sources.items():
                 flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
                 if buffer_id.rank == rank:
@@ -139,10 +136,10 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
         for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
             with mock.patch.object(collective, "_begin", wraps=collective._begin) as begun:
                 report = router.run(bucket, sources, destination, following if is_ahead else None)
-            # One batch per bucket, possibly the next one's; deltas have headers and contents.
+            # One batch per bucket, possibly the next one's.
             assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
-            if kind not in DELTAS or not is_ahead:  # reports count deltas by their own size
+            if kind != "deltas" or not is_ahead:  # reports count deltas by their own size
                 assert sum(sum(by_peer.values()) for by_peer in report.nbytes_by_peer.values()) == received
         if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -22,8 +22,7 @@ from hybrid_engine.ranks.world import World
 from hybrid_engine.switch import setup
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
-from hybrid_engine.transports.deltas import DeltaTransport
-from hybrid_engine.transports.router import DELTA_REGISTRY, REGISTRY, export_handles
+from hybrid_engine.transports.router import export_handles
 from tests.harness.launch import Ranks
 from tests.harness.rank_threads import RankThreads
 from tests.hybrid_engine.planning.cases import bytes_read, network_lower_bound
@@ -63,14 +62,10 @@ def run_reshard(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
 
 
 def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
-    """Fill four times: whole, changed, unchanged, whole; in order or one bucket ahead.
-
-    On odd ranks messages do not arrive in the copies of the last messages, as on a GPU.
-    """
-    rank = Rank(make(), job, registry=DELTA_REGISTRY)
+    """Fill four times: whole, changed, unchanged, whole; in order or one bucket ahead."""
+    rank = Rank(make(), job, sends_deltas=True)
     bytes_across = []
     counts: list[Counter[str]] = []
-    rank.router._transports[CollectiveTransport.name]._receives_copies = rank.rank % 2 == 0
     for number, (whole, is_ahead) in enumerate(((True, True), (False, True), (False, False), (True, False))):
         if number == 1:
             rank.negate()
@@ -161,36 +156,23 @@ def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
     return [*outcomes, *map(rank.run_ahead, range(3)), rank.wrong()]
 
 
-class Silent:
-    """Mixin of a transport that sends no notifications on rank 3."""
-
-    last: Silent
-    rank: int
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        Silent.last = self
-
-    def notify(self, *args: Any) -> str:
-        if self.rank != 3:
-            return super().notify(*args)  # type: ignore[misc]  # of the transport
-        return ""
-
-
 def relay_rank_falls_silent(rank: Rank) -> list[object]:
-    first = rank.run(0)
+    """Run a bucket in which rank 3 sends no notifications, and wait for one again on rank 2."""
+    transport = rank.router._transports[CollectiveTransport.name]
+    with mock.patch.object(transport, "notify", return_value="") if rank.rank == 3 else nullcontext():
+        first = rank.run(0)
     if rank.rank != 2:
         return [first]
-    return [first, outcome_of(lambda: Silent.last.notify(1, "relay arrived", [], [3]))]
+    return [first, outcome_of(lambda: transport.notify(1, "relay arrived", [], [3]))]
 
 
 SCENARIOS = [sender_fails, reader_abandons, sender_fails_ahead, relay_rank_gives_up_ahead]
-DELTAS = {"": CollectiveTransport, " with deltas": DeltaTransport}
+DELTAS = ("", " with deltas")
 
 
 def run_scenario(scenario: Callable[[Rank], list[object]], kind: str, job: Job) -> list[object]:
     """Run a scenario in a fill with or without deltas; the former follows a whole fill."""
-    rank = Rank(RESHARDS["halves to every rank"](), job, registry=(*REGISTRY[:-1], DELTAS[kind]))
+    rank = Rank(RESHARDS["halves to every rank"](), job, sends_deltas=bool(kind))
     if kind:
         assert [*map(rank.run_ahead, range(3)), rank.wrong()] == ["ok", "ok", "ok", []]
         rank.meet()
@@ -222,9 +204,8 @@ def run_on_process() -> dict[str, object]:
     dist.init_process_group("gloo")
     results: dict[str, object] = {"manager": switch_with_manager()}
     job = Job.join(60, host=HOSTS[dist.get_rank()])
-    for kind, transport in DELTAS.items():
-        registry = (*REGISTRY[:-1], type("OfScenario", (Silent, transport), {}))
-        rank = Rank(RESHARDS["halves to every rank"](), job, 1, registry)
+    for kind in DELTAS:
+        rank = Rank(RESHARDS["halves to every rank"](), job, timeout=1, sends_deltas=bool(kind))
         rank.clear(whole=not kind)
         rank.meet()
         results[f"silent{kind}"] = relay_rank_falls_silent(rank)

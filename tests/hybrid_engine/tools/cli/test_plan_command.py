@@ -66,9 +66,6 @@ def test_later_switches_skip_frozen_weights(tmp_path: Path) -> None:
     shown = run(*arguments, "--frozen", "lm_head.*").output
     assert "kept on the device" in shown
     assert "incremental: auto and" in shown
-    shown = run(*arguments, "generate_config.incremental=delta", "--frozen", "lm_head.*").output
-    assert "incremental: delta and" in shown
-    assert "At most: delta sends less" in shown
     refused = run(*arguments, "--frozen", "lm_head.*,layers.*")
     assert refused.exit_code == 2
     assert "no tensor matches layers.*" in refused.output
