@@ -141,7 +141,7 @@ class HybridEngineError(Exception):
 class _FindingsError(HybridEngineError, Generic[Finding]):
     """Error that reports all findings at once.
 
-    The message has one line per finding, and at most `MOST_LINES` lines. More than `MOST_ALIKE`
+    The message has one line per finding, and at most `MAX_LINES` lines. More than `MAX_ALIKE`
     violations with one remedy and code, whose keys differ only in an index, share one line; without
     a code their texts must be the same.
 
@@ -151,15 +151,15 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
     """
 
     heading = "invalid"
-    MOST_LINES = 200
-    MOST_ALIKE = 3
+    MAX_LINES = 200
+    MAX_ALIKE = 3
 
     def __init__(self, findings: Sequence[Finding], source: str | None = None) -> None:
         self.findings = tuple(findings)
         self.source = source
         lines = self._lines()
-        if len(lines) > self.MOST_LINES:
-            lines = [*lines[: self.MOST_LINES], f"  - and {len(lines) - self.MOST_LINES} more"]
+        if len(lines) > self.MAX_LINES:
+            lines = [*lines[: self.MAX_LINES], f"  - and {len(lines) - self.MAX_LINES} more"]
         of_file = "" if source is None else f" in {clipped(source)}"
         listed = "\n".join(lines)
         super().__init__(f"{self.heading}{of_file} ({len(self.findings)}):\n{listed}")
@@ -174,7 +174,7 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
             alike.setdefault(kind, []).append(finding)
         lines = []
         for group in alike.values():
-            shown = group if len(group) <= self.MOST_ALIKE else group[:1]
+            shown = group if len(group) <= self.MAX_ALIKE else group[:1]
             lines += [f"  - {finding}" for finding in shown]
             if len(shown) < len(group):
                 keys = list(
@@ -183,9 +183,7 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
                     )
                 )
                 where = (
-                    f", the others at {first_of(keys[1:], self.MOST_ALIKE)}"
-                    if len(keys) > 1
-                    else ""
+                    f", the others at {first_of(keys[1:], self.MAX_ALIKE)}" if len(keys) > 1 else ""
                 )
                 lines[-1] += f" ({len(group):,} of this kind{where})"
         return lines

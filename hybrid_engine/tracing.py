@@ -49,7 +49,7 @@ logger = logging.getLogger("hybrid_engine")
 
 Event = dict[str, Any]
 
-MOST_EVENTS = 100_000
+MAX_EVENTS = 100_000
 """Maximum number of events of one switch on one rank; further events are only counted."""
 
 
@@ -59,7 +59,7 @@ class Recording:
 
     Attributes:
         events: in order of their ends, "ts" in microseconds of this process's clock.
-        num_dropped: events beyond `MOST_EVENTS`.
+        num_dropped: events beyond `MAX_EVENTS`.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Recording:
 
     def add(self, **event: Any) -> None:
         """Record an event, or count it if the recording is full."""
-        if len(self.events) < MOST_EVENTS:
+        if len(self.events) < MAX_EVENTS:
             self.events.append(event)
         else:
             self.num_dropped += 1
@@ -135,7 +135,7 @@ def _timed(
         )
 
 
-MOST_NBYTES = 64 * 1024**2
+MAX_NBYTES = 64 * 1024**2
 """Size in bytes at which a file is rotated; FILE and FILE.1 exceed it by at most one switch."""
 
 _START, _END = b"[", b"\n]\n"
@@ -154,7 +154,7 @@ class TraceFile:
     The constructor and `append` raise OSError.
     """
 
-    def __init__(self, path: Path, header: Iterable[Event], most_nbytes: int = MOST_NBYTES) -> None:
+    def __init__(self, path: Path, header: Iterable[Event], most_nbytes: int = MAX_NBYTES) -> None:
         self.path = path
         self._header = list(header)
         self._most_nbytes = most_nbytes

@@ -301,7 +301,7 @@ StateAllocator = Callable[[int, torch.dtype, torch.device, str], torch.Tensor]
 MemoryGiver = Callable[[torch.Tensor, int], None]
 """Function (flat tensor of a `StateAllocator`, n) that gives memory to its first n elements."""
 
-_MOST_CACHED_NBYTES = 2**28
+_MAX_CACHED_NBYTES = 2**28
 """Freed bytes after which torch's CUDA allocator must return its cached memory."""
 
 _ALIGNMENT = 256
@@ -418,7 +418,7 @@ class _BufferPlace:
             slot.copy_(item.tensor.reshape(-1))
             item.tensor.data = slot.view(item.tensor.shape)
             freed_nbytes += item.tensor.nbytes
-            if slot.is_cuda and freed_nbytes >= _MOST_CACHED_NBYTES:
+            if slot.is_cuda and freed_nbytes >= _MAX_CACHED_NBYTES:
                 torch.cuda.empty_cache()
                 freed_nbytes = 0
 

@@ -68,7 +68,7 @@ _OTHER_HOOKS = ("hybrid_engine.", "megatron.core.distributed.")
 _HOOKS_BY_NAME = frozenset({"make_inputs_require_grads"})
 """Hooks of transformers for gradients of checkpointed layers."""
 
-_MOST_NUMEL = 1 << 14
+_MAX_NUMEL = 1 << 14
 """Maximum elements of a tensor whose growth is watched; routers' biases have one per expert."""
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -134,7 +134,7 @@ class Fingerprint:
             # Elements of quantised weights have one byte.
             and (part := self._part_of(tensor)).is_floating_point()
             and part.itemsize > 1
-            and 0 < part.numel() <= _MOST_NUMEL
+            and 0 < part.numel() <= _MAX_NUMEL
         }
         if not parts:
             return {}

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.compute_check.attention import LENGTH
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.compute_check.routes import MOST_MISROUTED, misrouted
+from hybrid_engine.compute_check.routes import MAX_MISROUTED, misrouted
 
 NUM_ROWS = 2
 """Sequences per probe."""
@@ -108,7 +108,7 @@ class Gap:
     @property
     def is_rounding(self) -> bool:
         """True if rounding explains the difference; False for NaN."""
-        return self.size <= self.tolerance and max(self.misrouted, default=0.0) <= MOST_MISROUTED
+        return self.size <= self.tolerance and max(self.misrouted, default=0.0) <= MAX_MISROUTED
 
     @property
     def inequality(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-MOST_MISROUTED = 0.05
+MAX_MISROUTED = 0.05
 """Share of the tokens of a layer that may be misrouted.
 
 Rounding accumulates, and the scores of single tokens have a heavy tail.

@@ -25,9 +25,9 @@ from hybrid_engine.files.reading import read_regular
 if TYPE_CHECKING:
     import yaml
 
-MOST_YAML_BYTES = 256 * 1024
-MOST_JSON_BYTES = 16 * 1024**2
-MOST_BYTES = 1024**3
+MAX_YAML_NBYTES = 256 * 1024
+MAX_JSON_NBYTES = 16 * 1024**2
+MAX_NBYTES = 1024**3
 """Default limit of `read_text`."""
 _KEY = re.compile(r"[A-Za-z_][\w.-]{0,99}", re.ASCII)
 _INVALID_TEXT = (
@@ -64,7 +64,7 @@ def given_path(path: object, key: str) -> Path:
     raise ArgumentError([violation])
 
 
-def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MAX_NBYTES) -> str:
     """Return the text of a regular file.
 
     Args:
@@ -101,7 +101,7 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     """
     import yaml
 
-    text = read_text(path, key, remedy, MOST_YAML_BYTES)
+    text = read_text(path, key, remedy, MAX_YAML_NBYTES)
     try:
         value = yaml.load(text, _yaml_loader())
     except (yaml.YAMLError, *_INVALID_TEXT) as error:
@@ -190,7 +190,7 @@ def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
     Raises:
         ConfigError: under `key`; the file cannot be read or is invalid.
     """
-    text = read_text(path, key, remedy, MOST_JSON_BYTES)
+    text = read_text(path, key, remedy, MAX_JSON_NBYTES)
     try:
         value = json.loads(text, object_pairs_hook=_unambiguous)
     except _INVALID_TEXT as error:

@@ -33,13 +33,13 @@ from hybrid_engine.ranks.groups import MEETING_DIRECTORY
 
 logger = logging.getLogger("hybrid_engine")
 
-MOST_AT_ONCE = 253
+MAX_DESCRIPTORS = 253
 """Maximum number of descriptors in a message: SCM_MAX_FD of Linux."""
 
 # Bytes of a request or a reply.
 _LIMIT = 2**16
 # Connections without a request yet. The oldest is closed when another one arrives.
-_MOST_SILENT = 64
+_MAX_SILENT = 64
 # Seconds that the owner waits for a request, and that the peer waits for a reply.
 _REQUEST_TIMEOUT = 10.0
 _REPLY_TIMEOUT = 20.0
@@ -140,7 +140,7 @@ def _serve(listener: socket.socket) -> None:
                 _answer(connection)
         now = time.monotonic()
         late = [number for number, (_, until) in silent.items() if until <= now]
-        for descriptor in late or list(silent)[:-_MOST_SILENT]:
+        for descriptor in late or list(silent)[:-_MAX_SILENT]:
             silent.pop(descriptor)[0].close()
         if listening in ready:
             try:
@@ -191,7 +191,7 @@ def _send(connection: socket.socket, names: Sequence[str]) -> None:
 def fetch(address: str, names: Sequence[str]) -> list[int]:
     """Return duplicates of the descriptors that another process offers under these names.
 
-    At most `MOST_AT_ONCE` names; the caller closes the descriptors. Raises TransportError if the
+    At most `MAX_DESCRIPTORS` names; the caller closes the descriptors. Raises TransportError if the
     owner has ended, is another user's, does not answer, or no longer offers one of the names.
     """
     fds = array("i")

@@ -43,7 +43,7 @@ import torch
 
 from hybrid_engine.errors import DeviceMemoryError, MessageError, StateError, TransportError
 from hybrid_engine.memory.cuda_driver import CudaDriver
-from hybrid_engine.memory.descriptors import MOST_AT_ONCE, Descriptor, fetch, sending
+from hybrid_engine.memory.descriptors import MAX_DESCRIPTORS, Descriptor, fetch, sending
 from hybrid_engine.memory.host_pages import (
     BufferHandle,
     HostMemory,
@@ -65,7 +65,7 @@ On an H100 it takes 0.1 ms to map a chunk and 0.1 to 0.3 ms to free one, during 
 # Maximum number of chunks of a buffer that is released only as a whole.
 _LARGE_CHUNKS = 64
 
-MAX_CHUNKS = MOST_AT_ONCE
+MAX_CHUNKS = MAX_DESCRIPTORS
 """Maximum number of chunks of a buffer; larger buffers have larger chunks.
 
 Every exported chunk costs its owner an open descriptor.

@@ -53,11 +53,11 @@ from hybrid_engine.ranks.rank_tree import RankTree, TreeShape
 from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.ranks.world import World
 
-SECONDS_TO_BUILD = 300.0
+BUILD_TIMEOUT = 300.0
 """Shortest timeout while engines are built: imports take up to a minute on a busy host, and differ
 between ranks."""
 
-SECONDS_OF_A_ROUND = 5.0
+ROUND_INTERVAL = 5.0
 """Interval between agreements of ranks that work for an unknown time (`Agreement.rounds`)."""
 
 SHORT_PATIENCE = 30.0
@@ -66,12 +66,12 @@ SHORT_PATIENCE = 30.0
 PATIENCE_AFTER_INTERRUPT = 1.0
 """The same after Ctrl-C or SystemExit, which end the job: torchrun kills all ranks after 30 s."""
 
-MOST_SHARED = 2**31
+MAX_SHARED_NBYTES = 2**31
 """Limit of `Agreement.share` in bytes over all ranks. FSDP2's ranks hold different shards: 2,048
 ranks with a dense 70B model send 195 MB. DeepSeek-V3 in Megatron's layouts takes 17 MB for any
 number of ranks."""
 
-_LONGEST_TEXT = 100_000
+_MAX_TEXT_LENGTH = 100_000
 """Characters of an error's message that are sent to the other ranks."""
 
 _SECONDHAND = (RemoteError, LostRankError)
@@ -159,10 +159,10 @@ class Agreement:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Run the set-up with a timeout of at least `SECONDS_TO_BUILD`. Collective."""
+        """Run the set-up with a timeout of at least `BUILD_TIMEOUT`. Collective."""
         tree = self._connections()
         seconds = self.timeout_seconds
-        self.timeout_seconds = max(seconds, SECONDS_TO_BUILD)
+        self.timeout_seconds = max(seconds, BUILD_TIMEOUT)
         self._watch.set_silence(self.timeout_seconds)
         try:
             # Timeouts of connections are fixed when they are made: these are for the set-up only.
@@ -234,7 +234,7 @@ class Agreement:
         No wait is longer than a round and one step, and a failure on one rank is raised on all.
         """
         remaining = iter(steps)
-        seconds = min(SECONDS_OF_A_ROUND, self.timeout_seconds / 4)
+        seconds = min(ROUND_INTERVAL, self.timeout_seconds / 4)
         goes_on = True
         while goes_on:
             with self.phase(name):
@@ -340,7 +340,7 @@ class Agreement:
                 if not has_failed and highest == -negated_lowest:
                     return
                 # Texts of all ranks must fit into one message, and a character has up to 4 bytes.
-                most = min(_LONGEST_TEXT, LIMIT // (8 * self.world_size))
+                most = min(_MAX_TEXT_LENGTH, LIMIT // (8 * self.world_size))
                 failure: _Failure = None
                 if error is not None:
                     failure = clipped(described(error), most), isinstance(error, _SECONDHAND)
@@ -397,7 +397,8 @@ class Agreement:
         Returns the numbers of each rank's messages, by rank, and the messages by number. Messages
         are numbered in the order of ranks.
 
-        Raises RemoteError; MessageError on all ranks if the messages together exceed `MOST_SHARED`.
+        Raises RemoteError; MessageError on all ranks if the messages together exceed
+        `MAX_SHARED_NBYTES`.
         """
         own_digests = [(content_digest(message), len(message)) for message in messages]
         digests_by_rank = self.gather(own_digests, list[tuple[bytes, int]], phase)
@@ -412,7 +413,7 @@ class Agreement:
         # Each message is sent by the first rank that has it.
         sent_by_rank = first_to_have(numbers_by_rank)
         with self.phase(phase):
-            require_size(total, MOST_SHARED)
+            require_size(total, MAX_SHARED_NBYTES)
             by_number = dict(zip(numbers_by_rank[self._rank], messages, strict=True))
             sent = sent_by_rank[self._rank]
             data = b"".join(by_number[number] for number in sent)
@@ -638,7 +639,7 @@ NUM_STEPS = 8
 """Steps between two marks of `Pace`. More steps need fewer requests to the job's store, but a host
 must finish twice as many within the timeout."""
 
-_SECONDS_BETWEEN_LOOKS = 0.1
+_POLL_INTERVAL = 0.1
 
 
 class Pace:
@@ -690,7 +691,7 @@ class Pace:
                     "generate_config.timeout_seconds if they are only slow",
                     code="hosts-are-missing",
                 )
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_INTERVAL)
 
     def _raise_failures(self) -> None:
         if failures := self._watch.known_failures():

@@ -30,10 +30,10 @@ _PIECE_NUMEL = 1 << 24
 _ROW = 1 << 14
 """Bytes that become eight 32-bit sums. Below 2**17 no sum can overflow."""
 
-_MOST_PENDING_NBYTES = 1 << 24
+_MAX_PENDING_NBYTES = 1 << 24
 """Bytes on a device that may wait for hashing."""
 
-_FEWEST_ROWS = 16  # cuBLAS multiplies only matrices with more rows
+_MIN_ROWS = 16  # cuBLAS multiplies only matrices with more rows
 
 
 def text_digest(*texts: str) -> int:
@@ -102,7 +102,7 @@ class _Pending:
         self._nbytes = 0
 
     def add(self, digest: xxhash.xxh3_64, flat: torch.Tensor) -> None:
-        if self._nbytes + flat.numel() > _MOST_PENDING_NBYTES:
+        if self._nbytes + flat.numel() > _MAX_PENDING_NBYTES:
             self.hash()
         self._pairs.append((digest, flat))
         self._nbytes += flat.numel()
@@ -148,7 +148,7 @@ def _shrunk(flat: torch.Tensor) -> torch.Tensor:
     (multilinear hashing; Carter and Wegman, 1979). Few bytes are returned unchanged.
     """
     rows = flat.numel() // _ROW
-    if rows <= _FEWEST_ROWS:
+    if rows <= _MIN_ROWS:
         return flat
     end = rows * _ROW
     whole = flat[:end]

@@ -47,13 +47,13 @@ from hybrid_engine.ranks.world import World
 
 logger = logging.getLogger("hybrid_engine.failures")
 
-_SECONDS_BETWEEN_LOOKS = 0.5
-_SECONDS_OF_THE_STORE = 10.0  # longest wait for an answer of the store
+_POLL_INTERVAL = 0.5
+_STORE_TIMEOUT = 10.0  # longest wait for an answer of the store
 _NUM_ERRORS_OF_THE_STORE = 5  # consecutive errors after which the store counts as gone
-_SHORTEST_SILENCE = 20.0  # seconds: a rank on a busy host must not count as frozen
+_MIN_SILENCE = 20.0  # seconds: a rank on a busy host must not count as frozen
 # Patience of a report about a killed or frozen rank: others may still return by themselves.
-_SECONDS_AFTER_SILENCE = 10.0
-_SECONDS_TO_SPARE = 5.0  # added to a failure's patience, for timeouts that end at the same time
+_SILENCE_PATIENCE = 10.0
+_PATIENCE_MARGIN = 5.0  # added to a failure's patience, for timeouts that end at the same time
 _GONE = "gone"
 
 _T = TypeVar("_T")
@@ -147,7 +147,7 @@ class FailureWatch:
             self._store = world.own_connection(name)
             self._threads_store = world.own_connection(name)
             for store in (self._store, self._threads_store):
-                store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
+                store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
             self._pid = os.getpid()
             self._space = process_space()
             if self._space is not None:
@@ -162,7 +162,7 @@ class FailureWatch:
 
     def set_silence(self, seconds: float) -> None:
         """Treat a rank as frozen after `seconds` without counting, but not before 20 s."""
-        self._silence = max(seconds, _SHORTEST_SILENCE)
+        self._silence = max(seconds, _MIN_SILENCE)
 
     def close(self) -> None:
         """Stop watching and being watched; idempotent. Does nothing in a forked child."""
@@ -170,7 +170,7 @@ class FailureWatch:
             return
         self._closing.set()
         atexit.unregister(self.close)
-        self._thread.join(_SECONDS_OF_THE_STORE)
+        self._thread.join(_STORE_TIMEOUT)
         self._query(lambda: self._store.set(f"beat/{self._rank}", _GONE), None)
         self._query(lambda: _append(self._store, "left", str(self._rank)), None)
         self._store_is_gone = True
@@ -254,7 +254,7 @@ class FailureWatch:
         while awaited and time.monotonic() < deadline:
             lines = self._query(lambda: _lines(self._store, key), list[str]())
             awaited.difference_update(map(int, lines))
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 5 if awaited else 0)
+            time.sleep(_POLL_INTERVAL / 5 if awaited else 0)
         return not awaited
 
     def reasons(self) -> list[str]:
@@ -273,7 +273,7 @@ class FailureWatch:
                         reasons.append(f"rank {rank} {state}")
             if reasons or self._world_size == 1 or time.monotonic() > deadline:
                 return reasons
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
+            time.sleep(_POLL_INTERVAL / 5)
 
     def _query(self, call: Callable[[], _T], default: _T) -> _T:
         """Return the result of `call` on the store, or `default` if the store does not answer.
@@ -297,7 +297,7 @@ class FailureWatch:
             return default
         self._queries.put(run)
         try:
-            return results.get(timeout=_SECONDS_OF_THE_STORE)
+            return results.get(timeout=_STORE_TIMEOUT)
         except Empty:
             self._store_is_gone = True
             return default
@@ -327,7 +327,7 @@ class FailureWatch:
     def _watch(self) -> None:
         num_errors = 0
         for beat in itertools.count():
-            if self._closing.wait(_SECONDS_BETWEEN_LOOKS):
+            if self._closing.wait(_POLL_INTERVAL):
                 return
             store = self._threads_store
             try:
@@ -374,7 +374,7 @@ class FailureWatch:
         place = self._place
         beat = _beat_of(store, self._neighbour)
         # If this thread got no time itself, the neighbour must not be blamed for it.
-        was_away = now - self._looked > 10 * _SECONDS_BETWEEN_LOOKS
+        was_away = now - self._looked > 10 * _POLL_INTERVAL
         self._looked = now
         if beat != self._neighbours_beat or not place.phase or was_away:
             self._neighbours_beat = beat
@@ -409,7 +409,7 @@ class FailureWatch:
     def _observed(
         self, rank: int, text: str, place: _RankPlace, beat: str | None = None
     ) -> Failure:
-        return Failure(rank, "", text, _SECONDS_AFTER_SILENCE, place.entry, beat=beat)
+        return Failure(rank, "", text, _SILENCE_PATIENCE, place.entry, beat=beat)
 
     def _react(self, failures: list[Failure]) -> None:
         """Log new failures, and end the process if it is stuck in waiting for a failed rank."""
@@ -435,7 +435,7 @@ class FailureWatch:
             is_awaited = failure.waiting is None or self._rank in failure.waiting
             # The patience starts again with each work that the main thread enters.
             start = max(first_seen[failure], place.since)
-            deadline = start + failure.patience + _SECONDS_TO_SPARE
+            deadline = start + failure.patience + _PATIENCE_MARGIN
             if not (is_awaited and now > deadline and self._is_stuck(place)):
                 continue
             # Each failure is looked at once, because its rank may count again at any time.

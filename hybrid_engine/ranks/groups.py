@@ -30,7 +30,7 @@ MEETING_DIRECTORY = "/tmp"
 Not TMPDIR, which differs between processes that see the same files, and may be too long for the
 address of a socket."""
 
-_SECONDS_BETWEEN_LOOKS = 0.5
+_POLL_INTERVAL = 0.5
 _MAX = dist.ReduceOp.MAX
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -175,7 +175,7 @@ class RankGroup:
         try:
             while True:
                 left = deadline - time.monotonic()
-                seconds = min(max(left, 0.001), _SECONDS_BETWEEN_LOOKS)
+                seconds = min(max(left, 0.001), _POLL_INTERVAL)
                 try:
                     self._maxima[number].wait(timedelta(seconds=seconds))
                     return

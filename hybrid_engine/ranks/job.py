@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, LostRankError, Violation
-from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, Agreement
+from hybrid_engine.ranks.agreement import BUILD_TIMEOUT, Agreement
 from hybrid_engine.ranks.groups import (
     RankGroup,
     connected_parts,
@@ -56,7 +56,7 @@ def join_process_group(timeout_seconds: float) -> bool:
         problem = f"{', '.join(missing)} not set"
         remedy = "Start the script with hybrid-engine run"
         raise ConfigError([Violation("environment", problem, remedy, code="missing-variables")])
-    seconds = max(timeout_seconds, SECONDS_TO_BUILD)
+    seconds = max(timeout_seconds, BUILD_TIMEOUT)
     try:
         rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=seconds))
         store, rank, world_size = next(rendezvous)
@@ -198,7 +198,7 @@ class Job:
 
         Args:
             timeout_seconds: longest wait for another rank. The ranks of a process group may take at
-                least `agreement.SECONDS_TO_BUILD` to start; those of a `world` have started.
+                least `agreement.BUILD_TIMEOUT` to start; those of a `world` have started.
             host: id of this rank's host; default: `groups.host_id()`.
             device: device of the training weights; default: the current GPU, without GPUs the CPU.
             device_name: id that ranks on one device share; default: a GPU's UUID, on a CPU the
@@ -216,7 +216,7 @@ class Job:
                 if join_process_group(timeout_seconds):
                     undo.callback(_end_process_group)
                 world = World.of_default_group()
-                seconds = max(timeout_seconds, SECONDS_TO_BUILD)
+                seconds = max(timeout_seconds, BUILD_TIMEOUT)
             meeting = world.begin_meeting()
             store = world.part(meeting)
             refusal = functools.partial(world.refusal, meeting)

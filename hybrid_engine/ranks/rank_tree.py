@@ -1,7 +1,7 @@
 """Tree of small groups that connects all ranks of a job.
 
     level 0    0 1 … 7   8 9 … 15   16 … 23   …     hosts, or parts of larger hosts
-    level 1    0 8 16 …           64 72 …           at most MOST_TOGETHER ranks each
+    level 1    0 8 16 …           64 72 …           at most MAX_TOGETHER ranks each
     level 2    0 64 …                               the last level is one group
 
 Data for all ranks goes up, from each group to its first rank, and comes down the same way. A rank
@@ -21,7 +21,7 @@ import torch
 from hybrid_engine.ranks.groups import RankGroup, ranks_by_host
 from hybrid_engine.ranks.world import World
 
-MOST_TOGETHER = 8
+MAX_TOGETHER = 8
 """Limit of ranks in one group: the usual number on a host."""
 
 _PART = 2**28
@@ -55,7 +55,7 @@ class TreeShape:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        is_small = len(hosts) <= MOST_TOGETHER
+        is_small = len(hosts) <= MAX_TOGETHER
         near = [list(range(len(hosts)))] if is_small else ranks_by_host(hosts)
         parts = [part for ranks in near for part in _blocks(ranks)]
         self.order = list(itertools.chain.from_iterable(parts))
@@ -100,8 +100,8 @@ class TreeShape:
 
 
 def _blocks(ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    starts = range(0, len(ranks), MOST_TOGETHER)
-    return [tuple(ranks[start : start + MOST_TOGETHER]) for start in starts]
+    starts = range(0, len(ranks), MAX_TOGETHER)
+    return [tuple(ranks[start : start + MAX_TOGETHER]) for start in starts]
 
 
 def _parts(values: torch.Tensor) -> list[torch.Tensor]:

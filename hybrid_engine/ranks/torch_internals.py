@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 TensorDict = dict[str, torch.Tensor]
 """Tensors by name."""
 
-_MOST_GROUPS_OF_CALLS = 8
+_MAX_GROUP_CALLS = 8
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -135,7 +135,7 @@ def end_batch(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     # The end of the outermost group raises the error of its call, which leaves the loop.
     with suppress(RuntimeError):
-        for _ in range(_MOST_GROUPS_OF_CALLS):
+        for _ in range(_MAX_GROUP_CALLS):
             group._end_coalescing(device)
 
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 CONFIG_ERROR_STATUS = 2
 """Exit status of a process that ends by a ConfigError, as of a command with wrong arguments."""
 _SECONDS_FOR_RANK_0 = 10.0
-_SECONDS_FOR_THE_CAUSE = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.05
+_CAUSE_TIMEOUT = 5.0
+_POLL_INTERVAL = 0.05
 
 _BY_RANK_0 = "rank 0"
 """Key of the digests of errors that rank 0 has printed."""
@@ -128,7 +128,7 @@ def _print_as_rank(rank: str, error: BaseException, print_whole: Callable[[], ob
             notes = _Notes()
             # The traceback of the cause is on another rank, which must have time to print it.
             if isinstance(error, RemoteError):
-                notes.wait_for(_CAUSE, _SECONDS_FOR_THE_CAUSE)
+                notes.wait_for(_CAUSE, _CAUSE_TIMEOUT)
             errors = (error, *_causes(error))
             notes.leave(_BY_RANK_0, " ".join(map(_digest, errors)))
     elif _is_printed_by_rank_0(error):
@@ -185,7 +185,7 @@ class _Notes:
 
                 address = os.environ["MASTER_ADDR"]
                 port = int(os.environ["MASTER_PORT"])
-                timeout = timedelta(seconds=_SECONDS_FOR_THE_CAUSE)
+                timeout = timedelta(seconds=_CAUSE_TIMEOUT)
                 store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self._store = dist.PrefixStore(f"hybrid_engine/printed/{attempt}", store)
@@ -205,7 +205,7 @@ class _Notes:
             while time.monotonic() < deadline:
                 if self._store.check([key]):
                     return self._store.get(key).decode()
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(_POLL_INTERVAL)
         return ""
 
 

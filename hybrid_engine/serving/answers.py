@@ -20,7 +20,7 @@ _ROUNDING = 1e-3
 _LARGEST = 3e38
 """Absolute value from which a log-probability is infinite in a batch, which is float32."""
 
-_MOST_PROBLEMS = 8
+_MAX_PROBLEMS = 8
 """Maximum number of problems in a message."""
 
 
@@ -139,7 +139,7 @@ def checked_choices(answer: object, expected: Expected) -> list[Choice]:
         )
     if problems:
         raise ServerError(
-            f"the response does not match the request: {first_of(problems, _MOST_PROBLEMS, '; ')}. "
+            f"the response does not match the request: {first_of(problems, _MAX_PROBLEMS, '; ')}. "
             "Check that the server runs the model of the trainers, "
             "and the same release of hybrid-engine",
             code="unexpected-completion",

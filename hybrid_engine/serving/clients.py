@@ -60,7 +60,7 @@ API_KEY = "VLLM_API_KEY"
 Servers were started with --api-key or with this variable.
 """
 
-MOST_NBYTES = 2**32
+MAX_NBYTES = 2**32
 """Limit of a response's body; a completion takes about 150 bytes a token."""
 
 _T = TypeVar("_T")
@@ -329,9 +329,9 @@ class HttpServer(Server):
                 for prefix in ("http://", "https://"):
                     session.mount(prefix, adapter)
                 response = session.request(method, where, **options)
-                content = response.raw.read(MOST_NBYTES + 1)
-                if len(content) > MOST_NBYTES:
-                    raise ValueError(f"a response of more than {MOST_NBYTES:,} bytes")
+                content = response.raw.read(MAX_NBYTES + 1)
+                if len(content) > MAX_NBYTES:
+                    raise ValueError(f"a response of more than {MAX_NBYTES:,} bytes")
                 if response.status_code == requests.codes.not_found:
                     raise _NoRouteError(
                         f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1",

@@ -189,7 +189,7 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
             if kind == "file":
                 _require_private(Path(where))
                 store: dist.Store = dist.FileStore(where, -1)
-                store.set_timeout(_SECONDS_FOR_A_FILE)
+                store.set_timeout(_FILE_TIMEOUT)
             elif kind == "tcp":
                 seconds = timedelta(seconds=self.config().timeout_seconds)
                 store = dist.TCPStore(*_host_and_port(where), is_master=False, timeout=seconds)
@@ -213,10 +213,10 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         if kind == "file":
             return _is_unlocked(Path(where).with_name(_ALIVE))
         address = _host_and_port(where)
-        seconds = _SECONDS_FOR_AN_ANSWER.total_seconds()
+        seconds = _ANSWER_TIMEOUT.total_seconds()
 
         def is_answered() -> bool:
-            store = dist.TCPStore(*address, is_master=False, timeout=_SECONDS_FOR_AN_ANSWER)
+            store = dist.TCPStore(*address, is_master=False, timeout=_ANSWER_TIMEOUT)
             # Another store may have taken the port of trainers that ended.
             return store.check([f"{self.name}/{_ALIVE}"])
 
@@ -239,10 +239,10 @@ _DIRECTORY = "hybrid-engine-"
 _FILE = "store"
 _ALIVE = "alive"
 
-_SECONDS_FOR_AN_ANSWER = timedelta(seconds=10)
+_ANSWER_TIMEOUT = timedelta(seconds=10)
 """Timeout of the test whether a store's trainers are alive."""
 
-_SECONDS_FOR_A_FILE = timedelta(seconds=10)
+_FILE_TIMEOUT = timedelta(seconds=10)
 """Timeout to open the store's file; short, because a file that was removed never returns."""
 
 

@@ -96,7 +96,7 @@ from hybrid_engine.switch.states import (
 
 logger = logging.getLogger("hybrid_engine")
 
-_POLL_SECONDS = 1.0
+_POLL_INTERVAL = 1.0
 """Interval at which ranks meet while the first rank waits for a server."""
 
 _T = TypeVar("_T")
@@ -596,14 +596,14 @@ class WeightPublisher(Switch):
         """Run `call` on every rank; only the first rank has servers to call.
 
         Collective; all ranks raise its errors. A server may take longer to respond than ranks wait
-        for each other, so the ranks meet every `_POLL_SECONDS`.
+        for each other, so the ranks meet every `_POLL_INTERVAL`.
         """
         results: list[_T] = []
 
         def steps() -> Iterator[None]:
             if self._servers:
                 future = in_background(functools.partial(with_server_error, phase, call), phase)
-                results.append((yield from steps_until(future, _POLL_SECONDS)))
+                results.append((yield from steps_until(future, _POLL_INTERVAL)))
             else:
                 results.append(call())
 

@@ -1,7 +1,7 @@
 """Comparison of training weights that several ranks hold; in every switch that sends weights.
 
     set-up     boxes of tensors that several ranks hold, grouped by these ranks
-    digests    of all boxes below `MOST_NBYTES` on this rank, and of a row of each of `NUM_ROWS`
+    digests    of all boxes below `MAX_NBYTES` on this rank, and of a row of each of `NUM_ROWS`
                larger ones, others in each switch; the device is awaited once
     require    one maximum over all ranks; only if a group differs, digests of its boxes by rank
 
@@ -30,7 +30,7 @@ from hybrid_engine.records.regions import Offsets, Region, Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.transports.runs import view_of
 
-MOST_NBYTES = 1 << 20
+MAX_NBYTES = 1 << 20
 """Exclusive limit of the bytes of a whole tensor that is compared in every switch."""
 
 NUM_ROWS = 64
@@ -63,7 +63,7 @@ class Replicas:
             boxes = ranks_by_owners[id(owners)]
             for shard in shards.get(name, ()):
                 ranks = boxes[shard.region.offsets, shard.region.lengths]
-                (small if nbytes < MOST_NBYTES else large)[ranks].append(shard)
+                (small if nbytes < MAX_NBYTES else large)[ranks].append(shard)
         self._groups = [(boxes, large[ranks]) for ranks, boxes in small.items() if len(ranks) > 1]
         self._turn = 0  # number of this switch
 

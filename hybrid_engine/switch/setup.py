@@ -56,7 +56,7 @@ from hybrid_engine.transports.router import (
 
 logger = logging.getLogger("hybrid_engine")
 
-_SHARE_OF_TIMEOUT = 0.75
+_TIMEOUT_SHARE = 0.75
 """Share of the job's timeout for which a rank waits for messages of a bucket. A rank that failed
 waits for the others for the whole timeout, so those that it has sent nothing come in time."""
 
@@ -206,7 +206,7 @@ def connect(
                 destination_buffers=rank_part.destination.buffers,
                 relays=relays,
                 notify_group=notify_group,
-                timeout=_SHARE_OF_TIMEOUT * job.timeout_seconds,
+                timeout=_TIMEOUT_SHARE * job.timeout_seconds,
                 sends_deltas=config.incremental == "delta",
             )
             router = TransportSet.connect(context, config.transport)

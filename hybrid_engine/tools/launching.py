@@ -18,9 +18,9 @@ from typing import IO, Protocol
 from hybrid_engine.ranks.signals_and_forks import end_with_parent
 
 _LOOPBACK = "127.0.0.1"
-_SECONDS_BETWEEN_POLLS = 0.05
+_POLL_INTERVAL = 0.05
 _PIPE_BYTES = 1 << 20  # maximum capacity of a pipe
-_SECONDS_FOR_OTHERS = 10.0
+_OTHERS_TIMEOUT = 10.0
 """Time in which other ranks may report their errors after one rank has failed."""
 
 
@@ -203,7 +203,7 @@ class _Lines:
 def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | None:
     """Wait for all processes, and return the first exit status that is not 0, or else 0.
 
-    After a failure the other ranks have `_SECONDS_FOR_OTHERS`. Returns None if `timeout` expires
+    After a failure the other ranks have `_OTHERS_TIMEOUT`. Returns None if `timeout` expires
     without a failure.
     """
     deadline = time.monotonic() + timeout
@@ -213,12 +213,12 @@ def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | 
         if not failed:
             failed = next(filter(None, statuses), 0)
             if failed:
-                deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
+                deadline = min(deadline, time.monotonic() + _OTHERS_TIMEOUT)
         if None not in statuses:
             return failed
         if time.monotonic() > deadline:
             return failed or None
-        lines.read(_SECONDS_BETWEEN_POLLS)
+        lines.read(_POLL_INTERVAL)
 
 
 def kill_tree(process: Process) -> None:

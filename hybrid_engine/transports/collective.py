@@ -55,15 +55,15 @@ from hybrid_engine.transports.messages import (
 )
 
 # Seconds. torch interprets a timeout of 0 as "no timeout".
-_SHORTEST_WAIT = 0.001
+_MIN_WAIT = 0.001
 # Seconds by which a wait may end early, because torch counts whole milliseconds.
-_ROUNDING = 0.01
+_WAIT_TOLERANCE = 0.01
 # Seconds between two polls of NCCL's messages.
-_SHORTEST_POLL = 0.00001
-_LONGEST_POLL = 0.0005
+_MIN_POLL_INTERVAL = 0.00001
+_MAX_POLL_INTERVAL = 0.0005
 # Peers that a rank receives from, and those that it sends to, in one batch of NCCL's operations: a
 # message's body each, and the tensors that relays pass on.
-_MOST_PEERS_AT_ONCE = 32
+_MAX_PEERS_PER_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -500,7 +500,7 @@ class CollectiveTransport(Transport):
                     _finish(work, deadline, of_nccl=self._is_nccl(posted.group))
                 except Exception as error:
                     # With gloo a timeout and a lost connection raise the same type of error.
-                    timed_out = time.monotonic() > deadline - _ROUNDING
+                    timed_out = time.monotonic() > deadline - _WAIT_TOLERANCE
                     self._break(bucket, phase, posted.group, peer, error, timed_out=timed_out)
 
     def _break(
@@ -566,7 +566,7 @@ def _begin(
         # By the difference of destination and source, so both ends have a message in the same
         # batch. All post batches in ascending order, so none waits for a later one.
         is_sent, peer, _ = operation
-        return (peer - rank if is_sent else rank - peer) // _MOST_PEERS_AT_ONCE
+        return (peer - rank if is_sent else rank - peer) // _MAX_PEERS_PER_BATCH
 
     for _, operations_of_batch in groupby(sorted(operations, key=batch_of), batch_of):
         batch = [
@@ -586,18 +586,18 @@ def _begin(
 def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
     """Wait until a message is exchanged; with NCCL the host and the current stream wait."""
     if not of_nccl:
-        work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
+        work.wait(timedelta(seconds=max(deadline - time.monotonic(), _MIN_WAIT)))
         return
     # torch's timeout would abort NCCL's communicator as a failure found by its watchdog. That ends
     # the process within a moment: before the other ranks are notified of the failure, and before
     # the training state is back.
-    pause = _SHORTEST_POLL
+    pause = _MIN_POLL_INTERVAL
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise dist.DistError("the peer's messages have not come")
         time.sleep(pause)
         # A tenth of the wait, so that the end is noticed by a tenth too late at most.
-        pause = min(1.1 * pause, _LONGEST_POLL)
+        pause = min(1.1 * pause, _MAX_POLL_INTERVAL)
     # Complete, so this only orders the current stream after the message.
     work.wait()
 

@@ -32,7 +32,7 @@ BLOCK = 256
 """Words of a block; a place in it fits a byte."""
 _WORD_NBYTES = 2
 _CHANGED_NBYTES = _WORD_NBYTES + 1
-_BLOCKS_TOGETHER = 1 << 12
+_BLOCKS_PER_PART = 1 << 12
 """Blocks that are compared together: as many as a cache holds. A position takes 8 bytes."""
 
 
@@ -48,8 +48,8 @@ def encode(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, int]:
     values: list[np.ndarray] = []
     places: list[np.ndarray] = []
     nbytes = num_changed = 0
-    for start in range(0, len(new_words), _BLOCKS_TOGETHER * BLOCK):
-        part = new_words[start : start + _BLOCKS_TOGETHER * BLOCK]
+    for start in range(0, len(new_words), _BLOCKS_PER_PART * BLOCK):
+        part = new_words[start : start + _BLOCKS_PER_PART * BLOCK]
         positions = np.flatnonzero(part != old_words[start : start + len(part)])
         num_blocks = -(-len(part) // BLOCK)
         nbytes += num_blocks * _WORD_NBYTES + len(positions) * _CHANGED_NBYTES
@@ -90,8 +90,8 @@ def apply(delta: np.ndarray, old: np.ndarray) -> None:
             code="invalid-delta",
         )
     start = 0
-    for first in range(0, num_blocks, _BLOCKS_TOGETHER):
-        part = counts[first : first + _BLOCKS_TOGETHER]
+    for first in range(0, num_blocks, _BLOCKS_PER_PART):
+        part = counts[first : first + _BLOCKS_PER_PART]
         stop = start + int(part.sum())
         block_starts = np.arange(first, first + len(part)) * BLOCK
         words[block_starts.repeat(part) + places[start:stop]] = values[start:stop]

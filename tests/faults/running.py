@@ -28,7 +28,7 @@ from tests.conftest import SHARED_MEMORY, is_mapped
 from tests.harness.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
-_POLL_SECONDS = 0.1
+_POLL_INTERVAL = 0.1
 _RANK_MESSAGE = re.compile(r"^rank \d", re.MULTILINE)
 _TORCHRUN_MESSAGE = re.compile(r"[WE]\d{4} ")
 # Resource trackers of multiprocessing clean up after their process has ended.
@@ -160,7 +160,7 @@ class Running:
         while not condition():
             assert self.launcher.poll() is None, self.terminal
             assert time.monotonic() < deadline, self.terminal
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_INTERVAL)
 
     def wait(self, timeout: float, *, seconds_to_follow: float = 10.0) -> None:
         """Wait until the command and all of its processes have ended, for at most `timeout`
@@ -179,7 +179,7 @@ class Running:
                 self._reported = time.monotonic()
             if has_ended and not alive:
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_INTERVAL)
         self._ended = time.monotonic()
         if has_ended:
             self._survivors = list(alive.values())
@@ -207,7 +207,7 @@ class Running:
             left = {name for name in self._names() - self._names_before if not is_mapped(SHARED_MEMORY / name)}
             if not left or time.monotonic() > deadline:
                 return left
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_INTERVAL)
 
 
 def _rounded(seconds: float | None) -> float | None:

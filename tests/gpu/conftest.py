@@ -49,7 +49,7 @@ REPORTS = "reports"
 OUTPUT = "output"
 OUTPUT_TITLE = "Output of the process"
 _MAX_TEXT = 20_000  # Characters of a failure; the stacks of a crash have 5,000.
-_POLL_SECONDS = 0.05
+_POLL_INTERVAL = 0.05
 
 _RUN = pytest.StashKey["_Run"]()
 
@@ -260,7 +260,7 @@ class _Process:
             is_over = any(line["when"] == "teardown" for line in reported)
             if has_ended or (is_over and not is_last):
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_INTERVAL)
         config = self._run.config
         reports = [config.hook.pytest_report_from_serializable(config=config, data=line) for line in reported]
         starts = {line["begun"]: line["output_starts"] for line in lines if "begun" in line}

@@ -45,7 +45,7 @@ def test_torchs_profiler_has_the_same_names() -> None:
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "MOST_EVENTS", 3)
+    monkeypatch.setattr(tracing, "MAX_EVENTS", 3)
     with recorded() as recording:
         for number in range(5):
             count("b", of=number)

@@ -17,7 +17,7 @@ from tests.software_gpu.device import counted
 from tests.software_gpu.switch_calls import by_kind
 
 DEVICE = torch.device("cuda", 0)
-SIZES = (1, 3, 1000, digests._ROW * digests._FEWEST_ROWS, 2**20 + 17)
+SIZES = (1, 3, 1000, digests._ROW * digests._MIN_ROWS, 2**20 + 17)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_headers_of_a_bucket_need_one_wait() -> None:
 
 def test_pending_bytes_are_bounded(boxes: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     values = digests.box_digests(boxes)
-    monkeypatch.setattr(digests, "_MOST_PENDING_NBYTES", 4096)
+    monkeypatch.setattr(digests, "_MAX_PENDING_NBYTES", 4096)
     with counted() as calls:
         assert digests.box_digests(boxes) == values
     # The first three, hashed directly, have 4016 bytes; the others have 2, 8 and 5 KiB.

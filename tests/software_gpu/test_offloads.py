@@ -89,7 +89,7 @@ def test_an_onload_collects_garbage_if_memory_is_short(state: TrainingState) -> 
 
 def test_old_memory_is_released_while_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer state moves to elastic memory; the driver's count includes memory that torch keeps of moved tensors."""
-    monkeypatch.setattr(optimizers, "_MOST_CACHED_NBYTES", MOST_KEPT_NBYTES)
+    monkeypatch.setattr(optimizers, "_MAX_CACHED_NBYTES", MOST_KEPT_NBYTES)
     torch.cuda.empty_cache()
     tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]
     before = taken_nbytes(DEVICE)

@@ -43,7 +43,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, write_checksums
-from hybrid_engine.files.documents import MOST_BYTES, MOST_JSON_BYTES, given_path
+from hybrid_engine.files.documents import MAX_JSON_NBYTES, MAX_NBYTES, given_path
 from hybrid_engine.files.durable import (
     naming,
     recover_directory,
@@ -256,11 +256,11 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
     for path in files_like(model_dir, COMPANIONS):
         if path.name != CONFIG:
             with naming("copying", path, DOWNLOAD_AGAIN):
-                write_bytes(new / path.name, read_regular(path, MOST_BYTES))
+                write_bytes(new / path.name, read_regular(path, MAX_NBYTES))
     path = model_dir / CONFIG
     if path.is_file():
         with naming("reading", path, DOWNLOAD_AGAIN):
-            config = json.loads(read_regular(path, MOST_JSON_BYTES))
+            config = json.loads(read_regular(path, MAX_JSON_NBYTES))
             if not isinstance(config, dict):
                 raise ValueError(f"a {type(config).__name__}, not a mapping")
         # The stored weights are not quantized, even if the original checkpoint was.

@@ -36,7 +36,7 @@ from hybrid_engine.ranks.background import in_background
 
 logger = logging.getLogger("hybrid_engine")
 
-SECONDS_BETWEEN_MEETINGS = 2.0
+MEETING_INTERVAL = 2.0
 """Interval between two meetings of all ranks, in seconds, while agents run on the first rank."""
 
 
@@ -175,7 +175,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
     async def _meet_repeatedly(self) -> None:
         while True:
             self._rollouts.meet(is_done=False)
-            await asyncio.sleep(SECONDS_BETWEEN_MEETINGS)
+            await asyncio.sleep(MEETING_INTERVAL)
 
 
 def _prompt(request: InferenceRequest, tokenizer: Any) -> list[int]:

@@ -16,7 +16,7 @@ from hybrid_engine.errors import ConfigError, Violation, first_of
 
 logger = logging.getLogger("hybrid_engine")
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 def require_quantised(modules: NamedModules, method: str, *, logs: bool) -> None:
@@ -39,7 +39,7 @@ def require_quantised(modules: NamedModules, method: str, *, logs: bool) -> None
             method,
             len(plain),
             len(names),
-            first_of(plain, _MOST_NAMED),
+            first_of(plain, _MAX_NAMED),
         )
 
 

@@ -25,7 +25,7 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 
-MOST_RANKS = 2**17
+MAX_RANKS = 2**17
 """Largest number of ranks. Beyond it a plan takes minutes, and more memory than the planned job."""
 OVERRIDE = re.compile(r"([\w.]+=.*)", re.DOTALL)
 """A key and its value; the group is all of it."""
@@ -120,8 +120,8 @@ def check_config(
 
 
 def _rank_violations(ranks: int) -> Violations:
-    if not 1 <= ranks <= MOST_RANKS:
-        remedy = f"Use 1 to {MOST_RANKS}"
+    if not 1 <= ranks <= MAX_RANKS:
+        remedy = f"Use 1 to {MAX_RANKS}"
         yield Violation("--ranks", f"{ranks} ranks", remedy, code="out-of-range")
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _RANKS_PER_CORE = 8  # with more, ranks that wait for each other run into their timeouts
 _GIB_PER_RANK = 1.0  # libraries of both engines and a small model
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 def verify(
@@ -216,13 +216,13 @@ def _notes(finding: Finding) -> Iterator[str]:
     if finding.reason:
         yield f"{finding.status}: {finding.reason}"
     if finding.unseen:
-        hidden = first_of(finding.unseen, _MOST_NAMES)
+        hidden = first_of(finding.unseen, _MAX_NAMES)
         yield f"cannot be read, only shows in what is computed: {hidden}"
     for cause in dict.fromkeys(difference.cause for difference in finding.differences):
         alike = [difference for difference in finding.differences if difference.cause is cause]
         largest = max(difference.max_abs for difference in alike)
         share = max(difference.share for difference in alike)
-        names = first_of([difference.name for difference in alike], _MOST_NAMES)
+        names = first_of([difference.name for difference in alike], _MAX_NAMES)
         size = f"by up to {largest:.2g}, in up to {share:.0%} of the elements"
         yield f"{cause.value}, {size}: {names}"
 

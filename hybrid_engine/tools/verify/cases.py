@@ -26,7 +26,7 @@ from hybrid_engine.tools.verify.small_models import (
 
 SEQ_LENGTH = 32
 """Tokens of a training sequence."""
-_FEWEST_LAYERS = 4
+_MIN_LAYERS = 4
 
 _ACTOR_DEFAULTS: dict[str, Any] = {
     "params_dtype": "float32",
@@ -182,7 +182,7 @@ def _fewest_layers(
     if isinstance(training, TrainParallelism):
         num_chunks = training.pipeline * (training.virtual_pipeline or 1)
         sides.insert(0, training)
-    first = min(max(_FEWEST_LAYERS, num_chunks, inference.pipeline), num_published)
+    first = min(max(_MIN_LAYERS, num_chunks, inference.pipeline), num_published)
     for num_layers in range(first, num_published + 1):
         table = table_for(reduced_config(config, num_layers, divisors))
         if not any(violations(side, table) for side in sides):

@@ -57,7 +57,7 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-_SECONDS_PER_MODEL = 1800.0
+_MODEL_TIMEOUT = 1800.0
 _FAILURE = "failure.json"
 _REFUSED = 2  # argparse's exit status for invalid arguments
 _OF_SWITCH = {"model", "dtype", "max_model_len", "max_num_seqs", "worker_cls"}
@@ -149,7 +149,7 @@ def certify(pairs: Sequence[CheckpointPair], scratch: Path) -> dict[str, list[Fi
     environment = dict(_ENVIRONMENT)
     for name, value in _DEFAULT_ENVIRONMENT.items():
         environment[name] = os.environ.get(name, value)
-    timeout = _SECONDS_PER_MODEL * len(pairs)
+    timeout = _MODEL_TIMEOUT * len(pairs)
     arguments = ["-m", "hybrid_engine.tools.verify.certify", str(job)]
     ended = run_ranks(arguments, 1, timeout, environment=environment)
     if ended.status == _REFUSED:

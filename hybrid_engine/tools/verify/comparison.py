@@ -35,7 +35,7 @@ LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.03}
 """Dtype -> difference of log-probabilities from transformers in float32 that is always accepted.
 
 Kernels and orders of summation differ."""
-_MOST_ROUNDING = 2.0
+_MAX_ROUNDING = 2.0
 """Largest accepted difference, in differences of transformers itself in that dtype."""
 
 
@@ -112,7 +112,7 @@ class Verdict:
             (self.trainer, self.training, self.dtype),
             ("vllm", self.vllm, self.served_dtype),
         ):
-            atol = max(LOGITS_ATOL[dtype], _MOST_ROUNDING * self.rounding.get(dtype, 0.0))
+            atol = max(LOGITS_ATOL[dtype], _MAX_ROUNDING * self.rounding.get(dtype, 0.0))
             # `not <=` instead of `>`, so that NaN is a fault.
             if difference is not None and not difference <= atol:
                 faults.append(

@@ -35,7 +35,7 @@ Look = Callable[[ActorHybridWorker], object]
 
 SCRATCH_PREFIX = "hybrid-engine-verify-"
 
-_SECONDS_TO_WAIT = 300
+_WAIT_TIMEOUT = 300
 """Timeout of a rank that waits for another."""
 
 
@@ -80,11 +80,11 @@ def run_cases(
 
 def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     """Run the cases in file `job` on this rank; rank 0 writes the joined verdicts to file `out`."""
-    timeout = timedelta(seconds=_SECONDS_TO_WAIT)
+    timeout = timedelta(seconds=_WAIT_TIMEOUT)
     own_device()
     dist.init_process_group(default_backend(), timeout=timeout)
     world = World.of_default_group()
-    everyone = RankGroup(world, "verdicts", range(world.size), _SECONDS_TO_WAIT)
+    everyone = RankGroup(world, "verdicts", range(world.size), _WAIT_TIMEOUT)
     directory = Path(job).parent
     cases = [Case(**case) for case in json.loads(Path(job).read_text())]
     verdicts = []

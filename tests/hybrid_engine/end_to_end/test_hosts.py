@@ -43,7 +43,7 @@ def switched_on(model: Path, hosts: str) -> tuple[list[dict[str, str]], tuple[in
     """
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
+        patch.setattr(rank_tree, "MAX_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
         job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
     worker = ActorHybridWorker(config, job=job)
     digests: list[dict[str, str]] = [{}, {}]

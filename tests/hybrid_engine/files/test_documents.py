@@ -16,7 +16,7 @@ from examples.gpt_rl import settings as rl_settings
 from examples.gpt_rl import task
 from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, shortened
-from hybrid_engine.files.documents import MOST_YAML_BYTES, apply_overrides, read_json, read_yaml
+from hybrid_engine.files.documents import MAX_YAML_NBYTES, apply_overrides, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
 from tests.harness.errors import has_violations
@@ -30,7 +30,7 @@ INVALID: dict[str, bytes] = {
     "UTF-16": "model: x".encode("utf-16"),
     "Latin-1": "model: grün".encode("latin-1"),
     "control characters": b"model: \x00\x01",
-    "large": b"model: x\n" + b"# x\n" * MOST_YAML_BYTES,
+    "large": b"model: x\n" + b"# x\n" * MAX_YAML_NBYTES,
     "long alias": b"model: *" + b"a" * 200_000,
     "long number": b"model: " + b"1" * 10_000,
     "no boolean": b"model: !!bool x",

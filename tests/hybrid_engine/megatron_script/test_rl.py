@@ -421,7 +421,7 @@ def test_the_first_token_follows_megatrons_arguments_and_tokenizer(
 @pytest.mark.slow
 def test_ranks_synchronize_while_the_first_generates(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second `resume` or `suspend` has no effect, and `kill` suspends."""
-    monkeypatch.setattr(interface, "SECONDS_BETWEEN_MEETINGS", 0.01)
+    monkeypatch.setattr(interface, "MEETING_INTERVAL", 0.01)
     first = FakeRolloutEngine()
     other = FakeRolloutEngine(is_first=False, meetings_left=3)
 

@@ -134,8 +134,8 @@ def test_another_user_is_refused_by_directory_and_by_user_id(handle: BufferHandl
 def test_unknown_tokens_are_refused(handle: BufferHandle):
     for names in (["other"], [handle.token, "other"], [handle.token + "\0"], ["\n"]):
         refused_fetch(handle, has_code("owner-is-gone", "released"), *names)()
-    copies = fetch(handle.address, [handle.token] * descriptors.MOST_AT_ONCE)
-    assert len(set(copies)) == descriptors.MOST_AT_ONCE
+    copies = fetch(handle.address, [handle.token] * descriptors.MAX_DESCRIPTORS)
+    assert len(set(copies)) == descriptors.MAX_DESCRIPTORS
     assert not any(map(os.get_inheritable, copies))
     for copy in copies:
         os.close(copy)
@@ -256,7 +256,7 @@ def test_many_silent_peers_delay_no_other_peer(handle: BufferHandle, monkeypatch
     """Silent connections are closed after a timeout; with too many, the oldest earlier."""
     timeout = 3.0
     monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", timeout)
-    monkeypatch.setattr(descriptors, "_MOST_SILENT", 3)
+    monkeypatch.setattr(descriptors, "_MAX_SILENT", 3)
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(6)]
     for connection in silent:
         connection.connect(handle.address)

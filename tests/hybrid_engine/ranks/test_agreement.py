@@ -68,7 +68,7 @@ def test_phases_succeed_on_one_rank(alone: Agreement):
 
 
 def test_rounds_continue_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hybrid_engine.ranks.agreement.SECONDS_OF_A_ROUND", 0.0)  # a step a round
+    monkeypatch.setattr("hybrid_engine.ranks.agreement.ROUND_INTERVAL", 0.0)  # a step a round
     done = []
 
     def steps() -> Iterator[None]:
@@ -247,7 +247,7 @@ def test_equal_messages_are_shared_once() -> None:
         assert messages == [b"of all", b"of rank 0", b"", b"of rank 1"]
         assert indices == [[0, 1, 2], [0, 3]]
         with (
-            mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5),
+            mock.patch("hybrid_engine.ranks.agreement.MAX_SHARED_NBYTES", 5),
             pytest.raises(MessageError, check=has_code("message-too-long", "6", "5")),
         ):
             agreement.share([b"123456"])

@@ -27,7 +27,7 @@ LOST_SECONDS = 60.0  # the end of a rank is noticed long before
 
 def join_job(rank: int) -> Job:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        patch.setattr(rank_tree, "MAX_TOGETHER", 2)
         return Job.join(LOST_SECONDS, host=HOSTS[rank])
 
 
@@ -131,7 +131,7 @@ def group_names(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
 
     monkeypatch.setattr(groups, "_connected", connect)
     monkeypatch.setattr(rank_tree.RankTree, "maximum", lambda tree, values: None)
-    monkeypatch.setattr(rank_tree, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(rank_tree, "MAX_TOGETHER", 2)
     shape = rank_tree.TreeShape(HOSTS)
     world = World(dist.HashStore(), 0, len(HOSTS))
     with contextlib.suppress(RuntimeError):

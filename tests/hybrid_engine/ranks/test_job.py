@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, LostRankError, StateError
-from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD
+from hybrid_engine.ranks.agreement import BUILD_TIMEOUT
 from hybrid_engine.ranks.groups import host_id
 from hybrid_engine.ranks.job import Job, _meet, default_backend, join_process_group, own_device
 from hybrid_engine.ranks.world import World
@@ -139,7 +139,7 @@ def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
     assert join_process_group(timeout_seconds=5.0)
     dist.destroy_process_group()
-    assert timeouts == [SECONDS_TO_BUILD]
+    assert timeouts == [BUILD_TIMEOUT]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.groups import connected_parts
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.rank_tree import MOST_TOGETHER, RankTree, TreeShape
+from hybrid_engine.ranks.rank_tree import MAX_TOGETHER, RankTree, TreeShape
 from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 
@@ -30,7 +30,7 @@ def test_each_rank_receives_all_others_once(hosts: list[str], data: st.DataObjec
     known = [{rank} for rank in range(num_ranks)]
     received = [0] * num_ranks
     for meeting in shape.groups:  # towards the root
-        assert len(meeting.ranks) <= MOST_TOGETHER
+        assert len(meeting.ranks) <= MAX_TOGETHER
         first = meeting.ranks[0]
         for rank, span in zip(meeting.ranks, meeting.spans, strict=True):
             assert known[rank] == {shape.order[position] for position in span}
@@ -84,7 +84,7 @@ def meet() -> tuple[list[int], list[bytes], list[bytes]]:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        patch.setattr(rank_tree, "MAX_TOGETHER", 2)
         patch.setattr(rank_tree, "_PART", 1000)  # messages are sent in parts of this size
         tree = RankTree(World.of_default_group(), TreeShape("aaaba"), 60.0)
         values = torch.tensor([rank, -rank])
@@ -133,7 +133,7 @@ def lose_a_rank_while_connecting() -> tuple[str, float]:
     rank = int(os.environ["RANK"])
     maximum = RankTree.maximum
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        patch.setattr(rank_tree, "MAX_TOGETHER", 2)
         job = Job.join(60, host="aabb"[rank])
 
         def fail(tree: RankTree, values: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ LONGER_THAN_ALL_PATIENCE = 4.0  # more than patience, silence and the seconds ad
 def main(scenario: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     _shorten()
-    failure_watch._SECONDS_TO_SPARE = 3.0  # for ranks that can end by themselves
+    failure_watch._PATIENCE_MARGIN = 3.0  # for ranks that can end by themselves
     store = _store_of_rank_0() if scenario == "store goes" else None
     arguments = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": 3}
     dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=FOR_EVER), **arguments)
@@ -59,8 +59,8 @@ def all_survived() -> dict[str, str]:
 
 
 def _shorten() -> None:
-    failure_watch._SHORTEST_SILENCE = SILENCE
-    failure_watch._SECONDS_AFTER_SILENCE = failure_watch._SECONDS_TO_SPARE = 0.5
+    failure_watch._MIN_SILENCE = SILENCE
+    failure_watch._SILENCE_PATIENCE = failure_watch._PATIENCE_MARGIN = 0.5
 
 
 def _store_of_rank_0() -> dist.Store:
@@ -98,7 +98,7 @@ def _interrupt() -> None:
 
 def after_the_end(rank: int, agreement: Agreement) -> None:
     """Rank 1 fails alone and continues; the others must not meet its next agreement."""
-    failure_watch._SECONDS_TO_SPARE = 30.0  # late ranks are not stuck, even on a slow machine
+    failure_watch._PATIENCE_MARGIN = 30.0  # late ranks are not stuck, even on a slow machine
     with contextlib.suppress(LostRankError), agreement.phase("generate", 0.5):
         if rank == 1:
             _raise()
@@ -152,7 +152,7 @@ def paused(rank: int, agreement: Agreement) -> None:
     It sends no beats while they check, like a rank on a host too busy to run its thread. Every step
     waits for an event, none for a time.
     """
-    failure_watch._SECONDS_TO_SPARE = FOR_EVER
+    failure_watch._PATIENCE_MARGIN = FOR_EVER
     watch = agreement._watch
     stalled = _Stalled(agreement._watch._threads_store)
     with agreement.phase("generate"):
@@ -172,7 +172,7 @@ def paused(rank: int, agreement: Agreement) -> None:
         _wait_until(lambda: watch.num_at("noticed") == 2)
         os.kill(pid, signal.SIGCONT)
         _wait_until(lambda: not state_of(pid))
-        failure_watch._SECONDS_TO_SPARE = 0.5
+        failure_watch._PATIENCE_MARGIN = 0.5
         first = int(_count(watch, rank))
         _wait_until(lambda: int(_count(watch, rank)) > first + 4)
         watch.num_at("checked", arriving=True)

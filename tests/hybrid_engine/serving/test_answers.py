@@ -270,7 +270,7 @@ def test_a_failure_stops_further_requests(
         time.sleep(0.1)
         return [[] for _ in requests]
 
-    monkeypatch.setattr(server_inference, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(server_inference, "_MAX_REQUESTS", 2)
     monkeypatch.setattr(inference, "complete", fail_first)
     with pytest.raises(ServerError, match="no memory"):
         inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MAX_TOKENS, seed=1))

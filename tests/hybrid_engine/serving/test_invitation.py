@@ -157,7 +157,7 @@ def make_place(address: str | None, orphan_end: Any, invitations: Any) -> None:
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
 def test_trainers_end_with_their_process(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
     """A child that inherits the open files does not keep them alive."""
-    monkeypatch.setattr(invitation_module, "_SECONDS_FOR_AN_ANSWER", timedelta(seconds=2))
+    monkeypatch.setattr(invitation_module, "_ANSWER_TIMEOUT", timedelta(seconds=2))
     invitations, invitations_end = multiprocessing.Pipe(duplex=False)
     orphan_end, orphans = multiprocessing.Pipe(duplex=False)
     trainers = multiprocessing.get_context("fork").Process(
@@ -491,7 +491,7 @@ def test_a_time_limit_is_one_of_the_whole_response(handler: type[BaseHTTPRequest
 def test_a_response_is_plain_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(Long) as server:
         assert server.complete({}) == {"accepted": "identity"}
-        monkeypatch.setattr(clients, "MOST_NBYTES", 999)
+        monkeypatch.setattr(clients, "MAX_NBYTES", 999)
         with pytest.raises(ServerError, check=has_code("request-failed", "more than 999 bytes")):
             server.complete({})
 

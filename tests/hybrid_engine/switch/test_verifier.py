@@ -104,7 +104,7 @@ def test_regions_are_intersections_of_boxes() -> None:
 
 def test_rows_of_large_replicas_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of four rows differs. An interrupt had kept rank 1 from counting a switch."""
-    monkeypatch.setattr(replicas, "MOST_NBYTES", 1)
+    monkeypatch.setattr(replicas, "MAX_NBYTES", 1)
 
     def body(world: World) -> tuple[str, ...]:
         training = FakeTraining(Script(), 0, 1, elastic=False, shapes={"first": (4, 3)})

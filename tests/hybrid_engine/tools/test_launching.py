@@ -105,7 +105,7 @@ def test_ranks_form_several_groups_on_the_loopback_interface() -> None:
 
 def test_a_failed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have some time to write messages."""
-    monkeypatch.setattr(launching, "_SECONDS_FOR_OTHERS", 2.0)
+    monkeypatch.setattr(launching, "_OTHERS_TIMEOUT", 2.0)
     ended = run_ranks(["-c", FAIL_ON_ONE_RANK], 2, 100)
     assert ended.status == 5
     assert "rank 0 noticed it" in ended.output

@@ -67,7 +67,7 @@ def pairs_of_messages(draw: st.DrawFn) -> Pair:
 def test_a_delta_holds_the_changes_if_it_is_shorter(pair: Pair, num_together: int) -> None:
     new, old = pair
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "_BLOCKS_TOGETHER", num_together)
+        patch.setattr(deltas, "_BLOCKS_PER_PART", num_together)
         delta, count = encode(new, old)
         expected = by_brute_force(new, old)
         assert count == int((new.view(np.int16) != old.view(np.int16)).sum())

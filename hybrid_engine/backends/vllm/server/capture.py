@@ -34,7 +34,7 @@ _captured: WeakKeyDictionary[torch.nn.Module, tuple[ProcessedModel, VllmConfig]]
 _reads: WeakKeyDictionary[torch.nn.Module, Reads] = WeakKeyDictionary()
 """Captured models with the keys of config.json that they have read."""
 
-_SECONDS_TO_PROCESS = 300.0
+_PROCESSING_TIMEOUT = 300.0
 """Timeout of workers that wait for each other before a collective processing of weights."""
 
 
@@ -141,5 +141,5 @@ def _barrier(is_collective: bool) -> ProcessingBarrier:
     if not is_any:
         return ProcessingBarrier()
     world = World.of_default_group()
-    group = RankGroup(world, "processing", range(world.size), _SECONDS_TO_PROCESS)
+    group = RankGroup(world, "processing", range(world.size), _PROCESSING_TIMEOUT)
     return ProcessingBarrier(world.rank, group)

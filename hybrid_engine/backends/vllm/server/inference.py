@@ -35,7 +35,7 @@ from hybrid_engine.serving.roles import NoInference
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import AnySampling
 
-_MOST_REQUESTS = 256
+_MAX_REQUESTS = 256
 """Maximum number of concurrent requests of a rank, or of conversations to each server.
 
 vLLM queues those above its max_num_seqs."""
@@ -63,7 +63,7 @@ class ServedInference(CompletingEngine):
         self._vocab_size = int(settings.get("vocab_size") or 2**31)
         positions = int(settings.get("max_position_embeddings") or 2**31)
         self._longest = generate.max_model_len or positions
-        self.most_requests = _MOST_REQUESTS * len(generate.servers)
+        self.most_requests = _MAX_REQUESTS * len(generate.servers)
         self._turns = itertools.count()
         self._publisher: WeightPublisher | None = None
         with job.agreement.phase("looking at the servers"):
@@ -200,7 +200,7 @@ class ServedDrawing(Drawing):
         self.ended_at = time.perf_counter()
         # Not an executor: it would be joined when the wait is interrupted, and a server that does
         # not respond would block that forever.
-        num_threads = min(len(self.share), _MOST_REQUESTS)
+        num_threads = min(len(self.share), _MAX_REQUESTS)
         self._threads = [in_background(self._work, "completions") for _ in range(num_threads)]
         for thread in self._threads:
             thread.add_done_callback(self._note_end)

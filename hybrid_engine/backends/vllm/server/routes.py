@@ -33,7 +33,7 @@ _OPEN_TO_POST = frozenset(
         *("/inference/v1/generate", "/tokenize", "/detokenize"),
     }
 )
-_MOST_BYTES = 1 << 20
+_MAX_BODY_NBYTES = 1 << 20
 """Maximum size in bytes of a request body that requires a proof; an invitation has 2 KB."""
 
 _OF_THE_CORE = re.compile(r"Call to \w+ method failed: ")
@@ -157,12 +157,12 @@ def _is_open(scope: Mapping[str, Any]) -> bool:
 
 
 async def _body(receive: Callable[[], Any]) -> bytes | None:
-    """Return a request's body; None if it exceeds `_MOST_BYTES`, or the client has disconnected."""
+    """Return a request's body; None if it is too long, or the client has disconnected."""
     body = b""
     while True:
         message = await receive()
         body += message.get("body", b"")
-        if message["type"] == "http.disconnect" or len(body) > _MOST_BYTES:
+        if message["type"] == "http.disconnect" or len(body) > _MAX_BODY_NBYTES:
             return None
         if not message.get("more_body"):
             return body

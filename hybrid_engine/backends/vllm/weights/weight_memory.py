@@ -47,7 +47,7 @@ Handle = tuple[int, int, int, int]
 """Device, bytes, address, and address of the driver's handle, of a segment of vLLM's allocator."""
 OnMemory = Callable[[Handle], None]
 
-_MOST_COLLECTIONS = 3
+_MAX_COLLECTIONS = 3
 """Garbage collections before giving up: an object whose finalizer frees others needs several."""
 
 _LEAST_NBYTES = 2 * 2**20
@@ -352,7 +352,7 @@ def prepare_allocator() -> None:
     Raises StateError if memory of an earlier engine is in use.
     """
     allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
-    for _ in range(_MOST_COLLECTIONS):
+    for _ in range(_MAX_COLLECTIONS):
         gc.collect()
         torch.cuda.empty_cache()
         nbytes = allocator.get_current_usage()
