@@ -4,7 +4,6 @@
       make_engine(script)    ->   script_engine.py     ScriptEngine: events, samples, timings
       engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig
     with --perform-rl-step      rl_engine.py         RolloutEngine: Megatron's RL loop switches
-                                  rl_settings.py       refused settings of that loop
 
 The engines are assembled as by `hybrid_engine.attach`, in attaching/, which also compares
 Megatron's model with the Hugging Face config. switch/ switches them, as everywhere. The factory is

@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,15 +25,16 @@ from hybrid_engine.attaching.config_check import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, clipped, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, collect, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
-from hybrid_engine.megatron_script.rl_settings import rl_defaults, rl_refusals
 from hybrid_engine.models.families import read_model, require_rules
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.engines import MegatronScript, ReshardingOptions, performs_rl
+from megatron_patches.patch import check_version
 from megatron_patches.refused_fields import argument_refusals
+from megatron_patches.rl import PATCHES
 
 Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
@@ -79,6 +80,34 @@ _FLAGS = {
     "fp4_param": "--fp4-param-gather",
 }
 """Argument -> flag, if the flag has another name."""
+
+_SECOND_MODEL = (
+    "Megatron would build a second model and copy weights into it; servers have their own sizes"
+)
+
+_REFUSED_IN_RL: Final = {
+    **{
+        f"rl_inference_{axis}_model_parallel_size": (
+            _SECOND_MODEL,
+            "Leave it out: start the servers with their sizes",
+        )
+        for axis in ("tensor", "pipeline", "expert", "expert_tensor")
+    },
+    "rl_offload_optimizer_during_inference": (
+        "a switch takes training state off the device and back",
+        "Leave it out: --offload-train-grad and --offload-train-optimizer choose what leaves",
+    ),
+    "rl_verify_model_weights_swap": (
+        "there is no second model to compare",
+        "Use --resharding-verify full",
+    ),
+    "rl_partial_rollouts": (
+        "completions that outlive a switch cannot be attributed to one set of weights",
+        "Leave it out, with --rl-generation-lag",
+    ),
+    "rl_inference_parsers": ("servers return tokens, not parsed chats", "Leave it out"),
+}
+"""Argument of `--perform-rl-step`, if vLLM servers generate its rollouts -> (problem, remedy)."""
 
 
 @dataclass(frozen=True)
@@ -357,3 +386,73 @@ def _import_callback(reference: str | None) -> Callback | None:
         remedy = "Name a function of one argument"
         raise ConfigError([Violation(key, problem, remedy, code="not-callable")])
     return callback
+
+
+def rl_refusals(
+    args: Namespace,
+    options: ReshardingOptions,
+    content: Mapping[str, Any],
+    model_limit: object = None,
+) -> Violations:
+    """Report settings that do not go with `--perform-rl-step`.
+
+    Args:
+        args: Megatron's arguments.
+        options: our command line.
+        content: content of the YAML file.
+        model_limit: longest sequence of the model, in tokens, if the file sets no limit; None if
+            it is not known.
+    """
+    # The patches of the RL loop were written for one version of it.
+    version = check_version(allow_version=True)
+    if not all(patch.is_needed_by(version) for patch in PATCHES):
+        problem = f"megatron-core {version} has another RL loop"
+        remedy = "Use a checkout of core_v0.19.0"
+        yield Violation("--perform-rl-step", problem, remedy, code="untested-version")
+    generate = content.get("generate_config")
+    if not isinstance(generate, Mapping):  # reported elsewhere
+        generate = {}
+    if not generate.get("servers"):
+        # In Megatron's loop agents draw on one rank while the others wait. A vLLM inside the
+        # training processes needs all ranks in each call.
+        problem = "is missing: agents draw on one rank, but a vLLM inside the ranks needs all"
+        remedy = "Start vllm serve, and name its address (docs/servers.md)"
+        yield Violation("generate_config.servers", problem, remedy, code="missing-key")
+    for name, (problem, remedy) in _REFUSED_IN_RL.items():
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            yield Violation(flag, problem, remedy, code="refused-megatron-setting")
+    if args.context_parallel_size > 1:
+        key, remedy = "--context-parallel-size", "Set it to 1"
+        yield Violation(key, _SECOND_MODEL, remedy, code="refused-megatron-setting")
+    # Options of `ScriptEngine.switch`, which does nothing in this loop.
+    is_set = {
+        "--resharding-interval": options.interval != ReshardingOptions.interval,
+        "--resharding-at-start": options.at_start,
+        "--resharding-prompts": options.prompts is not None,
+        "--resharding-callback": options.callback is not None,
+        "sampling": content.get("sampling") is not None,
+    }
+    for key in is_set:
+        if is_set[key]:
+            problem = "Megatron's RL loop decides what is drawn, and when"
+            yield Violation(key, problem, "Leave it out", code="has-no-effect")
+    # Found now, not by the first rollout that is too long.
+    limit = generate.get("max_model_len") or model_limit
+    if isinstance(limit, int) and limit < args.inference_max_seq_length:
+        problem = f"{limit}, and --inference-max-seq-length is {args.inference_max_seq_length}"
+        remedy = "Make them agree, with the servers' --max-model-len"
+        yield Violation(
+            "generate_config.max_model_len", problem, remedy, code="shorter-than-rollouts"
+        )
+
+
+def rl_defaults(args: Namespace) -> dict[str, Any]:
+    """Return defaults of `generate_config` for Megatron's RL loop.
+
+    Servers that keep their weights lag behind by the optimizer steps that use one collection of
+    rollouts.
+    """
+    num_completions = args.grpo_prompts_per_step * args.grpo_group_size
+    steps_per_iteration = num_completions // args.global_batch_size
+    return {"server_max_lag": max(1, args.grpo_iterations * steps_per_iteration)}

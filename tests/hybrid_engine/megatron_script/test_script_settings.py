@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.compute_check.attention import Attention, Rotary
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.megatron_script import make_engine, rl_settings, script_engine
+from hybrid_engine.megatron_script import make_engine, script_engine, script_settings
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
@@ -254,7 +254,7 @@ SERVED = "model: {model}\ngenerate_config: {{servers: ['http://127.0.0.1:1'], re
 
 @pytest.fixture
 def newer_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_settings, "check_version", lambda **_: "0.19.2")
+    monkeypatch.setattr(script_settings, "check_version", lambda **_: "0.19.2")
 
 
 @pytest.mark.usefixtures("newer_megatron")
@@ -319,10 +319,10 @@ def test_rollouts_longer_than_the_model_are_refused(files: dict[str, Path]) -> N
 def test_context_parallelism_and_older_rl_loops_are_refused(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rl_settings, "check_version", lambda **_: "0.16.1")
+    monkeypatch.setattr(script_settings, "check_version", lambda **_: "0.16.1")
     options = enabled_by(files)
     args = Namespace(**{**ARGS, **RL, "context_parallel_size": 2})
-    first, *_, last = rl_settings.rl_refusals(args, options, {})
+    first, *_, last = script_settings.rl_refusals(args, options, {})
     assert (first.key, first.code) == ("--perform-rl-step", "untested-version")
     assert "0.16.1" in first.problem
     assert (last.key, last.code) == ("--context-parallel-size", "refused-megatron-setting")
