@@ -231,9 +231,12 @@ def attach(
             with job.agreement.phase("looking at the training model"):
                 from hybrid_engine.backends.megatron.live_model import in_ddp, live_model
 
-                noop_layers = checked.actor_config.noop_layers
                 live = live_model(
-                    chunks, optimizer, table, num_steps=num_steps, noop_layers=noop_layers
+                    chunks,
+                    optimizer,
+                    table,
+                    num_steps=num_steps,
+                    noop_layers=checked.actor_config.noop_layers,
                 )
                 owner.callback(live.close)
                 _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))

@@ -30,11 +30,6 @@ def _weight_decay_falls(context: TrainingContext) -> bool:
     return end < start
 
 
-def _weight_decay_varies(context: TrainingContext) -> bool:
-    start, end = context.actor.optimizer.weight_decays
-    return context.schedule.weight_decay_incr_style == "constant" and start != end
-
-
 def _wsd_is_too_long(context: TrainingContext) -> bool:
     schedule = context.schedule
     num_steps = schedule.lr_decay_steps
@@ -131,7 +126,10 @@ TRAINING: list[Constraint[TrainingContext]] = [
         "actor_config.optimizer.schedule.weight_decay_incr_style",
         "With weight_decay_incr_style constant, start_weight_decay is end_weight_decay; "
         "both are weight_decay by default.",
-        _weight_decay_varies,
+        lambda context: (
+            context.schedule.weight_decay_incr_style == "constant"
+            and len({*context.actor.optimizer.weight_decays}) > 1
+        ),
         code="is-constant",
     ),
     Constraint(
@@ -463,10 +461,6 @@ def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Violation
         )
 
 
-def _replicas(context: TrainingContext) -> Violations:
-    return replica_violations(context.fsdp, context.world_size, "actor_config.fsdp.replicas")
-
-
 FSDP: list[Constraint[TrainingContext]] = [
     Constraint(
         "actor_config.fsdp",
@@ -478,7 +472,9 @@ FSDP: list[Constraint[TrainingContext]] = [
         "actor_config.fsdp.replicas",
         "replicas divides the number of ranks, "
         "is more than 1 with HYBRID_SHARD, and 1 with FULL_SHARD.",
-        _replicas,
+        lambda context: replica_violations(
+            context.fsdp, context.world_size, "actor_config.fsdp.replicas"
+        ),
     ),
     Constraint(
         "actor_config.params_dtype",

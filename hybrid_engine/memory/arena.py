@@ -247,7 +247,16 @@ class Copier:
         if direction == "to device":
             # torch must not reuse the memory of a tensor that is freed before a late copy ends.
             destination.record_stream(stream)
-        return _queue_copy(destination, source, stream)
+        # The current stream may still compute the source, or use memory that was just allocated.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        with torch.cuda.stream(stream):
+            for start in range(0, source.numel(), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                destination[part].copy_(source[part], non_blocking=True)
+        end.record(stream)
+        return QueuedCopy(begin, end)
 
     def finish(self, direction: Direction) -> None:
         """Wait until every copy in this direction is done."""
@@ -261,18 +270,3 @@ class Copier:
             # A failed kernel is reported where its result is used.
             with contextlib.suppress(RuntimeError):
                 stream.synchronize()
-
-
-def _queue_copy(
-    destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
-) -> QueuedCopy:
-    # The current stream may still compute the source, or use memory that was just allocated.
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record(stream)
-    with torch.cuda.stream(stream):
-        for start in range(0, source.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            destination[part].copy_(source[part], non_blocking=True)
-    end.record(stream)
-    return QueuedCopy(begin, end)

@@ -65,12 +65,6 @@ On an H100 it takes 0.1 ms to map a chunk and 0.1 to 0.3 ms to free one, during 
 # Maximum number of chunks of a buffer that is released only as a whole.
 _LARGE_CHUNKS = 64
 
-MAX_CHUNKS = MAX_DESCRIPTORS
-"""Maximum number of chunks of a buffer; larger buffers have larger chunks.
-
-Every exported chunk costs its owner an open descriptor.
-"""
-
 AWAY = 0
 """Serial number of a chunk without memory."""
 
@@ -141,7 +135,8 @@ def chunk_nbytes_for(nbytes: int, granule: int, *, in_parts: bool = True) -> int
 
     With `in_parts`, parts of the buffer are released separately. See CHUNK_NBYTES.
     """
-    most_chunks = MAX_CHUNKS if in_parts else _LARGE_CHUNKS
+    # Every exported chunk costs its owner an open descriptor; larger buffers have larger chunks.
+    most_chunks = MAX_DESCRIPTORS if in_parts else _LARGE_CHUNKS
     target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // most_chunks)))
     return round_up(target, granule)
 

@@ -433,8 +433,7 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
 def _log_transports(job: Job, reasons: Mapping[str, str]) -> None:
     """Log how the ranks of this host receive weights, and why some come in messages."""
     host = job.hosts[job.rank]
-    reason = reasons.get(host)
-    if reason:
+    if reason := reasons.get(host):
         logger.warning(
             "[Reshard] the ranks of this host send their weights instead of sharing memory: %s",
             reason,

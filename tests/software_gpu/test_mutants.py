@@ -320,7 +320,7 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
 }
 MUTANTS: Mapping[str, Mutant] = {
     "copies do not wait for what is computed": Mutant(
-        "leaves in parts", torch.cuda.Stream, "wait_stream", arena._queue_copy
+        "leaves in parts", torch.cuda.Stream, "wait_stream", arena.Copier.copy
     ),
     "an offload does not wait for other streams": Mutant("leaves whole", Offloader, "_synchronize", Offloader.offload),
     "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
