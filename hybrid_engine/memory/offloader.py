@@ -563,7 +563,3 @@ class Offloader:
         raise OffloadError(
             f"offload failed, everything was put back{lost}: {error}", code="offload-failed"
         ) from error
-
-
-# Name in programs of others: Megatron's was the first trainer.
-MegatronOffloader = Offloader

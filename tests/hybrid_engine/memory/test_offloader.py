@@ -12,7 +12,7 @@ import torch
 from hybrid_engine.errors import OffloadError, StateError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, Items, OffloadItem, Part, Storage
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.failing import fail
@@ -67,12 +67,12 @@ class Model:
         return [self.param_data, *(value for state in self.optimizer.state.values() for value in state.values())]
 
 
-def trained(elastic: bool = False) -> tuple[Model, list[torch.Tensor], MegatronOffloader]:
+def trained(elastic: bool = False) -> tuple[Model, list[torch.Tensor], Offloader]:
     """Return a model after a step, copies of its tensors, and its offloader."""
     model = Model(elastic=elastic)
     model.step(0)
     before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
-    return model, before, MegatronOffloader(Items(model.inventory), "cpu")
+    return model, before, Offloader(Items(model.inventory), "cpu")
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
@@ -81,7 +81,7 @@ def trained(elastic: bool = False) -> tuple[Model, list[torch.Tensor], MegatronO
 def test_offloading_does_not_change_training(elastic: bool, optimizer: type, kinds: tuple):
     plain = Model(elastic=False, optimizer=optimizer)
     moved = Model(elastic=elastic, optimizer=optimizer)
-    offloader = MegatronOffloader(Items(moved.inventory), "cpu")
+    offloader = Offloader(Items(moved.inventory), "cpu")
     for number in range(4):
         plain.step(number)
         moved.step(number)
@@ -115,7 +115,7 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
 
 def test_arena_is_reused_and_grows_when_state_appears():
     model = Model(elastic=False)
-    offloader = MegatronOffloader(Items(model.inventory), "cpu")
+    offloader = Offloader(Items(model.inventory), "cpu")
     assert offloader.offload(["optimizer"]).nbytes == {"optimizer": 0}
     offloader.onload()
     addresses = set()
@@ -133,7 +133,7 @@ def test_a_storage_of_two_kinds_moves_with_the_first_and_is_copied():
         OffloadItem("master weight", "optimizer", flat[:4]),
         OffloadItem("gradient", "grad", flat, "drop"),
     ]
-    offloader = MegatronOffloader(Items(lambda: items), "cpu")
+    offloader = Offloader(Items(lambda: items), "cpu")
     assert offloader.offload().copied_nbytes == {"param": 0, "grad": 40, "optimizer": 0}
     offloader.onload()
     assert torch.equal(flat, torch.arange(10.0))
@@ -141,7 +141,7 @@ def test_a_storage_of_two_kinds_moves_with_the_first_and_is_copied():
 
 def test_dropping_a_part_of_a_storage_keeps_the_rest():
     flat = torch.arange(10.0)
-    offloader = MegatronOffloader(Items(lambda: [OffloadItem("part", "grad", flat[:4], "drop")]), "cpu")
+    offloader = Offloader(Items(lambda: [OffloadItem("part", "grad", flat[:4], "drop")]), "cpu")
     offloader.offload()
     offloader.onload()
     assert torch.equal(flat[4:], torch.arange(4.0, 10.0))
@@ -149,7 +149,7 @@ def test_dropping_a_part_of_a_storage_keeps_the_rest():
 
 def test_tensors_of_other_devices_are_not_moved():
     tensor = torch.ones(4)
-    offloader = MegatronOffloader(Items(lambda: [OffloadItem("step", "optimizer", tensor)]), "meta")
+    offloader = Offloader(Items(lambda: [OffloadItem("step", "optimizer", tensor)]), "meta")
     assert offloader.offload().nbytes == {"param": 0, "grad": 0, "optimizer": 0}
     assert bool((tensor == 1).all())
 
@@ -165,7 +165,7 @@ def test_tensors_of_other_devices_are_not_moved():
 def test_a_storage_that_cannot_be_freed_is_refused_before_any_move(tensor: torch.Tensor, reason: str):
     good = torch.ones(100)
     items = [OffloadItem("good one", "param", good), OffloadItem("module.bad", "param", tensor)]
-    offloader = MegatronOffloader(Items(lambda: items), "cpu")
+    offloader = Offloader(Items(lambda: items), "cpu")
     with pytest.raises(OffloadError, check=has_code("cannot-offload", "module.bad", "param", reason)):
         offloader.offload()
     assert good.untyped_storage().nbytes() == 400
@@ -226,8 +226,8 @@ class Holder:
         caches = [OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear) for n, t in self.caches.items()]
         return [OffloadItem("weight", "param", self.weight), *caches]
 
-    def offloader(self) -> MegatronOffloader:
-        return MegatronOffloader(Items(self.items))
+    def offloader(self) -> Offloader:
+        return Offloader(Items(self.items))
 
 
 def test_caches_are_dropped_with_their_kind_even_if_it_is_offloaded():
@@ -257,8 +257,8 @@ def test_a_view_of_a_weight_is_not_a_cache():
 def test_state_is_guarded_until_every_byte_is_back():
     flat = allocate_elastic(5000, torch.float32, "cpu", "param").fill_(1)
     owner = Items(lambda: [OffloadItem("flat", "param", flat)])
-    offloader = MegatronOffloader(owner, "cpu")
-    another = MegatronOffloader(owner, "cpu")  # each offloader has its own guard
+    offloader = Offloader(owner, "cpu")
+    another = Offloader(owner, "cpu")  # each offloader has its own guard
     leaving: list[Callable[[], object]] = [
         lambda: offloader.offload({"param"}),
         lambda: offloader.offload_parts("param", [Part(flat, 0, 10)]),

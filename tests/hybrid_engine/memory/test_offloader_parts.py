@@ -15,7 +15,7 @@ from hybrid_engine.memory import offload_items
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Storage
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.failing import fail
 
@@ -41,10 +41,8 @@ def on_device(flat: torch.Tensor) -> int:
     return exported_buffer_of(flat).resident_nbytes()
 
 
-def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> MegatronOffloader:
-    return MegatronOffloader(
-        Items(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)])
-    )
+def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> Offloader:
+    return Offloader(Items(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)]))
 
 
 # Sizes in elements of 2 to 4 bytes: below a page, whole pages, and pages with a remainder.
@@ -205,9 +203,7 @@ def test_parts_of_other_storages_stay_until_the_offload():
 def test_state_that_appears_after_the_first_part_is_offloaded():
     flats = [filled(PAGE, seed=1)]
     expected = [flats[0].clone()]
-    offloader = MegatronOffloader(
-        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
-    )
+    offloader = Offloader(Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)]))
     offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
     flats.append(filled(3 * PAGE, seed=2))  # the arena grows and must keep its contents
     expected.append(flats[1].clone())
@@ -236,9 +232,7 @@ def test_a_read_only_onload_needs_no_copy_back(as_parts: bool):
 
 def test_a_writable_onload_or_another_inventory_is_copied_back():
     flats = [filled(PAGE)]
-    offloader = MegatronOffloader(
-        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
-    )
+    offloader = Offloader(Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)]))
     offloader.offload()
     offloader.onload({"param"}, read_only=True)
     offloader.onload({"param"})  # already resident, but may now be written

@@ -18,7 +18,7 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem, OffloadReport
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job, own_device
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -256,7 +256,7 @@ class FakeInference:
         self.script.reach("reset")
 
 
-class ScriptedOffloader(MegatronOffloader):
+class ScriptedOffloader(Offloader):
     """The real offloader, with calls recorded and failures from the script."""
 
     def __init__(self, script: Script, owner: Offloadable) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Part
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import on_engines
@@ -48,7 +48,7 @@ def test_nearly_all_state_leaves_and_training_stays_the_same(zoo: Zoo, name: str
 
     def check(run: Run, batch: Batch, number: int) -> None:
         engine = run.engine.model
-        offloader = MegatronOffloader(engine)
+        offloader = Offloader(engine)
         # A walk of the model in every survey would take milliseconds of a switch.
         with mock.patch.object(torch.nn.Module, "named_modules", side_effect=AssertionError):
             offload_each_alone(engine, offloader)
@@ -83,7 +83,7 @@ def train(
         return losses, digests(run.engine.model)
 
 
-def offload_each_alone(engine: Any, offloader: MegatronOffloader) -> None:
+def offload_each_alone(engine: Any, offloader: Offloader) -> None:
     """Offload each kind alone; only its bytes leave."""
     for kind in KINDS:
         for item in engine.offload_items():
@@ -95,7 +95,7 @@ def offload_each_alone(engine: Any, offloader: MegatronOffloader) -> None:
         offloader.wait()
 
 
-def offload_in_parts(engine: Any, offloader: MegatronOffloader) -> None:
+def offload_in_parts(engine: Any, offloader: Offloader) -> None:
     """Offload parameters by pages, then everything; onload, offload and onload again."""
     total = sum(sum(owners.values()) for owners in offloader.resident_nbytes().values())
     flats = list(engine.weights.buffers().values())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import ReshardError, StateError
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
@@ -159,7 +159,7 @@ def test_failures_are_reported_on_all_ranks_and_change_nothing(zoo: Zoo, tmp_pat
 
 def offload_and_back(run: Any) -> None:
     """Loaded state must be offloadable like any other."""
-    offloader = MegatronOffloader(run.engine.model)
+    offloader = Offloader(run.engine.model)
     offloader.offload({"param", "grad", "optimizer"})
     offloader.onload({"param", "grad", "optimizer"})
 
