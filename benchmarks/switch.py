@@ -51,9 +51,9 @@ from benchmarks.timings import (
     plain_host_copies,
     seconds_of,
     synchronize,
+    taken_nbytes,
 )
 from hybrid_engine.backends.vllm.engine_settings import Sampling
-from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels

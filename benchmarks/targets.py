@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.timings import taken_nbytes
 from hybrid_engine.memory import device_pages, elastic
-from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
+from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
 from tests.software_gpu.device import GRANULE, load_driver, virtual_memory
 
 SIMULATED = "simulated"

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_engine.memory.cuda_driver import taken_nbytes
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -48,6 +46,14 @@ class Memory:
     def ratio(self) -> float:
         """The share of the whole."""
         return self.nbytes / self.whole_nbytes
+
+
+def taken_nbytes(device: torch.device) -> int:
+    """Return the used bytes of a GPU, by all processes and torch's cache; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, size = torch.cuda.mem_get_info(device)
+    return size - free
 
 
 def synchronize(device: torch.device) -> None:

@@ -203,11 +203,3 @@ def driver_of(ordinal: int) -> CudaDriver | None:
         reason,
     )
     return None
-
-
-def taken_nbytes(device: torch.device) -> int:
-    """Return the used bytes of a GPU, by all processes and torch's cache; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, size = torch.cuda.mem_get_info(device)
-    return size - free

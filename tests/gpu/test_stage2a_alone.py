@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.timings import taken_nbytes
 from hybrid_engine.assembly import inference_settings
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import elastic
-from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.digests import box_digest

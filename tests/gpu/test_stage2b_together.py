@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from benchmarks.offload_figures import copied_nbytes
-from benchmarks.timings import PeakOfDevice, plain_host_copies
+from benchmarks.timings import PeakOfDevice, plain_host_copies, taken_nbytes
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.errors import ConfigError, DeviceMemoryError
-from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of, taken_nbytes
+from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State

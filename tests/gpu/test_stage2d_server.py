@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.timings import PeakOfDevice
+from benchmarks.timings import PeakOfDevice, taken_nbytes
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.worker import ActorHybridWorker
 from tests.gpu.conftest import Note

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.timings import taken_nbytes
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.memory.device_pages import CHUNK_NBYTES
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import Kind
