@@ -57,13 +57,13 @@ def are_same(extremes: torch.Tensor) -> bool:
     return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
 
 
-def box_digest(box: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the digest of the bytes of `box` in `dtype` (default: its own), in row-major order.
+def box_digest(box: torch.Tensor) -> int:
+    """Return the digest of the bytes of `box`, in row-major order.
 
     The result is a signed 64-bit number. Boxes of one shape and dtype have equal digests for any
     strides, on devices of the same kind. `box` may be any view. Waits for the device.
     """
-    return box_digests([box], [dtype or box.dtype])[0]
+    return box_digests([box])[0]
 
 
 @torch.no_grad()

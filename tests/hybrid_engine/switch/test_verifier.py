@@ -47,8 +47,8 @@ def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, .
     flat = torch.zeros(2 * values.numel() + 3)
     strides = tuple(2 * stride for stride in values.stride())
     strided = flat.as_strided(shape, strides, 3).copy_(values)
-    assert box_digest(values, torch.bfloat16) == box_digest(strided, torch.bfloat16)
-    assert box_digest(values, torch.bfloat16) != box_digest(values, torch.float32)
+    assert box_digests([values], [torch.bfloat16]) == box_digests([strided], [torch.bfloat16])
+    assert box_digests([values], [torch.bfloat16]) != box_digests([values], [torch.float32])
 
 
 def test_a_difference_in_any_piece_changes_the_digest() -> None:
