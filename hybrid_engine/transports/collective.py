@@ -245,8 +245,8 @@ class CollectiveTransport(Transport):
         """
         self._raise_if_broken(bucket, self._notify_group)
         # Not in staging memory, which belongs to the buckets in flight.
-        outgoing = self._bare_headers(receivers)
-        incoming = self._bare_headers(senders)
+        outgoing = self._allocate_headers(receivers)
+        incoming = self._allocate_headers(senders)
         write_headers(outgoing, [staged.header_bytes(bucket, reason) for staged in outgoing])
         posted = self._post(
             bucket, phase, _parts_of(incoming), _parts_of(outgoing), self._notify_group
@@ -254,7 +254,7 @@ class CollectiveTransport(Transport):
         self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
         return self._peer_failure(bucket, phase, incoming, read_headers(incoming))
 
-    def _bare_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
+    def _allocate_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
         return [
             StagedMessage(
                 Message(peer),
@@ -324,8 +324,8 @@ class CollectiveTransport(Transport):
         # Messages of the previous bucket may still be in flight, in the other slot.
         slot = bucket % NUM_SLOTS
         with timed_span(self._costs.seconds, "read"):
-            sent = self._staged(f"send {slot}", share.outgoing)
-            received = self._awaited(f"receive {slot}", share.incoming)
+            sent = self._stage(f"send {slot}", share.outgoing)
+            received = self._stage_incoming(f"receive {slot}", share.incoming)
             failure = None
             if source is not None:
                 sent, failure = self._pack(bucket, share, sent, source)
@@ -334,20 +334,20 @@ class CollectiveTransport(Transport):
         posted = self._post(bucket, "transfer", _parts_of(received), _parts_of(sent), self._group)
         return InFlight(received, posted, failure)
 
-    def _staged(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+    def _stage(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
         """Return messages with staging memory."""
-        memory = self._staged_parts(side, [message.staged_nbytes for message in messages])
+        memory = self._take_staging(side, [message.staged_nbytes for message in messages])
         in_one_piece = self._deltas is not None
         return [
             message.staged_in(part, in_one_piece=in_one_piece)
             for message, part in zip(messages, memory, strict=True)
         ]
 
-    def _awaited(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+    def _stage_incoming(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
         """Return incoming messages with memory to receive them."""
         if self._deltas is not None:
-            return self._staged(side, messages)
-        bodies = self._staged_parts(side, [message.nbytes for message in messages])
+            return self._stage(side, messages)
+        bodies = self._take_staging(side, [message.nbytes for message in messages])
         awaited = []
         for message, body in zip(messages, bodies, strict=True):
             # An image is received in place: it is the beginning of its relay buffer.
@@ -377,7 +377,7 @@ class CollectiveTransport(Transport):
                     # stream.
                     torch.cuda.current_stream(relay.device).synchronize()
 
-    def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def _take_staging(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return byte tensors of these sizes, cut from the staging memory of `side`."""
         starts = []
         end = 0
