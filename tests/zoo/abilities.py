@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine import HybridEngine
-from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.zoo.tiny_models import read_canonical
 
 BY_THE_OWNER = (
     "update",
@@ -40,8 +39,8 @@ def stored_and_loaded(engine: HybridEngine, model: torch.nn.Module) -> bool:
             weight.fill_(7.0)
         engine.load_hf_checkpoint(first)
         engine.save_hf_checkpoint(second)
-        stored = _tensors_of(first)
-        loaded = _tensors_of(second)
+        stored = read_canonical(first)
+        loaded = read_canonical(second)
         for weight, kept in zip(weights, before, strict=True):
             weight.copy_(kept)
         engine.train.reload_main_params()
@@ -51,10 +50,6 @@ def stored_and_loaded(engine: HybridEngine, model: torch.nn.Module) -> bool:
     is_equal = all(torch.equal(stored[name], loaded.get(name, torch.empty(0))) for name in stored)
     is_overwritten = any(bool((tensor == 7.0).all()) for tensor in loaded.values())
     return is_equal and stored.keys() == loaded.keys() and not is_overwritten
-
-
-def _tensors_of(directory: Path) -> TensorDict:
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +20,12 @@ from examples import bring_your_own_megatron as example
 from hybrid_engine.errors import ComputationError, ConfigError, StateError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.switch.states import State
-from tests.harness.errors import violations_of
+from tests.harness.errors import has_violations, violations_of
 from tests.harness.imports import left_out
-from tests.harness.values import Values
+from tests.harness.launch import on_engines
 from tests.zoo.abilities import stored_and_loaded
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_ROUNDS = 2
 NUM_STEPS = 4
@@ -34,36 +38,40 @@ WRONG = {
 }
 
 
-@left_out("hybrid_engine.trainer")  # the loop is the user's
-def attach_and_train() -> Values:
-    """Return losses after each round of steps, log messages, and refusals.
+@on_engines(2)
+def test_an_attached_engine_leaves_training_bitwise_equal() -> None:
+    """Also without `prepare`, which is warned of, and with a distributed optimizer or without one."""
+    with left_out("hybrid_engine.trainer"):  # the loop is the user's
+        hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
+        with built() as (model, optimizer):
+            plain = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
+            plain.append(example.train(model, optimizer, 1))
+            check_refusals(model, optimizer)
+        assert len(set(plain)) == len(plain)
+        assert loose_parameters(moved=True) == loose_parameters(moved=False)
+        with warnings_of_prepare() as warned, hybrid_engine.prepare(), built() as (model, optimizer):
+            assert rounds(model, optimizer) == plain
+        assert warned == []
+        with warnings_of_prepare() as warned, built() as (model, optimizer):
+            assert rounds(model, optimizer) == plain
+        (text,) = warned
+        start = rf"rank {os.environ['RANK']}: [1-9][\d.]* MiB of parameters and gradients are in ordinary memory, since"
+        assert re.match(start, text)
 
-    "attached" and "unprepared" have switches that compare all weights, "loose" parameters that own
-    their memory. Runs on two ranks, and ends all process groups.
+
+def rounds(model: torch.nn.Module, optimizer: Any) -> list[float]:
+    """Return the losses of rounds with switches that compare all weights, and of a step after the engine was shut down.
+
+    A setting that vLLM lacks fails the first switch before.
     """
-    observed: Values = {"loose": {}, "warned": [], "warned_if_prepared": []}
-    hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
-    with built() as (model, optimizer):
-        observed["plain"] = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
-        observed["plain"].append(example.train(model, optimizer, 1))
-        observed["refused"] = refusals(model, optimizer)
-    for moved in (False, True):
-        observed["loose"][f"{moved=}"] = loose_parameters(moved)
-    with messages(observed["warned_if_prepared"]), hybrid_engine.prepare(), built() as (model, optimizer):
-        observed["attached"] = rounds(model, optimizer, observed)
-    with messages(observed["warned"]), built() as (model, optimizer):
-        observed["unprepared"] = rounds(model, optimizer, observed)
-    return observed
-
-
-def rounds(model: torch.nn.Module, optimizer: Any, observed: Values) -> list[float]:
-    """Return the losses of the rounds, and of a step after the engine was shut down."""
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
     config = model.module.config
     with mock.patch.object(config, "glu_linear_offset", 100.0), pytest.raises(ComputationError) as caught:
         engine.sharding.enter(State.INFER)
-    observed["other_setting"] = str(caught.value)
-    observed["state_after"] = engine.sharding.state.value
+    text = str(caught.value)
+    assert "vLLM does not compute what the trainer computes: log-probabilities of 28 tokens are" in text
+    assert "the trainer has TransformerConfig.glu_linear_offset 100.0" in text
+    assert engine.sharding.state is State.TRAIN
     losses = []
     for _ in range(NUM_ROUNDS):
         with engine.train_context():
@@ -73,8 +81,7 @@ def rounds(model: torch.nn.Module, optimizer: Any, observed: Values) -> list[flo
             assert [len(samples) for samples in completions] == [1, 1]
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
-            observed["is_held_back"] = True
-    observed["keeps"] = stored_and_loaded(engine, model)
+    assert stored_and_loaded(engine, model)
     engine.shutdown()
     return [*losses, example.train(model, optimizer, 1)]
 
@@ -97,22 +104,22 @@ def _replicated(config: type[Any]) -> Callable[..., Any]:
     return lambda **values: config(**{**values, "use_distributed_optimizer": False})
 
 
-def refusals(model: Any, optimizer: Any) -> dict[str, list[tuple[str, str]]]:
-    """Return (key, code) of each violation by case, all raised before anything is built."""
+def check_refusals(model: Any, optimizer: Any) -> None:
+    """Attach what is refused before anything is built."""
     adam = torch.optim.AdamW(model.parameters())
-    calls: dict[str, Callable[[], object]] = {
-        "without DDP": lambda: hybrid_engine.attach(model.module, adam, example.CONFIG),
-        "no Megatron": lambda: hybrid_engine.attach([torch.nn.Linear(1, 1)], None, example.CONFIG),
-        "other sizes": lambda: hybrid_engine.attach(
-            model, optimizer, {**example.CONFIG, "actor_config": WRONG, "generate_config": {"infer_tensor_size": 1}}
-        ),
-    }
-    violations = {}
-    for name, call in calls.items():
-        with pytest.raises(ConfigError) as caught:
-            call()
-        violations[name] = violations_of(caught.value)
-    return violations
+    without_ddp = (("model_chunks[0]", "not-in-ddp"), ("optimizer", "unsupported-optimizer"))
+    with pytest.raises(ConfigError, check=has_violations(*without_ddp, exactly=False)):
+        hybrid_engine.attach(model.module, adam, example.CONFIG)
+    no_megatron = has_violations(("model_chunks[0]", "not-a-megatron-model"), exactly=False)
+    with pytest.raises(ConfigError, check=no_megatron):
+        hybrid_engine.attach([torch.nn.Linear(1, 1)], None, example.CONFIG)
+    differing = ("tensor_model_parallel_size", "params_dtype", "overlap_grad_reduce")
+    other_sizes = [(f"actor_config.{key}", "differs-from-model") for key in differing]
+    unknown = ("generate_config.infer_tensor_size", "unknown-key")
+    wrong = {"actor_config": WRONG, "generate_config": {"infer_tensor_size": 1}}
+    with pytest.raises(ConfigError, check=has_violations(*other_sizes, unknown, exactly=False)) as caught:
+        hybrid_engine.attach(model, optimizer, {**example.CONFIG, **wrong})
+    assert all("use_distributed_optimizer" not in key for key, _ in violations_of(caught.value))
 
 
 @contextmanager
@@ -128,15 +135,17 @@ def built() -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def messages(kept: list[str]) -> Iterator[None]:
-    """Collect the log messages of `hybrid_engine` in the block."""
+def warnings_of_prepare() -> Iterator[list[str]]:
+    """Collect the log messages of `hybrid_engine` in the block that name `prepare`."""
+    kept: list[str] = []
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            kept.append(record.getMessage())
+            if "prepare" in record.getMessage():
+                kept.append(record.getMessage())
 
     handler = Keeper()
     logger = logging.getLogger("hybrid_engine")
     logger.addHandler(handler)
-    yield
+    yield kept
     logger.removeHandler(handler)
