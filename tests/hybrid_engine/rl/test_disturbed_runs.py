@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.run_files import RunFiles
 from tests.harness.errors import has_violations
 from tests.harness.kills import accepted_flips, kill_at_every_step
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.rl.light_runs import ALONE, LightWorker, contents, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -125,27 +126,17 @@ def test_a_checkpoint_that_was_completed_at_the_second_attempt_is_read(tmp_path:
     assert saved_step(tmp_path) == 2
 
 
-def run_on_a_rank(out: Path, where: str, rank: int, error: BaseException) -> tuple[str, int]:
-    """Fail in step 3 on one of two ranks; return the error, and the step that is saved."""
-    job = Job.join(60)
-    with pytest.raises(HybridEngineError) as caught:
-        run(out, job, on_call=at(where if job.rank == rank else "", 3, fail, error), save_every=100)
-    job.close()
-    return str(caught.value), saved_step(out)
+SAVED = {"prompts": 2, "evaluate": 3, "on_step": 3, "should_stop": 2}
+"""The step that is saved when a function of the user fails in step 3."""
 
 
-def test_a_failure_of_one_rank_is_known_on_all_and_costs_no_step(engines: Ranks, tmp_path: Path) -> None:
-    steps = {"prompts": 2, "evaluate": 3, "on_step": 3, "should_stop": 2}
-    errors = [SystemExit(str(CAUSE)), CAUSE]
-    names = [(where, rank) for where in steps for rank in (0, 1)]
-    calls: Any = {
-        f"{where} {rank}": (run_on_a_rank, (tmp_path / f"{where}{rank}", where, rank, errors[rank]))
-        for where, rank in names
-    }
-    results = engines.launch_in_turn(2, calls)
-    for where, rank in names:
-        for text, step in results[f"{where} {rank}"]:
-            assert (str(CAUSE) in text, step) == (True, steps[where]), text
+@on_engines({2: [f"{where} {rank}" for where in SAVED for rank in (0, 1)]})
+def test_a_failure_of_one_rank_is_known_on_all_and_costs_no_step(tmp_path: Path, case: str) -> None:
+    where, rank = case.split()
+    error = CAUSE if rank == "1" else SystemExit(str(CAUSE))
+    with closing(Job.join(60)) as job, pytest.raises(HybridEngineError, match=re.escape(str(CAUSE))):
+        run(tmp_path, job, on_call=at(where if str(job.rank) == rank else "", 3, fail, error), save_every=100)
+    assert saved_step(tmp_path) == SAVED[where]
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
