@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack, closing
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -25,7 +24,7 @@ from hybrid_engine.records.layout import BufferId
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
 from tests.harness.errors import violations_of
-from tests.harness.launch import Ranks
+from tests.harness.launch import Ranks, on_ranks
 from tests.harness.namespaces import enter_a_process_namespace
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.switch.fakes import INFER, Rig
@@ -62,12 +61,8 @@ def test_a_job_with_another_timeout_is_refused(job: None) -> None:
     assert "generate_config.timeout_seconds: 61, but the job was joined with 60" in refusal_of(rig)
 
 
-REASON = "rank 1 cannot read the memory of rank 0: not permitted"
-
-
-@pytest.fixture(scope="module")
-def denied_access(ranks: Ranks) -> list[dict[str, object]]:
-    return ranks.launch(run_scenarios, 2)
+SENT = "[Reshard] the ranks of this host send their weights instead of sharing memory: "
+READ = "[Reshard] ranks that read each other's memory: "
 
 
 def test_memory_of_another_rank_under_a_rank_s_name_is_an_obstacle(job: None) -> None:
@@ -76,25 +71,21 @@ def test_memory_of_another_rank_under_a_rank_s_name_is_an_obstacle(job: None) ->
         assert setup._obstacle(alone, {BufferId(1, "probe"): handle}) == "rank 0 reads 0 where rank 1 wrote 1"
 
 
-def run_scenarios() -> dict[str, object]:
-    return in_a_group(
-        lambda _: {
-            "switches": with_rank_1_denied(switches),
-            "refusal": with_rank_1_denied(refusal),
-            "devices": devices(),
-        }
-    )
+@contextmanager
+def grouped() -> Iterator[int]:
+    """Yield the rank in a default group that ends with the block."""
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
 
-def with_rank_1_denied(scenario: Callable[[], object]) -> object:
-    if dist.get_rank() == 0:
-        return scenario()
-    with mock.patch.object(setup, "reading", side_effect=TransportError("not permitted")):
-        return scenario()
+def check_switches(transport: str, logged: str, host: str | None = None) -> None:
+    """Switch twice with "auto" and one transport; `logged` is logged about memory, "" for nothing.
 
-
-def switches(host: str | None = "here") -> dict[str, object]:
-    """Switch twice with "auto"; returns the transports of each switch, and the lines logged."""
+    Without `host` the host id is the one that the system reports.
+    """
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -102,107 +93,102 @@ def switches(host: str | None = "here") -> dict[str, object]:
     setup.logger.setLevel(logging.INFO)
     rig = Rig(elastic=True, host=host or groups.host_id())
     setup.logger.removeHandler(handler)
-    by_transport = []
     for _ in range(2):
-        by_transport.append(set(rig.manager.enter(INFER).bytes_by_transport))
+        assert set(rig.manager.enter(INFER).bytes_by_transport) == {transport}
         rig.assert_is(INFER)
         rig.train()
     rig.close()
-    return {"transports": by_transport, "log": [line for line in lines if "memory" in line]}
+    assert [line for line in lines if "memory" in line] == [logged] * bool(logged)
 
 
-def refusal() -> str:
-    try:
-        Rig(elastic=True, transport="shared_memory")
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def devices(host: str | None = "here") -> list[list[str]]:
-    """Return hosts without access to device memory: first with access, then denied on rank 1.
-
-    The driver is the tests' model.
-    """
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+@contextmanager
+def device_memory(ends: ExitStack, host: str | None = None) -> Iterator[Callable[[], list[str]]]:
+    """Yield a function that returns the hosts without access to device memory, over the tests' model of the driver."""
+    with pytest.MonkeyPatch.context() as patch:
         DeviceRig(patch)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        job = Job.join(60, host=host, device=torch.device("cuda", 0))
-        group = job.new_host_group(ends)
-        results = [list(hosts_without_access(job, GenerateConfig(), group))]
-        if job.rank == 1:
-            patch.setattr(device_pages, "fetch", mock.Mock(side_effect=TransportError("not permitted")))
-        results.append(list(hosts_without_access(job, GenerateConfig(), group)))
-        job.close()
-    return results
+        with closing(Job.join(60, host=host, device=torch.device("cuda", 0))) as job:
+            group = job.new_host_group(ends)
+            yield lambda: list(hosts_without_access(job, GenerateConfig(), group))
 
 
-def test_all_ranks_of_a_host_without_access_send_messages(denied_access: list[dict[str, object]]) -> None:
-    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {REASON}"
-    for rank, results in enumerate(denied_access):
-        assert results["switches"] == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
-        assert f"generate_config.transport: shared_memory, but {REASON}. Choose auto or" in str(results["refusal"])
-        assert results["devices"] == [[], ["here"]]
+@on_ranks(2)
+def test_all_ranks_of_a_host_without_access_send_messages() -> None:
+    reason = "rank 1 cannot read the memory of rank 0: not permitted"
+    with grouped() as rank, ExitStack() as ends:
+        error = TransportError("not permitted")
+        with mock.patch.object(setup, "reading", side_effect=error) if rank else nullcontext():
+            check_switches("collective", "" if rank else f"{SENT}{reason}", host="here")
+            refused = rf"generate_config\.transport: shared_memory, but {reason}\. Choose auto or"
+            with pytest.raises(ConfigError, match=refused):
+                Rig(elastic=True, transport="shared_memory")
+        with device_memory(ends, host="here") as hosts:
+            assert hosts() == []
+            with mock.patch.object(device_pages, "fetch", side_effect=error) if rank else nullcontext():
+                assert hosts() == ["here"]
 
 
-READ = "[Reshard] ranks that read each other's memory: "
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
-def test_containers_of_one_meeting_directory_share_memory(ranks: Ranks) -> None:
-    outcomes = [ranks.launch(in_two_containers, 2, scenario) for scenario in (switches, devices)]
-    for rank, (switched, on_devices) in enumerate(zip(*outcomes, strict=True)):
-        assert switched == {"transports": [{"shared_memory"}] * 2, "log": [f"{READ}0, 1"] * (rank == 0)}
-        assert on_devices[0] == []
-
-
-def in_two_containers(scenario: Callable[[None], object]) -> object:
+def in_two_containers(check: Callable[[int], None]) -> None:
+    """Run a check on rank 0, and on rank 1 as the first process of a new namespace."""
     if os.environ["RANK"] == "0":
-        return in_a_group(scenario)
+        with grouped() as rank:
+            check(rank)
+        return
     enter_a_process_namespace()
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    if not os.fork():  # the first process of the new namespace
-        assert os.getpid() == 1
-        writer.send(in_a_group(scenario))
-        os._exit(0)
-    writer.close()
-    return reader.recv()
+    if not (child := os.fork()):
+        try:
+            assert os.getpid() == 1
+            with grouped() as rank:
+                check(rank)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def in_a_group(scenario: Callable[[None], Any]) -> Any:
-    """Run a scenario with the host id that the system reports."""
-    dist.init_process_group("gloo")
-    try:
-        return scenario(None)
-    finally:
-        dist.destroy_process_group()
+@needs_root
+def test_containers_of_one_meeting_directory_share_memory(ranks: Ranks) -> None:
+    for check in (switch_between_containers, read_device_memory_between_containers):
+        ranks.launch(in_two_containers, 2, check)
+
+
+def switch_between_containers(rank: int) -> None:
+    check_switches("shared_memory", "" if rank else f"{READ}0, 1")
+
+
+def read_device_memory_between_containers(rank: int) -> None:
+    with ExitStack() as ends, device_memory(ends) as hosts:
+        assert hosts() == []
 
 
 def test_containers_with_different_meeting_directories_send_messages(ranks: Ranks) -> None:
     # Not tmp_path: the path of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory() as other:
-        results_of_ranks = ranks.launch(with_another_directory, 2, other)
-    for rank, results in enumerate(results_of_ranks):
+        ranks.launch(switch_with_another_directory, 2, other)
+
+
+def switch_with_another_directory(other: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, grouped() as rank:
+        for module in (groups, descriptors, setup) if rank else ():
+            patch.setattr(module, "MEETING_DIRECTORY", other)
         directory = other if rank else groups.MEETING_DIRECTORY
         others = f"by messages with 1 others (on another machine, or in a container with another {directory})"
-        assert results == {"transports": [{"collective"}] * 2, "log": [f"{READ}{rank}; {others}"]}
-
-
-def with_another_directory(other: str) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (groups, descriptors, setup) if os.environ["RANK"] == "1" else ():
-            patch.setattr(module, "MEETING_DIRECTORY", other)
-        return in_a_group(switches)
+        check_switches("collective", f"{READ}{rank}; {others}")
 
 
 def test_without_a_socket_all_ranks_send_messages(ranks: Ranks) -> None:
-    why = "rank 1 cannot offer its memory: no socket in /tmp: Read-only file system"
-    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {why}"
-    for rank, results in enumerate(ranks.launch(without_sockets, 2)):
-        assert results == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+    ranks.launch(switch_without_sockets, 2)
 
 
-def without_sockets() -> object:
+def switch_without_sockets() -> None:
     error = OSError(errno.EROFS, os.strerror(errno.EROFS)) if os.environ["RANK"] == "1" else None
-    with mock.patch.object(tempfile, "mkdtemp", side_effect=error, wraps=tempfile.mkdtemp):
-        return in_a_group(switches)
+    why = "rank 1 cannot offer its memory: no socket in /tmp: Read-only file system"
+    with (
+        mock.patch.object(tempfile, "mkdtemp", side_effect=error, wraps=tempfile.mkdtemp),
+        grouped() as rank,
+    ):
+        check_switches("collective", "" if rank else f"{SENT}{why}")
