@@ -45,15 +45,15 @@ def prepare_process() -> GatedFormat:
     from vllm.platforms import current_platform
 
     from hybrid_engine.backends.vllm import internals, server
-    from hybrid_engine.backends.vllm.server import capture, gate, older_workers, queues
+    from hybrid_engine.backends.vllm.server import capture, gate, replaced_methods
 
     register_engine = WeightTransferEngineFactory.register_engine
     register_engine(NAME, f"{server.__name__}.receiver", "HybridEngineReceiver")
     capture.register_loader(NAME)
     gate.close_gate(NAME)
-    queues.unname_queues()
+    replaced_methods.unname_queues()
     if not hasattr(internals.TRANSFER_ENGINE.load(), "start_weight_update"):
-        older_workers.correct_workers()
+        replaced_methods.correct_workers()
     if current_platform.is_cpu():
         from hybrid_engine.backends.vllm.cpu import seeded_draws
 

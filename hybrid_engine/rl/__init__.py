@@ -29,8 +29,7 @@
       signals           all ranks   end after a step, with a checkpoint         stop_signals.py
 
 config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the
-algorithm. run_settings.py reads a whole run from a file, which may evaluate by held_out.py.
-docs/rl.md is the user's page.
+algorithm. run_settings.py reads a whole run from a file. docs/rl.md is the user's page.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ from __future__ import annotations
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversation_state import Conversation
 from hybrid_engine.rl.conversations import converse
-from hybrid_engine.rl.held_out import HeldOut
 from hybrid_engine.rl.loop import Loop, train
-from hybrid_engine.rl.rewards import BatchReward
+from hybrid_engine.rl.rewards import BatchReward, HeldOut
 from hybrid_engine.rl.tools import ToolEnvironment, by_name
 
 __all__ = [

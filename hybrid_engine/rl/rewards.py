@@ -14,6 +14,8 @@ returns None does not apply. `LoopConfig.reward_weights` has the weights.
 
 In an answer, and in a completion for `exact_answer`, only what follows the last four hashes counts,
 if there are any, as in GSM8K: "... #### 72".
+
+`HeldOut` evaluates by the mean reward of other prompts, and pass@k.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.ports import Figures
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.rl.conversation_state import prompt_of
 from hybrid_engine.rl.losses import are_agreeing
 from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.config import LoopConfig
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -416,3 +420,68 @@ NAMED_REWARDS: dict[str, Callable[[Mapping[str, Any], Any], float]] = {
     "math": equal_expression,
 }
 """Rewards that a file can name."""
+
+
+# -- held-out prompts ------------------------------------------------------------------------------
+
+
+class HeldOut:
+    """An `evaluate` of `train`: draws completions of the same prompts each time.
+
+        train(model, prompts, reward, config, evaluate=HeldOut(others, reward, config, samples=4))
+
+    Figures: `held_out_reward`, the mean, and held_out_pass_K for K = 1, 2, 4, ... `samples`: the
+    chance that one of K completions passes, without bias (arXiv:2107.03374).
+
+    Args:
+        prompts: as of `train`, in a list.
+        reward: as of `train`.
+        config: its max_tokens, stops, temperature and seed.
+        samples: completions of each prompt. With 1 it is the most probable one.
+        passing_reward: least reward of a completion that passes.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Any],
+        reward: Rewards,
+        config: LoopConfig,
+        *,
+        samples: int = 1,
+        passing_reward: float = 1.0,
+    ) -> None:
+        self._prompts = prompts
+        self._rewards = RewardFunctions(reward, config)
+        self._config = config
+        self._samples = samples
+        self._passing_reward = passing_reward
+
+    def __call__(self, worker: ActorHybridWorker) -> Figures:
+        """Return the figures of the present weights. Collective, in the rollout context."""
+        from hybrid_engine.backends.vllm import Sampling
+
+        config = self._config
+        sampling = Sampling(
+            n=self._samples,
+            temperature=config.temperature if self._samples > 1 else 0.0,
+            max_tokens=config.max_tokens,
+            stop_token_ids=config.stop_token_ids,
+            stop=config.stop,
+            seed=config.seed,
+        )
+        groups = worker.generate_sequences([*map(prompt_of, self._prompts)], sampling)
+        numbers = range(len(self._prompts))
+        totals = self._rewards.compute(worker.job, numbers, self._prompts, groups).totals
+        num_passing = (totals >= self._passing_reward).sum(1).tolist()
+        figures: Figures = {"held_out_reward": totals.nanmean().item()}
+        k = 1
+        while k <= self._samples:
+            chances = [pass_at(k, self._samples, passing) for passing in num_passing]
+            figures[f"held_out_pass_{k}"] = sum(chances) / len(chances)
+            k *= 2
+        return figures
+
+
+def pass_at(k: int, num_samples: int, num_passing: int) -> float:
+    """Return the chance that one of `k` of the samples passes, drawn without replacement."""
+    return 1 - math.comb(num_samples - num_passing, k) / math.comb(num_samples, k)

@@ -40,9 +40,8 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.held_out import HeldOut
 from hybrid_engine.rl.loop import train
-from hybrid_engine.rl.rewards import NAMED_REWARDS, Rewards
+from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, Rewards
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"

@@ -13,8 +13,7 @@ import yaml
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.held_out import HeldOut, pass_at
-from hybrid_engine.rl.rewards import NAMED_REWARDS
+from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, pass_at
 from hybrid_engine.rl.run_settings import RunSettings
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.rl.stand_ins import ALONE

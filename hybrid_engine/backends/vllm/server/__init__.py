@@ -5,11 +5,12 @@
 
     capture.py       load format, in workers: traces the model and reads no file
     receiver.py      weight transfer engine, in workers: vLLM's calls -> a `serving.WeightReceiver`
-    older_workers.py in workers of vLLM 0.24, which call their transfer engine otherwise
     gate.py          in the engine core: no token is drawn while a worker's weights are incomplete,
                      and no request for a job is answered with another's
     probing.py       in the engine core: log-probabilities of a paused server, for its trainers
-    queues.py        in all processes: unlinks vLLM's queues, so that none outlives a kill
+    replaced_methods.py
+                     in all processes: unlinks vLLM's queues, so that none outlives a kill; in
+                     workers of vLLM 0.24, which call their transfer engine otherwise
     routes.py        in the API server: guards routes by a token, labels answers with weights
 
 On the trainers' side:

@@ -40,12 +40,12 @@ class ReloadingWorker:
 def older(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.v1.worker import gpu_worker
 
-    from hybrid_engine.backends.vllm.server import older_workers
+    from hybrid_engine.backends.vllm.server import replaced_methods
 
     monkeypatch.setattr(gpu_worker, "Worker", ReloadingWorker)
-    older_workers.correct_workers()
-    yield older_workers
-    older_workers._patches.close()
+    replaced_methods.correct_workers()
+    yield replaced_methods
+    replaced_methods._patches.close()
 
 
 class Receiver:

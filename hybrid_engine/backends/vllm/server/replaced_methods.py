@@ -1,8 +1,14 @@
-"""Workers of vLLM 0.24, which start and finish updates of weights themselves.
+"""Methods of vLLM that are replaced in the processes of a server.
 
-Since 0.25 the transfer engine does. In 0.24 the worker wraps each update in a reload of its layers,
-and calls the engine with a function that loads tensors; here it leaves the update to the engine, if
-that is this package's.
+    unname_queues      in all: queues in shared memory are unlinked once all have mapped them
+    correct_workers    workers of vLLM 0.24, which start and finish updates of weights themselves
+
+A file psm_* in /dev/shm outlives a server that is killed, and does not show which process it
+belongs to. Unlinked memory is freed by the kernel.
+
+Since 0.25 the transfer engine starts and finishes updates. In 0.24 the worker wraps each in a
+reload of its layers, and calls the engine with a function that loads tensors; here it leaves the
+update to the engine, if that is this package's.
 """
 
 from __future__ import annotations
@@ -19,6 +25,23 @@ from hybrid_engine.errors import StateError
 
 _patches = ExitStack()
 """Keeps vLLM's methods replaced for the life of the process."""
+
+
+def unname_queues() -> None:
+    """Unlink the queues that this process makes from now on."""
+    _patches.enter_context(internals.AWAIT_READERS.replaced(_unnamed))
+
+
+def _unnamed(await_readers: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(await_readers)
+    def wait_until_ready(self: Any) -> None:
+        await_readers(self)
+        for buffer in (self.buffer, getattr(self, "tensor_arena", None)):
+            if buffer is not None and buffer.is_creator:
+                buffer.shared_memory.unlink()
+                buffer.is_creator = False  # or vLLM would unlink it again at the end
+
+    return wait_until_ready
 
 
 def start_weight_update(worker: Any, **_: Any) -> None:
@@ -52,7 +75,6 @@ def finish_weight_update(worker: Any) -> None:
 
 def correct_workers() -> None:
     """Make this process's workers leave updates to this package's transfer engine."""
-    _patches.close()
     methods: tuple[Callable[..., None], ...] = (
         start_weight_update,
         update_weights,
