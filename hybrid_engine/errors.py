@@ -97,7 +97,7 @@ _NOT_OF_USER = (
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
     sysconfig.get_path("purelib") + "/typer/",
 )
-_INDEX = re.compile(r"\[\d+\]| \d+$")
+_INDEX = re.compile(r"\[\d+\]|\.\d+(?=\.|$)| \d+$")
 """Index in a key, as in prompts[7] and 'reward 7'."""
 
 
@@ -142,8 +142,7 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
     """Error that reports all findings at once.
 
     The message has one line per finding, and at most `MAX_LINES` lines. More than `MAX_ALIKE`
-    violations with one remedy and code, whose keys differ only in an index, share one line; without
-    a code their texts must be the same.
+    violations with one remedy and code, whose keys differ in an index alone, share one line.
 
     Attributes:
         findings: all findings.
@@ -168,24 +167,19 @@ class _FindingsError(HybridEngineError, Generic[Finding]):
         alike: dict[object, list[Finding]] = {}
         for number, finding in enumerate(self.findings):
             kind: object = number
-            if isinstance(finding, Violation):
+            if isinstance(finding, Violation) and _INDEX.search(finding.key):
                 text = finding.code or finding.problem
                 kind = (_INDEX.sub("[]", finding.key), text, finding.remedy)
             alike.setdefault(kind, []).append(finding)
         lines = []
         for group in alike.values():
-            shown = group if len(group) <= self.MAX_ALIKE else group[:1]
-            lines += [f"  - {finding}" for finding in shown]
-            if len(shown) < len(group):
-                keys = list(
-                    dict.fromkeys(
-                        finding.key for finding in group if isinstance(finding, Violation)
-                    )
-                )
-                where = (
-                    f", the others at {first_of(keys[1:], self.MAX_ALIKE)}" if len(keys) > 1 else ""
-                )
-                lines[-1] += f" ({len(group):,} of this kind{where})"
+            others = [finding.key for finding in group[1:] if isinstance(finding, Violation)]
+            # Those at one key differ in their text.
+            is_shared = len({*others}) == len(others) >= self.MAX_ALIKE
+            lines += [f"  - {finding}" for finding in (group[:1] if is_shared else group)]
+            if is_shared:
+                where = first_of(others, self.MAX_ALIKE)
+                lines[-1] += f" ({len(group):,} of this kind, the others at {where})"
         return lines
 
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Finding, ...], str | None]]:

@@ -146,6 +146,9 @@ def read_config(config: HfConfig, config_class: ConfigClass, source: str) -> Any
     required = {aliases.get(key, key) for key in _REQUIRED if key in keys}
     lacking = required - {aliases.get(key, key) for key in values}
     invalid = [*map(missing, sorted(lacking)), *_outside_bounds(values)]
+    for key in _NEVER_NULL & values.keys():
+        if values[key] is None:
+            del values[key]
     for violation in invalid:
         values.pop(violation.key.partition(".")[0], None)
     read = _read_by_class(values, config_class.loaded, invalid)
@@ -161,6 +164,10 @@ def read_config(config: HfConfig, config_class: ConfigClass, source: str) -> Any
             ]
         )
     return read
+
+
+_NEVER_NULL = frozenset(["partial_rotary_factor", "rope_theta"])
+"""Keys of which null is the default of the class."""
 
 
 def _read_by_class(values: dict[str, Any], loaded: Any, invalid: list[Violation]) -> Any:

@@ -6,11 +6,7 @@ A list and no rule, so that what a newer version says, and what the user's own c
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -30,8 +26,6 @@ _WITHOUT_A_GPU = (
 """Those that are worth knowing on a GPU."""
 _RECORDS = {"vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend"}
 """Beginnings of records by their logger."""
-_NUMA = b"Warning: NUMA binding: Using MEMBIND policy"
-"""Part of a line that vLLM's library writes when a worker on a CPU begins."""
 
 
 def ignore_known_warnings() -> None:
@@ -45,21 +39,3 @@ def ignore_known_warnings() -> None:
 
 def _is_not_known(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_RECORDS[record.name])
-
-
-@contextmanager
-def numa_binding_unsaid() -> Iterator[None]:
-    """Leave out the line about NUMA of what the block writes to stderr, below Python.
-
-    The rest is written when the block ends.
-    """
-    with tempfile.TemporaryFile() as written:
-        stderr = os.dup(2)
-        os.dup2(written.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            written.seek(0)
-            os.write(2, b"".join(line for line in written if _NUMA not in line))

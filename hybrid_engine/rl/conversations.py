@@ -290,8 +290,8 @@ class Conversations:
                 self._ready = Future()
                 # Otherwise the end comes later, and finds the new future.
                 if self._task.future.done():
+                    self._set_ready()  # first, for a call after an error
                     self._task.future.result()
-                    self._set_ready()
         kind = dict[int, Request]
         requests, *_ = agreement.gather(requests, kind, "conversations", sys.maxsize)
         return requests

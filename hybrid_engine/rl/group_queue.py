@@ -267,7 +267,7 @@ class GroupQueue:
                 raise
             except HybridEngineError as error:
                 logger.warning("step %d will be drawn again: %s", number, clipped(str(error), 500))
-                del self._begun[number]
+                self._begun.pop(number).cancel()
 
     def save(self, directory: Path, step: int) -> None:
         """Write the place in the prompts after a step, and the completions of all begun steps.

@@ -12,8 +12,8 @@ returns None does not apply. `LoopConfig.reward_weights` has the weights.
     exact_answer                        the answer itself: as a number, or as a text
     math                                an equal expression, by math-verify
 
-In an answer, and in a completion for `exact_answer`, only what follows the last four hashes counts,
-if there are any, as in GSM8K: "... #### 72".
+In an answer only what follows the last four hashes counts, if there are any, as in GSM8K:
+"... #### 72". A completion must have them, too, for `exact_answer`.
 
 `HeldOut` evaluates by the mean reward of other prompts, and pass@k.
 """
@@ -24,6 +24,7 @@ import asyncio
 import inspect
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
@@ -35,6 +36,7 @@ import torch
 from hybrid_engine.errors import (
     ArgumentError,
     DependencyError,
+    StateError,
     Violation,
     Violations,
     first_of,
@@ -375,44 +377,50 @@ def _pause_seconds(attempt: int) -> float:
 # -- rewards by name -------------------------------------------------------------------------------
 
 _MARK = "####"
+_NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
 _TIMEOUT_SECONDS = 5
 """Longest time for an expression, which a completion may make hard to read or to compare."""
 
 
 def exact_answer(prompt: Mapping[str, Any], completion: Any) -> float:
     """Return 1 if a completion ends in the answer of its prompt, else 0."""
-    return float(_value_of(completion.text) == _value_of(str(prompt["answer"])))
+    return float(_final_value(completion.text) == _final_value(str(prompt["answer"])))
 
 
 def equal_expression(prompt: Mapping[str, Any], completion: Any) -> float:
     """Return 1 if the last expression of a completion equals the answer of its prompt, else 0.
 
-    Raises DependencyError without math-verify.
+    Raises DependencyError without math-verify, and StateError outside of the main thread, where its
+    limit of time has no effect.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise StateError(
+            "the reward math was called in another thread than the main one, in which it cannot "
+            "be interrupted: call train in the main thread",
+            code="not-the-main-thread",
+        )
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
         raise DependencyError(
             "the reward math needs math-verify: pip install '.[data]'", code="needs-package"
         ) from error
-    # math-verify interrupts by a signal, which only the main thread gets.
-    is_main = threading.current_thread() is threading.main_thread()
-    seconds = _TIMEOUT_SECONDS if is_main else None
-    answer = parse(f"${_final_part(str(prompt['answer']))}$", parsing_timeout=seconds)
-    drawn = parse(completion.text, parsing_timeout=seconds)
-    return float(verify(answer, drawn, timeout_seconds=seconds))
+    answer = str(prompt["answer"]).rpartition(_MARK)[2].strip()
+    expected = parse(f"${answer}$", parsing_timeout=_TIMEOUT_SECONDS)
+    drawn = parse(completion.text, parsing_timeout=_TIMEOUT_SECONDS)
+    return float(verify(expected, drawn, timeout_seconds=_TIMEOUT_SECONDS))
 
 
-def _final_part(text: str) -> str:
-    return text.rpartition(_MARK)[2].strip()
+def _final_value(text: str) -> tuple[bool, float | str]:
+    """Return whether there are four hashes, and the number or the text behind them, or all of it.
 
-
-def _value_of(text: str) -> float | str:
-    final = _final_part(text).replace(",", "").rstrip(".")
-    try:
-        return float(final)
-    except ValueError:
-        return final.casefold()
+    What follows the number behind hashes does not count.
+    """
+    _, mark, final = text.rpartition(_MARK)
+    final = final.strip()
+    number = _NUMBER.match(final) if mark else _NUMBER.fullmatch(final)
+    value = final.casefold() if number is None else float(number[0].replace(",", ""))
+    return bool(mark), value
 
 
 NAMED_REWARDS: dict[str, Callable[[Mapping[str, Any], Any], float]] = {

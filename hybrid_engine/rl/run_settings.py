@@ -41,7 +41,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.loop import train
-from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, Rewards
+from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, Rewards, reward_violations
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -69,7 +69,7 @@ class DataConfig(Section):
     chat: bool = True
     """Make a text a user's message. False: the model continues the text."""
     answer: Name = "answer"
-    """Column that rewards find under "answer"."""
+    """Column that rewards find under "answer"; `exact_answer` and `math` need one."""
 
 
 class EvaluationConfig(Section):
@@ -146,13 +146,15 @@ class RunSettings:
             run = collect(violations, _run_of, section)
         if run is not None:
             reward = collect(violations, _reward_of, run, directory)
+        if reward is not None and config is not None:
+            violations += reward_violations(reward, config)
         if violations or engines is None or config is None or run is None or reward is None:
             raise ConfigError(violations, str(path))
-        prompts = _prompts(run.data, run.data.source, directory)
+        prompts = _prompts(run, run.data.source, directory)
         evaluate = None
         if run.evaluation is not None:
             evaluate = HeldOut(
-                _prompts(run.data, run.evaluation.source, directory),
+                _prompts(run, run.evaluation.source, directory),
                 reward,
                 config,
                 samples=run.evaluation.samples,
@@ -198,20 +200,20 @@ def _run_of(section: Mapping[str, Any]) -> RunConfig:
 
 def _reward_of(run: RunConfig, directory: Path) -> Rewards:
     """Return the functions that are named."""
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
     if isinstance(run.reward, str):
-        return _function(run.reward, f"{SECTION}.reward")
+        return _function(run.reward, f"{SECTION}.reward", directory)
     return {
-        name: _function(function, f"{SECTION}.reward.{name}")
+        name: _function(function, f"{SECTION}.reward.{name}", directory)
         for name, function in run.reward.items()
     }
 
 
-def _function(name: str, key: str) -> Any:
+def _function(name: str, key: str, directory: Path) -> Any:
     if name in NAMED_REWARDS:
         return NAMED_REWARDS[name]
     module, _, attribute = name.partition(":")
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))  # last, so that no file there replaces a library
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module is the user's, and can raise anything
@@ -220,11 +222,15 @@ def _function(name: str, key: str) -> Any:
         raise ConfigError([Violation(key, problem, remedy, code="unknown-reward")]) from error
 
 
-def _prompts(data: DataConfig, source: str, directory: Path) -> list[dict[str, Any]]:
+def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any]]:
     """Return the prompts of a source: `data.source`, one of its splits, or a file."""
+    data = run.data
     rows = _rows(data, source, directory)
     template = data.template or f"{{{data.prompt}}}"
     columns = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
+    rewards = {run.reward} if isinstance(run.reward, str) else {*run.reward.values()}
+    if "answer" in data.model_fields_set or rewards & NAMED_REWARDS.keys():
+        columns.append(data.answer)
     missing = sorted({*columns} - {*rows.column_names})
     if missing or not len(rows):
         problem = f"has no column {', '.join(missing)}" if missing else "is empty"

@@ -141,9 +141,11 @@ class TrainingCheckpoints:
         with job.agreement.phase("looking for values that are not finite"):
             state.settle()
             weights = state.weights()
-            entries = self._entries_to_save(weights, copies=not wait)
+            entries = self._entries_to_save(weights, copies=False)
             if check_nan:
                 require_finite_to_save(lambda: _tensors_in(entries, job.rank))
+            if not wait:
+                entries = self._entries_to_save(weights, copies=True)
             groups = list(_groups_of(weights, self._of_rank))
             of_rank = (state.version, bool(_nameless(weights)), groups)
         by_rank = job.agreement.gather(of_rank, _OfRank, "hyperparameters", sys.maxsize)

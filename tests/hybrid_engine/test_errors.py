@@ -30,13 +30,16 @@ def test_violations_of_one_code_and_remedy_share_a_line() -> None:
         "  - reward 0: 0. Swap (9 of this kind, the others at reward 1, reward 2, reward 3 and 5 more)",
         *["  - reward 0: 0. Swap"] * 4,
     ]
+    types = [Violation(f"layer_types.{row}", "5", "Use names", code="type") for row in range(4)]
+    assert len(str(ConfigError(types)).splitlines()) == 2
 
 
 def test_violations_with_other_values_or_remedies_have_separate_lines() -> None:
     values = [Violation(f"rewards[{row}]", f"is {row}.5", "Use finite numbers") for row in range(4)]
     remedies = [Violation("size", "is 3", f"Set it to {size}") for size in (4, 8, 16, 32)]
     keys = [Violation(f"layer{number}", "is wrong", "Change it") for number in range(4)]
-    findings = values + remedies + keys
+    texts = [Violation("reward", f"is nan for {row}", "Fix it", code="bad") for row in range(4)]
+    findings = values + remedies + keys + texts
     assert str(ConfigError(findings)).splitlines()[1:] == [f"  - {finding}" for finding in findings]
 
 

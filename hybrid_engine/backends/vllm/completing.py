@@ -134,7 +134,7 @@ class CompletingEngine(ABC):
         GenerationError if vLLM failed, ServerError, and RemoteError on the other ranks.
         """
         with self.one_call():
-            prepared = self.prepare(prompts, sampling, attention_mask, data, chat)
+            prepared = self.prepare(prompts, sampling, attention_mask, data, chat, lora)
             return self.begin(*prepared, data, lora).collect()
 
     def prepare(
@@ -144,6 +144,7 @@ class CompletingEngine(ABC):
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
         chat: ChatArguments | None = None,
+        lora: str | None = None,
     ) -> tuple[list[list[int]], list[Any]]:
         """Return token ids and sampling of each prompt, with the seed of its random stream.
 
@@ -158,7 +159,7 @@ class CompletingEngine(ABC):
             # Also of a rank without prompts the shared one is checked, and compared.
             samplings = asked_for(sampling, num if is_list else num or 1, self.params_of)
             compared = samplings if is_list else samplings[:1]
-            settings = encode((data, "a list" if is_list and data == "local" else compared))
+            settings = encode((data, lora, "a list" if is_list and data == "local" else compared))
             samplings = samplings[:num]
             self.check_prompts(token_ids, [params.max_tokens or 1 for params in samplings])
             faults = list(image_faults(token_ids, self.placeholders, self.no_images))
@@ -187,7 +188,9 @@ class CompletingEngine(ABC):
             goes_on: see `weights`.
         """
         with self.job.agreement.phase("looking for weights"):
-            requests = self.requests_of(prompts, samplings, lora, goes_on=goes_on)
+            # Prompts of a rank alone go to other servers than those of the rank before.
+            first = 0 if data == "global" else self.job.rank
+            requests = self.requests_of(prompts, samplings, lora, first, goes_on=goes_on)
         return self.drawing_of(prompts, requests, data)
 
     def requests_of(
@@ -195,14 +198,15 @@ class CompletingEngine(ABC):
         prompts: TokenIds,
         samplings: Sequence[AnySampling],
         lora: str | None = None,
+        first: int = 0,
         *,
         goes_on: bool = False,
     ) -> list[Request]:
-        """Return a request for each prompt. Arguments are those of `begin`."""
+        """Return a request for each prompt, numbered from `first`; else as `begin`."""
         weights = self.weights(goes_on=goes_on)
         return [
             Request.of(prompt, params, number=number, lora=lora, weights=weights)
-            for number, (prompt, params) in enumerate(zip(prompts, samplings, strict=True))
+            for number, (prompt, params) in enumerate(zip(prompts, samplings, strict=True), first)
         ]
 
     def drawing_of(self, prompts: TokenIds, requests: Sequence[Request], data: Data) -> Drawing:
@@ -281,7 +285,6 @@ class Drawing:
             self.share = requests[engine.sizes.place_of(rank).dp_rank :: engine.sizes.data]
             return
         by_rank = {rank: requests}
-        by_rank = {rank: requests}
         with engine.job.agreement.call("exchange of prompts"):
             if engine.replica is not None:
                 messages = engine.replica.gather(encode(requests, sys.maxsize), sys.maxsize)
@@ -349,6 +352,8 @@ def seeded(samplings: Sequence[Any], prompts: TokenIds, job: Job | None = None) 
 
     `job`: for local data, which count as global data in rank order; then this is collective.
     """
+    if job is None and all(params.seed is None for params in samplings):
+        return [*samplings]
     digests = [text_digest(*map(str, prompt), *_images_text(prompt)) for prompt in prompts]
     num_before: Counter[int] = Counter()
     if job is not None:

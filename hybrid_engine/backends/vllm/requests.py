@@ -32,6 +32,7 @@ from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.errors import (
     ArgumentError,
     GenerationError,
+    MessageError,
     ModelError,
     StateError,
     Violation,
@@ -145,8 +146,7 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
             raise ArgumentError(violations)
         params = sampling.clone()
         for name in params.__struct_fields__:
-            if isinstance(value := getattr(params, name), np.generic):
-                setattr(params, name, value.item())  # messages have Python's numbers
+            setattr(params, name, _with_numbers_of_python(getattr(params, name)))
         # `Completion.text` makes the same text, unless these change it or stop strings need it.
         is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
         params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
@@ -159,7 +159,24 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
         raise ArgumentError([Violation("sampling", problem, remedy, code="wrong-type")])
     if tokenizer is not None and needs_tokenizer(params):
         _ = tokenizer.loaded
+    try:
+        encode(params)
+    except MessageError as error:
+        remedy = "Use numbers, texts, lists and mappings"
+        raise ArgumentError(
+            [Violation("sampling", str(error), remedy, code="wrong-type")]
+        ) from None
     return params
+
+
+def _with_numbers_of_python(value: Any) -> Any:
+    """Return a value of a sampling without NumPy's numbers, which messages do not have."""
+    convert = _with_numbers_of_python
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {convert(key): convert(element) for key, element in value.items()}
+    return list(map(convert, value)) if type(value) is list else value
 
 
 def asked_for(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybrid_engine.errors import Violation
 from hybrid_engine.tools.cli.options import OVERRIDE, integer_option, refuse, refusing, split_words
 from hybrid_engine.tools.cli.plan_command import plan
 from hybrid_engine.tools.cli.run_command import start_ranks
 
 if TYPE_CHECKING:
-    from hybrid_engine.errors import Violation
     from hybrid_engine.rl.run_settings import RunSettings
 
 _SECONDS_FOR_REWARD = 60.0
@@ -51,30 +51,31 @@ def train(
     violations: list[Violation] = []
     files, overrides = split_words(words, OVERRIDE, violations)
     if violations or not files:
-        refuse(violations or [_no_file()])
-    is_rank = "RANK" in os.environ
-    if not is_rank and ranks is None:
+        remedy = "Name the run's file"
+        refuse(violations or [Violation("CONFIG", "is missing", remedy, code="is-missing")])
+    if "RANK" in os.environ and (dry_run or ranks is not None):
+        problem = "is an option of the command that starts the ranks, and this is one of them"
+        remedy = "Leave it out, or unset RANK"
+        key = "--dry-run" if dry_run else "--ranks"
+        refuse([Violation(key, problem, remedy, code="not-supported")])
+    if "RANK" in os.environ:
+        from hybrid_engine.rl.run_settings import RunSettings
+
+        # Errors end the rank as those of any program do (ranks/uncaught.py).
+        RunSettings.read(files[0], overrides).train()
+        return
+    if ranks is None:
         from torch import accelerator
 
         ranks = max(accelerator.device_count(), 1)
-    if is_rank or dry_run:
+    if dry_run:
         from hybrid_engine.rl.run_settings import RunSettings
 
-        if is_rank:
-            # Errors end the rank as those of any program do (ranks/uncaught.py).
-            RunSettings.read(files[0], overrides).train()
-            return
         with refusing():
             settings = RunSettings.read(files[0], overrides, ranks)
             _show_prompt(settings)
         plan(words, ranks)
     start_ranks(["--nproc-per-node", str(ranks), "-m", "hybrid_engine", "train", *words])
-
-
-def _no_file() -> Violation:
-    from hybrid_engine.errors import Violation
-
-    return Violation("CONFIG", "no file is named", "Name the run's file", code="is-missing")
 
 
 def _show_prompt(settings: RunSettings) -> None:

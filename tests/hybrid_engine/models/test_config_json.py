@@ -156,6 +156,12 @@ def test_all_errors_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
         assert finding.remedy
 
 
+def test_null_is_the_default_where_no_model_has_none() -> None:
+    for family, key in (("llama", "rope_theta"), ("glm4", "partial_rotary_factor")):
+        config = {name: value for name, value in tiny_config(family).items() if name != key}
+        assert table_for({**config, key: None}) == table_for(config)
+
+
 def test_keys_that_no_table_reads_are_ignored() -> None:
     odd = {"num_labels": -1, "id2label": [[[]]], "hidden_activation": [], "layer_types": 5, "n_head": "x"}
     assert table_for(served_config("llama") | odd) == table_for(served_config("llama"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 
-from hybrid_engine.ranks.known_warnings import ignore_known_warnings, numa_binding_unsaid
+from hybrid_engine.ranks.known_warnings import ignore_known_warnings
 from hybrid_engine.ranks.torch_internals import PRIVATE_NAMES, PrivateName, is_alive, storage_id, torch_defaults
 from tests.harness.private_names import exists
 from tests.harness.torch_modes import other_torch_modes
@@ -83,12 +82,3 @@ def test_a_record_is_left_out_by_its_text(caplog: pytest.LogCaptureFixture) -> N
         logger.warning("Triton is installed, but doesn't include CPU backend.")
         logger.warning("another")
     assert caplog.messages == ["another"]
-
-
-def test_what_is_written_beside_the_line_about_numa_is_kept(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(KeyError), numa_binding_unsaid():
-        os.write(2, b"before\n[rank0]: Warning: NUMA binding: Using MEMBIND policy for\nafter")
-        raise KeyError
-    assert capfd.readouterr().err == "before\nafter"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, pass_at
 from hybrid_engine.rl.run_settings import RunSettings
+from tests.harness.errors import has_code
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.rl.stand_ins import ALONE
 
@@ -99,7 +101,9 @@ def test_everything_that_is_wrong_is_said_at_once(write: Any) -> None:
         ({"ppo": {}}, "no-algorithm"),
         ({"grpo": 3}, "not-a-mapping"),
         ({"reward": "own_rewards:longest"}, "unknown-reward"),
+        ({"reward": "own_rewards:__name__"}, "not-callable"),
         ({"data": {"source": "rows.jsonl", "template": "{task}"}}, "unknown-column"),
+        ({"data": {"source": "rows.jsonl", "answer": "soluton"}}, "unknown-column"),
         ({"data": {"source": "absent.jsonl"}}, "unreadable-data"),
         ({"evaluation": {"source": "absent.parquet"}}, "unreadable-data"),
     ],
@@ -114,7 +118,9 @@ def test_what_cannot_be_used_is_refused(write: Any, changes: dict[str, Any], cod
     ("answer", "text", "exact", "equal"),
     [
         ("72", "72", 1, 1),
-        ("so 70 + 2\n#### 1,072", "well\n#### 1072.", 1, 1),
+        ("so 70 + 2\n#### 1,072", "well\n#### 1072 eggs.\n\nDone", 1, 1),
+        ("#### 72", "72", 0, 1),
+        ("#### 72", "#### 72.0", 1, 1),
         ("Paris", " paris", 1, 0),
         ("72", "It is 72", 0, 1),
         (r"\frac{1}{2}", r"thus \boxed{0.5}", 0, 1),
@@ -126,6 +132,19 @@ def test_rewards_by_name(answer: str, text: str, exact: float, equal: float) -> 
     completion = SimpleNamespace(text=text)
     rewards = {name: reward({"answer": answer}, completion) for name, reward in NAMED_REWARDS.items()}
     assert rewards == {"exact_answer": exact, "math": equal}
+
+
+def test_math_is_refused_where_it_cannot_be_interrupted() -> None:
+    with ThreadPoolExecutor() as pool:
+        called = pool.submit(NAMED_REWARDS["math"], {"answer": "1"}, SimpleNamespace(text="1"))
+    with pytest.raises(StateError, check=has_code("not-the-main-thread")):
+        called.result()
+
+
+def test_no_file_beside_a_run_replaces_a_library(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "math_verify.py").write_text("raise SystemExit")
+    settings = RunSettings.read(write(reward={"m": "math", "s": "own_rewards:shortest"}), (), 1)
+    assert settings.reward["m"]({"answer": "1"}, SimpleNamespace(text="1")) == 1
 
 
 def test_pass_at_is_the_share_of_choices_with_one_that_passes() -> None:

@@ -12,7 +12,6 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.route_capture import RouteCapture
 from hybrid_engine.backends.vllm.cpu.seeded_draws import corrected
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.ranks.known_warnings import numa_binding_unsaid
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
 
@@ -34,10 +33,6 @@ class IsolatedCPUWorker(_CPUWorker):
     """
 
     route_capture: RouteCapture | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with numa_binding_unsaid():
-            super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM shares rotary embeddings among models, and each keeps the method it was made with.

@@ -200,7 +200,7 @@ class ServedDrawing(Drawing):
         self.ended_at = time.perf_counter()
         # Not an executor: it would be joined when the wait is interrupted, and a server that does
         # not respond would block that forever.
-        num_threads = min(len(self.share), _MAX_REQUESTS)
+        num_threads = min(len(self.share), engine.most_requests)
         self._threads = [in_background(self._work, "completions") for _ in range(num_threads)]
         for thread in self._threads:
             thread.add_done_callback(self._note_end)

@@ -150,7 +150,7 @@ def test_every_prompt_has_its_own_sampling() -> None:
 
     samplings = [
         Sampling(n=2, seed=3),
-        SamplingParams(temperature=np.float64(0.0), logit_bias={5: 1.0}, stop=["x"]),
+        SamplingParams(temperature=np.float64(0.0), logit_bias={np.int64(5): np.float32(1)}, stop=["x"]),
         Sampling(seed=4),
     ]
     parameters = asked_for(samplings, 3, sampling_params)

@@ -77,6 +77,14 @@ def test_a_wrong_file_is_refused_before_ranks_start(file: Path) -> None:
     assert CliRunner().invoke(app, ["train", "run.grpo.steps=1"]).exit_code == 2
 
 
+@pytest.mark.parametrize("option", [["--dry-run"], ["--ranks", "2"]])
+def test_a_rank_refuses_options_of_the_start(file: Path, option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(app, ["train", str(file), *option])
+    assert result.exit_code == 2
+    assert option[0] in result.output
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_and_its_continuation(file: Path) -> None:
