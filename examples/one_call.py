@@ -2,12 +2,7 @@
 
     hybrid-engine run --nproc-per-node 2 examples/one_call.py
 
-It prints, between warnings of torch and vLLM:
-
-    step 1: reward 0.3945, loss -0.118, grad_norm 2.812, response_tokens 6.641, 0.6 s
-    step 2: reward 0.5762, loss -0.1458, grad_norm 3.94, response_tokens 6.953, 0.5 s
-    ...
-    step 8: reward 1, loss 0, grad_norm 0, response_tokens 8, 1.0 s
+It prints a line per step; the reward, the share of even tokens, rises from 0.39 to 1.
 """
 
 from hybrid_engine import Completion

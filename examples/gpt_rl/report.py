@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybrid_engine.rl.run_files import Row, RunFiles
+from hybrid_engine.rl.terminal import Column, Terminal
 from hybrid_engine.rl.trackers import Events, SafeTracker
 
-# Heading, key of the row, format, width. A line has at most 80 characters.
+# A line has at most 80 characters.
 _COLUMNS = (
-    ("iter", "iteration", "d", 4),
-    ("reward", "reward", ".3f", 6),
-    ("kl", "kl", ".3f", 6),
-    ("accuracy", "accuracy", ".3f", 8),
-    ("loss", "loss", ".3f", 6),
-    ("logp diff", "logprob_diff", ".1e", 9),
-    ("reshard s", "reshard_seconds", ".3f", 9),
-    ("MB recv", "bytes_received", "MB", 8),
-    ("seconds", "iteration_seconds", ".1f", 7),
+    Column("iter", "iteration", "d", 4),
+    Column("reward", "reward", ".3f", 6),
+    Column("kl", "kl", ".3f", 6),
+    Column("accuracy", "accuracy", ".3f", 8),
+    Column("loss", "loss", ".3f", 6),
+    Column("logp diff", "logprob_diff", ".1e", 9),
+    Column("switch s", "reshard_seconds", ".3f", 8),
+    Column("MB", "bytes_received", ".2f", 7, 1e-6),
+    Column("seconds", "iteration_seconds", ".1f", 7),
 )
-_HEADINGS = " ".join(f"{heading:>{width}}" for heading, _, _, width in _COLUMNS)
 _PHASES = ("generate", "score", "update", "evaluate", "reshard")
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Report:
@@ -37,53 +34,35 @@ class Report:
     """
 
     def __init__(self, console: Console, files: RunFiles, title: str = "") -> None:
-        self._console = console
+        self._terminal = Terminal(_COLUMNS, console)
         self._files = files
         self._title = title
-        self._bar = Progress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            # stdout and stderr go to the log by then; rich would redirect them to the terminal
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._bar.add_task("starting engines", total=None)
-        self._next_line = 0.0
         left_out = ("iteration", "unix_time")
         opening = partial(Events, files.out, {"accuracy": "eval"}, left_out)
         self._events = SafeTracker("tensorboard", opening)
 
     def __enter__(self) -> Report:
-        self._bar.start()
-        self.show_progress("starting engines ...")
+        self._terminal.__enter__()
+        self.show_progress("starting engines")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._terminal.__exit__(*exception)
         self._events.close()
 
     def show_progress(self, what: str, done: int = 0, total: int | None = None) -> None:
         """Move the bar; without a terminal, print a line every few seconds until the first row."""
-        self._bar.update(self._task, description=what, completed=done, total=total)
-        if not self._console.is_terminal and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            self._print(what if total is None else f"{what}, {done}/{total}")
+        self._terminal.begins(what, done, total)
 
     def begin(self) -> None:
         """Show the rows of a resumed run so far. Call it when the engines are ready."""
-        for number, row in enumerate(self._files.metrics.rows()):
-            self._show(row, headed=number == 0)
+        for row in self._files.metrics.rows():
+            self._terminal.add(row)
 
     def add(self, row: Row) -> None:
         """Write and show the row of an iteration."""
-        is_first = not self._files.metrics.rows()
         self._files.metrics.append(row)
-        self._show(row, headed=is_first)
-        self._next_line = float("inf")
+        self._terminal.add(row)
         self._events.add(row["iteration"], row)
 
     def finish(self) -> None:
@@ -93,7 +72,7 @@ class Report:
             return
         plot(rows, self._files.out / "reward.png", self._title)
         figures = summary(rows)
-        self._print(
+        self._terminal.print(
             f"\nheld-out accuracy now {_text(figures['accuracy'], '.3f')}, "
             f"{_text(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
             f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s\n"
@@ -103,19 +82,6 @@ class Report:
             f"{_text(figures['logprob_diff'], '.1e')}\n"
             f"written to {self._files.out}"
         )
-
-    def _show(self, row: Row, headed: bool) -> None:
-        if headed:
-            self._print(_HEADINGS)
-        self._print(row_line(row))
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def row_line(row: Row) -> str:
-    """Format an iteration in fixed columns, with a dash for a missing value."""
-    return " ".join(f"{_text(row.get(key), style):>{width}}" for _, key, style, width in _COLUMNS)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float | None]:
@@ -170,6 +136,4 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _text(value: float | None, style: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 1e6:.2f}" if style == "MB" else format(value, style)
+    return "-" if value is None else format(value, style)

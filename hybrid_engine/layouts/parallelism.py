@@ -294,6 +294,13 @@ class InferenceParallelism:
 Parallelism = TrainParallelism | InferenceParallelism
 
 
+def sizes_text(sizes: Parallelism | ShardedParallelism) -> str:
+    """Return sizes for a line of text, such as "TP=2 DP=4"; PP and EP only above 1."""
+    names = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
+    texts = (f"{short}={getattr(sizes, name, 1)}" for short, name in names.items())
+    return " ".join(text for text in texts if text not in ("PP=1", "EP=1"))
+
+
 def sizes_of(side: type[Parallelism]) -> tuple[Size, ...]:
     """Return the sizes of a side, in the order of its fields."""
     hints = get_type_hints(side, include_extras=True)

@@ -26,6 +26,7 @@
       rows of metrics   all ranks   figures, seconds, bytes, memory             step_metrics.py
       completions       rank 0      texts and rewards of logged steps           completion_log.py
       trackers          rank 0      W&B, MLflow, Prometheus, ...                trackers.py
+      terminal          rank 0      lines, a table of steps, a bar                  terminal.py
       signals           all ranks   end after a step, with a checkpoint         stop_signals.py
 
 config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -147,10 +146,12 @@ class CompletionLog:
                     path.unlink()
 
 
-def print_samples(samples: Sequence[ScoredCompletion]) -> None:
-    """Print a table of completions."""
+def samples_table(samples: Sequence[ScoredCompletion], num_prompts: int, most: int) -> Table:
+    """Return a table of `most` completions: the first of each prompt, then the second of each."""
+    num_samples = len(samples) // num_prompts
     table = Table("reward", "end", "prompt", "completion", show_lines=True)
-    for sample in samples:
+    mixed = [sample for first in range(num_samples) for sample in samples[first::num_samples]]
+    for sample in mixed[:most]:
         cells = (
             f"{sample.reward:.4g}",
             sample.completion.finish_reason,
@@ -159,7 +160,7 @@ def print_samples(samples: Sequence[ScoredCompletion]) -> None:
         )
         # As texts, so that brackets in them are no markup.
         table.add_row(*(Text(clipped(cell, _MAX_CHARACTERS)) for cell in cells))
-    Console().print(table)
+    return table
 
 
 def _shown(prompt: Any) -> str:

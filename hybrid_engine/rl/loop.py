@@ -178,11 +178,8 @@ def train(
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
             record = RunRecord(job, config, engines, files, ends, trackers, changed)
-            trainer = "Megatron" if engines.actor_config.fsdp is None else "FSDP2"
-            record.say(f"building {trainer} and vLLM on {job.world_size} ranks ...")
-            started = time.monotonic()
-            model = ends.enter_context(ActorHybridWorker(engines, job=job))
-            record.say(f"built in {time.monotonic() - started:.0f} s")
+            record.say(f"building the engines on {job.world_size} ranks ...")
+            model = ends.enter_context(ActorHybridWorker(engines, job=job, on_built=record.built))
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
         def must_stop() -> bool:
@@ -217,6 +214,7 @@ def train(
         if files is not None and loop.done == config.steps:
             with model.train_context():
                 model.save_hf_checkpoint(files.out / "model")
+        record.end(loop.done)
     return rows
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 
 from hybrid_engine.backends.huggingface import require_target
@@ -12,19 +14,33 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.model_files import companions_digest
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
+from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, samples_table
 from hybrid_engine.rl.config import (
     GrpoConfig,
     PpoConfig,
     shared_engine_settings,
 )
 from hybrid_engine.rl.run_files import Row, RunFiles
+from hybrid_engine.rl.terminal import Column, SteadyConsole, Terminal
 from hybrid_engine.rl.trackers import SafeTracker, forget_run, opened, tracker_violations
 
+_COLUMNS = (
+    Column("step", "step", "", 8),
+    Column("reward", "reward", ".4g", 8),
+    Column("length", "response_tokens", ".1f", 7),
+    Column("logp diff", "logprob_diff", ".1e", 9),
+    Column("switch s", "reshard_seconds", ".2f", 8),
+    Column("seconds", "seconds", ".1f", 7),
+    Column("left", "left", "", 8),
+)
 _NOT_PRINTED = {
-    "step",
+    *(column.name for column in _COLUMNS),
     "reward_std",
-    "logprob_diff",
+    "groups_agreeing",
+    "truncated",
+    "entropy",
+    "loss",
+    "grad_norm",
     "logprob_diff_mean",
     "logprob_equal",
     "clip_fraction",
@@ -36,7 +52,7 @@ _NOT_PRINTED = {
     "value_clip_fraction",
     "explained_variance",
 }
-"""Columns that a printed line leaves out, beside seconds and bytes; it has those of `evaluate`."""
+"""Figures that do not follow the columns, as seconds and bytes; those of `evaluate` do."""
 
 
 class RunRecord:
@@ -65,7 +81,9 @@ class RunRecord:
         self._config = config
         self._files = files
         self._trackers: list[SafeTracker] = []
-        self._has_row = False
+        self._ends = ends
+        self._terminal = Terminal(_COLUMNS, None if self._is_writer else SteadyConsole(quiet=True))
+        self._since = time.monotonic()
         with self._agreement.phase("checking the trackers"):
             if self._is_writer:
                 violations = [*tracker_violations(trackers, None if files is None else files.out)]
@@ -101,6 +119,7 @@ class RunRecord:
 
         Called only when the engines are built, so that a call that cannot run removes nothing.
         """
+        self._ends.enter_context(self._terminal)
         files = self._files
         if files is None:
             return
@@ -109,8 +128,9 @@ class RunRecord:
                 return
             files.begin(self._settings)
             config = self._config
-            by_clock = f" and {config.save_minutes:g} minutes" if config.save_minutes else ""
-            self.say(f"saving every {config.save_every} steps{by_clock} in {files.out}")
+            by_clock = f"in {config.save_minutes:g} minutes, or " if config.save_minutes else ""
+            first = f"{by_clock}after step {min(config.save_every, config.steps)}"
+            self.say(f"run in {files.out}, first checkpoint {first}")
             progress = files.progress()
             CompletionLog(files.out).cut_after(0 if progress is None else progress.step)
             if progress is not None:
@@ -118,21 +138,37 @@ class RunRecord:
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
-        if self._is_writer:
-            print(text, flush=True)
+        self._terminal.print(text)
+
+    def built(self, part: str) -> None:
+        """Print that a part of the engines is complete, and the seconds since the one before."""
+        now = time.monotonic()
+        self.say(f"{part} in {now - self._since:.0f} s")
+        self._since = now
 
     def begins(self, phase: str, step: int) -> None:
-        """Print the phases of this call's first step; later steps have a line each."""
-        if not self._has_row:
-            self.say(f"step {step}/{self._config.steps}: {phase} ...")
+        """Show the phase of a step."""
+        total = self._config.steps
+        self._terminal.begins(f"step {step}/{total}: {phase}", max(step - 1, 0), total)
+
+    def end(self, done: int) -> None:
+        """Print how the run ended, after its last step `done`."""
+        if self._files is None:
+            return
+        text = f"{done} steps; the model is in {self._files.out}/model"
+        if done < self._config.steps:
+            text = f"stopped after step {done} of {self._config.steps}; the same call goes on"
+        self.say(text)
 
     def log(self, step: int, samples: Sequence[ScoredCompletion]) -> None:
         """Write the completions of a step, and print some, if the step is to be logged."""
         with self._agreement.phase("writing completions"):
             every = self._config.log_completions_every
             if self._is_writer and every and (step == 1 or step % every == 0):
-                if self._config.show_completions:
-                    print_samples(samples[: self._config.show_completions])
+                most = self._config.show_completions
+                if most:
+                    table = samples_table(samples, self._config.prompts_per_step, most)
+                    self._terminal.print(table)
                 if self._files is not None:
                     CompletionLog(self._files.out).write(step, samples)
 
@@ -142,21 +178,21 @@ class RunRecord:
             if not self._is_writer:
                 return
             step = row["step"]
-            figures = ", ".join(
-                f"{name} {value:.4g}"
+            more = "".join(
+                f"  {name} {value:.4g}"
                 for name, value in row.items()
                 if name not in _NOT_PRINTED
                 and not name.endswith(("seconds", "bytes"))
                 and not name.startswith("bytes")
             )
-            text = f"step {step}/{self._config.steps}: {figures}, {row['seconds']:.1f} s"
             num_left = self._config.steps - step
+            shown = {**row, "step": f"{step}/{self._config.steps}"}
             # Step 0 is an evaluation.
             if step and num_left:
                 now_and_then = row.get("evaluate_seconds", 0.0) + row.get("checkpoint_seconds", 0.0)
-                text += f", {num_left * (row['seconds'] - now_and_then) / 60:.1f} min left"
-            self.say(text)
-            self._has_row = step > 0
+                left = round(num_left * (row["seconds"] - now_and_then))
+                shown["left"] = str(timedelta(seconds=left))
+            self._terminal.add(shown, more)
             if self._files is not None:
                 self._files.metrics.append(row)
             for tracker in self._trackers:

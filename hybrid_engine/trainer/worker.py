@@ -17,6 +17,7 @@ from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.layouts.parallelism import sizes_text
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.ranks.job import Job
@@ -126,6 +127,7 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             read, and are random until then.
         job: default: `Job.join`, which ends with this worker. A job that is passed outlives the
             worker, and must have the timeout of the configuration.
+        on_built: called on every rank with a text about each part, as soon as it is complete.
 
     Attributes:
         config: the configuration.
@@ -145,8 +147,10 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         weights_only: bool = False,
         load_weights: bool = True,
         job: Job | None = None,
+        on_built: Callable[[str], None] = lambda part: None,
     ) -> None:
         self.config = config
+        self._on_built = on_built
         # `Ends` runs its callbacks in reverse order, and the others if one fails.
         with Ends() as undo:
             if job is None:
@@ -170,12 +174,16 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
             self.actor = build_actor(self.config, table, job, undo, weights_only=weights_only)
             train = self.actor.engine.model
+        trainer = "Megatron" if self.config.actor_config.fsdp is None else "FSDP2"
+        sizes = sizes_text(self.config.train_sizes(job.world_size))
+        self._on_built(f"{trainer} {sizes} built")
         if load_weights:
             load_pretrained(self.config.model, train.weights.base, table, job)
             if job.rank == 0 and self.config.actor_config.lora is not None:
                 logger.warning("actor_config.lora: the adapters are new; they add nothing yet")
             with job.agreement.phase("copying weights for the optimizer", SHORT_PATIENCE):
                 train.reload_main_params()
+            self._on_built("weights read")
         self._add_inference(
             train,
             self.config,
@@ -185,6 +193,9 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             lora=megatron_lora(self.config, table),
             gives_back=False,  # the trainer is built here, so nobody else trains on with it
         )
+        generate = self.config.generate_config
+        vllm = f"vLLM {sizes_text(generate.sizes(job.world_size))} built"
+        self._on_built("servers connected" if generate.servers else vllm)
 
     def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
         self.sharding.require(State.TRAIN, State.FORWARD)

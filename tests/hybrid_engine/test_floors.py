@@ -83,6 +83,7 @@ OUTSIDE = {
     "rl.rewards": {"math_verify", "torch"},
     "rl.run_settings": {"datasets", "pydantic"},
     "rl.completion_log": {"rich", "torch"},
+    "rl.terminal": {"rich"},
     "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),

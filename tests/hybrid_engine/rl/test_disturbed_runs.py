@@ -159,11 +159,15 @@ def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixt
             save_minutes=35,
         )
     assert saved == [2]
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("saving every 100 steps and 35 minutes in ")
-    assert lines.pop(0) == "step 0/4: evaluate ..."  # other phases are replaced here
-    seen = [(line.partition(":")[0], " min left" in line) for line in lines]
-    assert seen == [(f"step {number}/4", number < 4) for number in range(1, 5)]
+    first, phase, headings, *lines, last = capsys.readouterr().out.splitlines()
+    assert first == f"run in {tmp_path}, first checkpoint in 35 minutes, or after step 4"
+    assert phase == "step 0/4: evaluate ..."  # other phases are replaced here
+    assert headings == "    step    reward   length  logp diff  switch s  seconds      left"
+    left = ["0:00:02", "0:00:01", "0:00:00", "-"]
+    seen = [line.split() for line in lines]
+    assert [(words[0], words[6]) for words in seen] == [(f"{n}/4", left[n - 1]) for n in range(1, 5)]
+    assert [words[-2] for words in seen] == ["accuracy"] * 4, "figures of the user"
+    assert last == f"4 steps; the model is in {tmp_path}/model"
 
 
 def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> None:

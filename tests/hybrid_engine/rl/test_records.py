@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ArgumentError, ComputationError, ConfigError, FileError
 from hybrid_engine.rl import Conversation, trackers
-from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion
+from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, samples_table
 from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
 from hybrid_engine.rl.trackers import SafeTracker, opened, tracker_violations
@@ -74,6 +74,13 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
     # JSON does not have these.
     assert third["columns"] == {"file": "a?", "image": "bytes of 9", "pixels": "Tensor of 300", "?": [1.0, 1.0]}
+
+
+def test_a_table_has_different_prompts_first() -> None:
+    samples = [sample(prompt=prompt) for prompt in ("first", "first", "second", "second")]
+    _, _, prompts, texts = samples_table(samples, 2, 3).columns
+    assert [str(cell) for cell in prompts.cells] == ["first", "second", "first"]
+    assert [str(cell) for cell in texts.cells] == ["[red] 4"] * 3
 
 
 def test_a_conversation_is_logged_whole() -> None:
