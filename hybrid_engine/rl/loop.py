@@ -76,7 +76,7 @@ from hybrid_engine.rl.step_metrics import (
     without_columns,
 )
 from hybrid_engine.rl.stop_signals import StopSignals
-from hybrid_engine.rl.user_callbacks import calling, naming_failure
+from hybrid_engine.rl.user_callbacks import calling, naming_failure, printing_once
 from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.batches.batch_building import NewBatch
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
@@ -90,7 +90,8 @@ logger = logging.getLogger("hybrid_engine")
 Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
-"""Figures for the row of a step; called on all ranks, in the worker's rollout context."""
+"""Figures for the row of a step; called on all ranks, in the worker's rollout context. Only rank 0
+prints."""
 Advantages = Callable[[torch.Tensor, Groups], torch.Tensor]
 """(rewards [P, n], the P groups of n completions or conversations) -> advantages [P, n] or [B, S].
 
@@ -129,7 +130,8 @@ def train(
             (if it is installed), a checkpoint from which the same call resumes, and finally
             `model`, a Hugging Face checkpoint.
         evaluate, should_stop: as of `Loop.run`.
-        on_step: called with the row of each step, on all ranks.
+        on_step: called with the row of each step, on rank 0: it cannot use the worker, whose
+            methods are collective.
         trackers: names of what records the rows, in addition to metrics.jsonl; see trackers.py.
         changed: names of settings that may have other values than in the steps so far, such as
             "learning_rate"; docs/rl.md lists them.
@@ -209,7 +211,8 @@ def train(
             rows.append(row)
             if on_step is not None:
                 with calling(model.job.agreement, "on_step", f"step {row['step']}"):
-                    on_step(row)
+                    if model.job.rank == 0:
+                        on_step(row)
         # Not after `should_stop`: then the run has no final model yet.
         if files is not None and loop.done == config.steps:
             with model.train_context():
@@ -497,6 +500,7 @@ class Loop:
                 self.worker.rollout_context(),
                 self._meter.phase("evaluate"),
                 calling(self.worker.job.agreement, "evaluate", f"step {self.done}"),
+                printing_once(self.worker.job.rank),
             ):
                 figures = evaluation_figures(evaluate(self.worker))
         add_measurements(row, self._meter.take(self.worker))

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import numbers
+import os
 import queue
 import selectors
 import sys
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
 from hybrid_engine.errors import (
@@ -310,6 +311,13 @@ def calling(agreement: Agreement, argument: str, place: str) -> Iterator[None]:
         except (Exception, SystemExit):
             with naming_failure(argument, place):
                 raise
+
+
+@contextmanager
+def printing_once(rank: int) -> Iterator[None]:
+    """Discard what ranks but 0 print to stdout: each makes the same call of the user's function."""
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing if rank else sys.stdout):
+        yield
 
 
 def _is_being_cancelled() -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl.losses import group_advantages
-from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
+from hybrid_engine.rl.user_callbacks import printing_once, rewards_of, run_callbacks
 from tests.harness.errors import has_violation, has_violations
 
 
@@ -55,6 +55,13 @@ class Judge:
         async with asyncio.timeout(60):
             await self._barrier.wait()
         return value * 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with printing_once(rank):
+        print("once")
+    assert capsys.readouterr().out == "once\n" * (rank == 0)
 
 
 def test_coroutines_run_together_and_results_keep_their_order(recwarn: pytest.WarningsRecorder) -> None:
