@@ -16,6 +16,7 @@ from hybrid_engine.files.durable import write_text
 from hybrid_engine.rl import GrpoConfig, Loop, train
 from hybrid_engine.rl.completion_log import ScoredCompletion
 from hybrid_engine.rl.run_files import Row
+from hybrid_engine.rl.run_record import RunRecord
 from hybrid_engine.rl.step_metrics import StepMeter
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.rl.stand_ins import ALONE, stand_in
@@ -92,11 +93,18 @@ def run(
         def state_dict(self) -> dict[str, int]:
             return called("prompts", super().state_dict())
 
+    add = RunRecord.add
+
+    def add_and_count(record: RunRecord, row: Row) -> None:
+        add(record, row)
+        rows.append(row)
+
     worker.on_export = lambda: called("export")
     wandb = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     wandb.init.side_effect = lambda **_: called("tracker") or mock.DEFAULT
     with (
         mock.patch.object(Loop, "learn", learn),
+        mock.patch.object(RunRecord, "add", add_and_count),  # of all ranks
         mock.patch.object(StepMeter, "take", return_value={"seconds": 0.5}),
         mock.patch.dict(sys.modules, {"wandb": wandb}),
         mock.patch("hybrid_engine.rl.run_record.require_target"),
@@ -109,7 +117,7 @@ def run(
             GrpoConfig(**{**SETTINGS, **settings}),
             out=out,
             evaluate=lambda _: called("evaluate", {"accuracy": worker.value % 7}),
-            on_step=lambda row: (called("on_step"), rows.append(row)),
+            on_step=lambda row: on_call("on_step", row["step"]),
             should_stop=lambda: called("should_stop"),
             trackers=["wandb"],
             changed=changed,
