@@ -10,8 +10,7 @@
       signals_and_forks.py  postponed signal handlers; resources that forked children keep
     communicators.py    release of the memory of idle NCCL communicators
     digests.py          8-byte digests of tensors of any size, computed where they are
-    uncaught.py         one traceback for an error that ends several ranks
-    known_warnings.py   warnings of pinned packages that are left out
+    uncaught.py         one traceback for an error that ends several ranks; known warnings
     torch_internals.py  private names of torch used below the backends, with reasons; default modes
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or other owners of engines

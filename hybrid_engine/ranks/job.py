@@ -34,9 +34,9 @@ from hybrid_engine.ranks.groups import (
     host_id,
     ranks_by_host,
 )
-from hybrid_engine.ranks.known_warnings import ignore_known_warnings
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import abort_group, without_watchdog
+from hybrid_engine.ranks.uncaught import ignore_known_warnings
 from hybrid_engine.ranks.world import World
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

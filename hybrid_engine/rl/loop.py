@@ -43,8 +43,8 @@ from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
 from hybrid_engine.ports import Batch, Figures
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.known_warnings import ignore_known_warnings
 from hybrid_engine.ranks.torch_internals import torch_defaults, torch_modes_kept
+from hybrid_engine.ranks.uncaught import ignore_known_warnings
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
