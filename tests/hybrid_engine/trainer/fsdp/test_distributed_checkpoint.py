@@ -5,6 +5,7 @@ Loaded state is bit-identical to the saved state; a failure leaves state and fil
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, nullcontext
@@ -16,11 +17,12 @@ import pytest
 import torch
 
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import FileError, HybridEngineError, StateError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer import checkpoint_directory
+from hybrid_engine.trainer import checkpoint_directory, training_checkpoint
 from hybrid_engine.trainer.fsdp.actor import FsdpActor
 from tests.harness.errors import failing
 from tests.harness.launch import Ranks, on_ranks
@@ -50,8 +52,18 @@ def test_loaded_state_equals_saved_state(zoo: Zoo, tmp_path: Path) -> None:
         engine = parts.engine
         parts.checkpoints.save(untrained_path)
         untrained = state_of(engine)
-        trained = train_and_save(parts, tmp_path / "trained")
+        is_trained = threading.Event()
+
+        def save_once_trained(*arguments: Any) -> None:
+            is_trained.wait(60)
+            checkpoint_directory.save(*arguments)
+
+        with attributes_set([training_checkpoint], save=save_once_trained):
+            trained = train_and_save(parts, tmp_path / "trained")
         train(engine, 2)
+        is_trained.set()
+        for number in range(50):  # beside the agreements of the save
+            assert parts.checkpoints._job.agreement.gather(number, int) == [number] * 2
         continued = state_of(engine)
     assert trained["version"] == 2
     assert trained["groups"][0]["lr"] == 3e-3
