@@ -70,30 +70,14 @@ def run_rank(values: dict[str, Any]) -> None:
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": length,
     }
-    apply_patches()
-    if values["trainer"] == "megatron":
-        from hybrid_engine.trainer.megatron.actor import build_actor
-    else:
-        from hybrid_engine.trainer.fsdp.actor import build_actor
     rows = values["rows"]
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB_SIZE, (rows, length + 1), generator=drawn)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     limit = 2**62 if values["way"] == "whole" else chunked_scores.MAX_LOGIT_NBYTES
     with ExitStack() as owner:
-        directory = Path(owner.enter_context(tempfile.TemporaryDirectory()))
-        (directory / "config.json").write_text(json.dumps(model))
-        settings = {"params_dtype": "float32", "micro_batch_size": rows, "seq_length": length}
-        config = load_config(
-            {
-                "model": str(directory),
-                "random_weights": True,
-                "actor_config": settings | TRAINERS[values["trainer"]],
-            },
-            1,
-        )
-        job = owner.enter_context(closing(Job.join(3600)))
-        engine = build_actor(config, table_for(config.hf_config()), job, owner).engine
+        settings = {"micro_batch_size": rows, "seq_length": length} | TRAINERS[values["trainer"]]
+        engine = built_actor(model, settings, owner).engine
         owner.enter_context(attributes_set([chunked_scores], MAX_LOGIT_NBYTES=limit))
         before = peak_nbytes()
         started = time.perf_counter()
@@ -105,6 +89,33 @@ def run_rank(values: dict[str, Any]) -> None:
         seconds = time.perf_counter() - started
         gib = (peak_nbytes() - before) / 2**30
     Path(values["out"]).write_text(json.dumps({"gib": gib, "seconds": seconds, **seen}))
+
+
+def built_actor(model: dict[str, Any], settings: dict[str, Any], owner: ExitStack) -> Any:
+    """Build the actor of a trainer in float32, with random weights; `owner` ends it. Collective.
+
+    Args:
+        model: its config.json.
+        settings: keys of `actor_config`.
+        owner: ends the actor and its job.
+    """
+    apply_patches()
+    if "fsdp" in settings:
+        from hybrid_engine.trainer.fsdp.actor import build_actor
+    else:
+        from hybrid_engine.trainer.megatron.actor import build_actor
+    directory = Path(owner.enter_context(tempfile.TemporaryDirectory()))
+    (directory / "config.json").write_text(json.dumps(model))
+    job = owner.enter_context(closing(Job.join(3600)))
+    config = load_config(
+        {
+            "model": str(directory),
+            "random_weights": True,
+            "actor_config": {"params_dtype": "float32"} | settings,
+        },
+        job.world_size,
+    )
+    return build_actor(config, table_for(config.hf_config()), job, owner)
 
 
 def peak_nbytes() -> int:

@@ -15,7 +15,7 @@ from tests.harness.launch import REPO_ROOT
 # Names in files of installed libraries that no code here uses.
 IN_LIBRARIES = {
     "megatron/core/model_parallel_config.py": "cross_entropy_loss_fusion",
-    "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable fully_reshardable",
+    "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable",
     "megatron/core/models/T5/t5_spec.py": "sharded_state_dict_keys_map",
     "megatron/core/transformer/multi_token_prediction.py": "multi_token_prediction.mtp_on_this_rank",
     "megatron/core/transformer/transformer_block.py": (
