@@ -21,7 +21,6 @@ IN_LIBRARIES = {
     "megatron/core/transformer/transformer_block.py": (
         "transformer_block.TransformerBlock.has_final_layernorm_in_this_stage"
     ),
-    "torch/distributed/checkpoint/filesystem.py": "save_id",
     "torch/distributed/checkpoint/state_dict.py": "_extra_state",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "FSDPParamGroup",
     "transformers/data/data_collator.py": "DataCollatorWithFlattening",
