@@ -43,7 +43,6 @@ ELSEWHERE = {
     "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",
     "verl's trainer": "trainer.test_freq",
     "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",
-    "MindSpeed-RL": "moe_tp_extend_ep",
     "Megatron-Bridge": "get_conversion_tasks",
     "megatron-core 0.19": "_remove_glu_interleaving",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
