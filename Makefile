@@ -62,7 +62,8 @@ lint: $(READY) ## Check style, formatting, sizes and types
 format: $(READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 docs: $(READY) ## Make the pages of docs/ that have a source
-	$(PY) docs/make_configuration.py && $(PY) docs/make_seventy_billion.py && $(PY) docs/make_pictures.py
+	$(PY) docs/make_configuration.py && $(PY) docs/make_seventy_billion.py && $(PY) docs/make_pictures.py && \
+	    $(PY) docs/make_models.py && $(PY) docs/make_console.py
 matrix: $(READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file, RECORD=1)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.tools.verify.matrix \
 	    $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(if $(filter 1,$(RECORD)),--record)

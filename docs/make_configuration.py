@@ -28,17 +28,17 @@ from hybrid_engine.config import (
     ScheduleConfig,
 )
 from hybrid_engine.config.loading import CONSTRAINTS
-from megatron_patches.refused_fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
+from megatron_patches.refused_fields import READ_OFF_THE_MODEL, REFUSED
 
 PAGE = Path(__file__).parent / "configuration.md"
 
 
-def page() -> str:
+def texts() -> dict[Path, str]:
     """Return the whole page."""
     actor = (ActorConfig, OptimizerConfig, ScheduleConfig, LoraConfig, OverridesConfig, FsdpConfig)
     sections = (HybridConfig, *actor, GenerateConfig, CriticConfig)
     keys = "\n".join(_section(section) for section in sections)
-    return f"{_INTRODUCTION}\n{keys}\n{_by_hand()}{_rules()}\n{_fields()}"
+    return {PAGE: f"{_INTRODUCTION}\n{keys}\n{_by_hand()}{_rules()}\n{_fields()}"}
 
 
 def _by_hand() -> str:
@@ -48,28 +48,32 @@ def _by_hand() -> str:
 
 
 def _rules() -> str:
-    """Return the list of rules that a configuration must keep, with a line for each key."""
+    """Return the list of rules that a job's sizes must keep, with a line for each key."""
     notes = {"": "", "here": "¹", "anywhere": "²"}
     rules: dict[str, list[str]] = {}
     for constraint in CONSTRAINTS:
+        if not constraint.key.endswith(_OF_A_LAYOUT):
+            continue  # an error prints it
         rules.setdefault(constraint.key, []).append(constraint.rule + notes[constraint.computing])
     rows = [f"- `{key}`: {' '.join(sentences)}" for key, sentences in rules.items()]
     return _RULES + "\n".join(rows) + "\n"
 
 
 def _fields() -> str:
-    """Return the lists of Megatron's fields: refused, compared, or read off the model."""
+    """Return the tables of Megatron's refused fields, and the list of those read off the model."""
     rows: list[str] = []
     for section, refused_fields in REFUSED.items():
-        fields: dict[str, list[str]] = {}
+        fields: dict[tuple[str, str], list[str]] = {}
         for field, refused in refused_fields.items():
-            values = " or ".join(str(value) for value in refused.accepted)
-            until = f" (before {refused.until.removesuffix('.0')})" if refused.until else ""
-            name = field if refused.reason in fields else f"{section}.{field}"
-            fields.setdefault(refused.reason, []).append(f"`{name}={values}`{until}")
-        rows += [f"- {', '.join(names)}: {reason}" for reason, names in fields.items()]
-    function, read = (_wrapped(names) for names in (FUNCTION_FIELDS, READ_OFF_THE_MODEL))
-    return _FIELDS.format(function=function, read=read, refused="\n".join(rows))
+            allowed = ", ".join(f"`{value}`" for value in refused.accepted)
+            until = f"; any since {refused.until.removesuffix('.0')}" if refused.until else ""
+            fields.setdefault((allowed + until, refused.reason), []).append(f"`{field}`")
+        rows += [f"\n| field of `{section}` | allowed | why |", "|---|---|---|"]
+        rows += [
+            f"| {', '.join(names)} | {allowed} | {reason} |"
+            for (allowed, reason), names in fields.items()
+        ]
+    return _FIELDS.format(read=_wrapped(READ_OFF_THE_MODEL), refused="\n".join(rows))
 
 
 def _wrapped(names: tuple[str, ...]) -> str:
@@ -78,19 +82,28 @@ def _wrapped(names: tuple[str, ...]) -> str:
 
 _INTRODUCTION = """# Configuration
 
-All [keys](#keys-at-the-top), [other settings of Megatron](#overrides) and [of vLLM](#vllms-other-settings), the
-[rules](#rules), and [fields of Megatron](#megatrons-configuration-fields) that do not go with a switch. `model` is the
-only required key.
+```yaml
+model: Qwen/Qwen3-8B  # the only required key
+actor_config: {tensor_model_parallel_size: 8}
+generate_config: {infer_tensor_parallel_size: 4, max_model_len: 4096}
+```
+
+is read by `load_config`, `train`, `attach` and the commands. A wrong key or value is
+[answered](errors.md#errors-and-runs-that-do-not-learn) with key, problem and remedy; `hybrid-engine plan job.yaml --ranks
+N` checks all [rules](#rules) in a second. Beside the keys: [other settings of Megatron](#overrides) and [of
+vLLM](#vllms-other-settings), [environment variables](#environment-variables), and [fields of
+Megatron](#megatrons-configuration-fields) that do not go with a switch.
 """
 
 _RULES = """## Rules
 
-All violations are reported at once, before a process group exists, with key, numbers and remedy. ¹: only where this
-package trains, not in a loop of your own (Megatron's scripts, `attach`) or in `verify`; ²: not in `verify`. The model's
-config.json is checked first. On every rank, before anything is built: settings that vLLM refuses, head sizes without a
-kernel on CPU, a KV cache that is too small for a sequence of the longest length.
+All broken rules are reported at once, before a process group exists, each with key, numbers and the rule itself as remedy.
+Those of sizes, for a layout that fits at once (¹: only where this package trains, not in a loop of your own or in
+`verify`; ²: not in `verify`):
 
 """
+_OF_A_LAYOUT = ("parallel_size", "sequence_parallel", "seq_length", "replicas", "params_dtype")
+"""Ends of keys whose rules the page has."""
 
 _FIELDS = """## Megatron's configuration fields
 
@@ -108,9 +121,8 @@ Other values than these are errors on every rank: with `--enable-resharding` whe
 ### Part of what a model computes
 
 With `--enable-resharding` and `attach`, each must have the value that megatron-core derives from the model, or its
-default where the model has none. Rotary frequencies are read from the built model.
-
-{function}.
+default where the model has none; an error names those that have not. They are sizes, norms, biases, attention (windows,
+scale, heads, latent vectors), activation, rotary settings and routing. Rotary frequencies are read from the built model.
 
 ### Read from the model
 
@@ -165,4 +177,5 @@ def _choices(annotation: object, meaning: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in texts().items():
+        path.write_text(text)

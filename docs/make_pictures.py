@@ -1,4 +1,4 @@
-"""Draws docs/plots/reward.svg from reward.csv, and layouts.svg and switch.svg of docs/concepts.md.
+"""Draws docs/plots/reward.svg from reward.csv, and layouts.svg and switch.svg of README.md.
 
 reward.csv is of `make rl` with seed 0. Run `make docs` after a change; the same figures give the
 same files.

@@ -41,10 +41,10 @@ PUBLISHED = {"weights": (120, 15), "optimizer state": (240, 30), "gradients": (6
 """GB by a gather and after, as estimated for verl with a 70B model on eight nodes of A100."""
 
 
-def page() -> str:
+def texts() -> dict[Path, str]:
     """Return the whole page, of which all before the section is written by hand."""
     written = PAGE.read_text()
-    return written[: written.index(_SECTION.partition("\n")[0])] + section()
+    return {PAGE: written[: written.index(_SECTION.partition("\n")[0])] + section()}
 
 
 def section() -> str:
@@ -74,15 +74,9 @@ def section() -> str:
         full_tensor_less=f"{1 - received / float(job.gathered.mean()):.1%}",
         needed=_gb(needed),
         held=_gb(held),
-        received=_gb(received),
-        most=_gb(float(job.bytes.received.max())),
-        bound=_gb(needed - model / ranks / 2),
         network=_gb(float(job.received_by_host.mean())),
         seconds=f"{job.seconds.max():.2f}",
-        gather_seconds=f"{(model * 7 / 8 / 8) / 22e9:.2f}",
         training=_gib(memory.state.total.max()),
-        inference=_gib(memory.inference.max()),
-        switch=_gib(memory.switch.max()),
         interleaved=_gib(memory.interleaved_switch.max()),
         host=_gib(job.host_nbytes.max()),
         keys=_options(KEYS),
@@ -126,16 +120,12 @@ published figures are estimates for such a job.
 {rows}
 
 Weights are gathered in bfloat16; `full_tensor()` of every parameter, as in verl and TRL, gathers float32:
-{full_tensor}, of which this plan saves {full_tensor_less}. Optimizer state (two moments) and gradients, both in
-float32, go to the memory of their host and back.
+{full_tensor}, of which this plan saves {full_tensor_less}. Optimizer state and gradients, both in float32, go to the
+memory of their host and back ({host} on each host).
 
-A device needs {needed} of weights in vLLM, holds {held} of them in training, and receives the difference: {received} on
-average, {most} at most. Another order of ranks would need at least {bound}. {network} cross the network to each host,
-once. The slowest device is busy for {seconds} s at assumed rates (GB/s per device: 250 within a host, 22 over the
-network, 1000 within the device); the network alone takes {gather_seconds} s.
-
-A device holds {training} of parameters, gradients and two moments; a switch takes at most {interleaved}, or {switch} if
-all of vLLM's weights ({inference}) are allocated at once. Offloaded state takes {host} on each host.
+A device needs {needed} of weights in vLLM, holds {held} of them in training, and receives the difference. {network}
+cross the network to each host, once. The slowest device is busy for {seconds} s at the rates below. A device holds
+{training} of training state; a switch takes at most {interleaved}.
 
 ```
 hybrid-engine plan model=DIR {keys} \\
@@ -145,4 +135,5 @@ hybrid-engine plan model=DIR {keys} \\
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in texts().items():
+        path.write_text(text)

@@ -30,18 +30,21 @@ PACKAGES = sorted(
 )
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
-    generated = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["page"]()
-    written = (REPO_ROOT / "docs" / "configuration.md").read_text()
-    assert written == generated, "run: make docs"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "configuration",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("seventy_billion", "models", "console")),
+    ],
+)
+def test_made_pages_are_up_to_date(name: str) -> None:
+    texts = runpy.run_path(str(REPO_ROOT / "docs" / f"make_{name}.py"))["texts"]()
+    assert {page: page.read_text() for page in texts} == texts, "run: make docs"
 
 
-@pytest.mark.slow
-def test_the_section_on_a_large_model_is_up_to_date() -> None:
-    """Its figures are the planner's, and support its claim of 85 % less traffic."""
-    generated = runpy.run_path(str(REPO_ROOT / "docs" / "make_seventy_billion.py"))["section"]()
-    assert (REPO_ROOT / "docs" / "planning.md").read_text().endswith("\n" + generated), "run: make docs"
-    saved = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", generated, re.MULTILINE)]
+def test_a_large_model_supports_the_claim_of_85_percent_less() -> None:
+    page = (REPO_ROOT / "docs" / "planning.md").read_text()
+    saved = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", page, re.MULTILINE)]
     assert len(saved) == 3
     assert min(saved) >= 85
 
@@ -173,7 +176,7 @@ def test_files_mentioned_on_a_page_exist(page: str) -> None:
 def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run as they stand, with mocks of what downloads a model or needs engines."""
     page = (REPO_ROOT / "README.md").read_text()
-    around, in_one_call = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    in_one_call, around = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     statements = [line for line in around.splitlines() if re.match(r" *(?!import|from|#)\w", line)]
     assert len(statements) <= 13
     model = mock.MagicMock()
@@ -202,12 +205,12 @@ BY_OTHERS += ("Torch not compiled with CUDA enabled", "Input should be 'off', ",
 BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
 
 
-def test_messages_of_the_page_about_failures_exist() -> None:
+def test_messages_of_the_page_about_errors_exist() -> None:
     """Parts between placeholders occur in the sources, whose string literals may span lines."""
     folders = ("hybrid_engine", "megatron_patches", "examples")
     sources = "".join(path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
-    page = (REPO_ROOT / "docs" / "failures.md").read_text()
+    page = (REPO_ROOT / "docs" / "errors.md").read_text()
     tables = page.partition("\n## Messages")[2].partition("\n## ")[0]
     cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
     messages = [message for cell in cells for message in re.findall(r"`((?:\\`|[^`])+)`", cell)]

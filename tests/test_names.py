@@ -16,7 +16,6 @@ from tests.harness.launch import REPO_ROOT
 IN_LIBRARIES = {
     "megatron/core/model_parallel_config.py": "cross_entropy_loss_fusion",
     "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable",
-    "megatron/core/models/T5/t5_spec.py": "sharded_state_dict_keys_map",
     "megatron/core/transformer/multi_token_prediction.py": "multi_token_prediction.mtp_on_this_rank",
     "megatron/core/transformer/transformer_block.py": (
         "transformer_block.TransformerBlock.has_final_layernorm_in_this_stage"
@@ -36,13 +35,12 @@ IN_LIBRARIES = {
 # Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
     "TRL": "response_mask environment_factory generation_batch_size",
-    "TRL, options": "eval_on_start log_completions num_completions_to_print",
-    "environment variables of trackers": "MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI TRACKIO_PROJECT",
+    "TRL, options": "eval_on_start",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode",
-    "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo ref_log_prob",
-    "verl, too": "custom_reward_function data.train_batch_size rollout.multi_turn save_freq train_batch_size",
+    "verl": "algorithm.norm_adv_by_std_in_grpo ref_log_prob",
+    "verl, too": "data.train_batch_size rollout.multi_turn save_freq train_batch_size",
     "verl's trainer": "trainer.test_freq",
-    "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",
+    "NeMo-RL": "nccl_reshard",
     "Megatron-Bridge": "get_conversion_tasks",
     "megatron-core 0.19": "_remove_glu_interleaving",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",

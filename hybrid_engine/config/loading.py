@@ -1,6 +1,6 @@
 """Reading and checks of a configuration, all violations at once, before a process group exists.
 
-`CONSTRAINTS` lists every rule. docs/configuration.md is generated from them (`make docs`), and each
+`CONSTRAINTS` lists every rule. docs/configuration.md has those of sizes (`make docs`), and each
 has a test that breaks it.
 
 An engine around a transformers model is configured by two dictionaries: `rollout_config`, which
