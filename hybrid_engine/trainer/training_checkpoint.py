@@ -206,9 +206,10 @@ class TrainingCheckpoints:
         self._finish()
         job = self._job
         state = self._state
-        saved = SavedCheckpoint(directory, job)
         with job.agreement.phase("reading the checkpoint"):
             state.settle()
+        saved = SavedCheckpoint(directory, job)
+        with job.agreement.phase("reading the checkpoint"):
             weights = state.weights()
             shapes = state.shapes
             values = _values_in(saved)

@@ -228,7 +228,8 @@ class InferenceEngine(CompletingEngine):
         Per sequence a float32 tensor [length - 1].
         """
         scored = self._score(token_ids, 0, lora)
-        return [torch.tensor(completion.prompt_logprobs) for completion in scored]
+        dtype = torch.float32
+        return [torch.tensor(completion.prompt_logprobs, dtype=dtype) for completion in scored]
 
     def prompt_distributions(
         self, token_ids: TokenIds, lora: str | None = None

@@ -318,9 +318,8 @@ def _routed_experts_of(choice: Any) -> RoutedExperts | None:
 
 def prompt_distributions(completion: Completion) -> torch.Tensor:
     """Return the log-probabilities [length - 1, vocabulary] of a prompt that was wholly scored."""
-    return torch.tensor(
-        [[row[token] for token in range(len(row))] for row in completion.prompt_top_logprobs]
-    )
+    rows = completion.prompt_top_logprobs
+    return torch.tensor([[*map(row.get, range(len(row)))] for row in rows], dtype=torch.float32)
 
 
 # -- vLLM's engine around a call -------------------------------------------------------------------

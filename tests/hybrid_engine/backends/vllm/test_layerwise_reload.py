@@ -26,7 +26,7 @@ def distributions(checkpoint: str, reload_from: str | None = None) -> tuple[list
     """Return distributions after each token of PROMPTS, and whether the head is copied."""
     from vllm import SamplingParams
 
-    from hybrid_engine.backends.vllm.requests import distributions_of_prompt
+    from hybrid_engine.backends.vllm.requests import completions_of, prompt_distributions
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, detokenize=False)
     with plain_llm(checkpoint, dtype="float32") as llm:  # "auto" would mean bfloat16
@@ -34,7 +34,8 @@ def distributions(checkpoint: str, reload_from: str | None = None) -> tuple[list
             llm.collective_rpc("reload_weights", kwargs={"weights_path": reload_from})
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
         is_head_copied = outlives_its_weight(internals.model_runner_of(llm).model.lm_head)
-    return [distributions_of_prompt(output.prompt_logprobs) for output in outputs], is_head_copied
+    completions = [completion for output in outputs for completion in completions_of(output, params)]
+    return list(map(prompt_distributions, completions)), is_head_copied
 
 
 def outlives_its_weight(head: Any) -> bool:
