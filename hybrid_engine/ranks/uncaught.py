@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 
 CONFIG_ERROR_STATUS = 2
 """Exit status of a process that ends by a ConfigError, as of a command with wrong arguments."""
-_SECONDS_FOR_RANK_0 = 10.0
+_RANK_0_TIMEOUT = 10.0
+_FOREIGN_TIMEOUT = 2.0
 _CAUSE_TIMEOUT = 5.0
 _POLL_INTERVAL = 0.05
 
@@ -152,7 +153,11 @@ def _is_printed_by_rank_0(error: BaseException) -> bool:
     # The ranks have agreed that rank 0 has no error that explains this one.
     if cause == "":
         return False
-    printed = _Notes().wait_for(_BY_RANK_0, _SECONDS_FOR_RANK_0)
+    module: Any = sys.modules.get("torch.distributed")
+    have_met = module is not None and module.is_initialized()
+    # Peers may wait for the end of this rank, on whose error they have not agreed.
+    is_brief = have_met and not isinstance(error, HybridEngineError)
+    printed = _Notes().wait_for(_BY_RANK_0, _FOREIGN_TIMEOUT if is_brief else _RANK_0_TIMEOUT)
     return _digest(cause or error) in printed.split()
 
 

@@ -81,4 +81,4 @@ def test_a_record_is_left_out_by_its_text(caplog: pytest.LogCaptureFixture) -> N
     with mock.patch.object(logging.getLogger("vllm"), "propagate", True):
         logger.warning("Triton is installed, but doesn't include CPU backend.")
         logger.warning("another")
-    assert caplog.messages == ["another"]
+    assert {*caplog.messages} == {"another"}  # twice, if vLLM has set its logger up
