@@ -393,12 +393,13 @@ class CallThread:
 
     def _run(self) -> None:
         for call, future in iter(self._calls.get, None):
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised where the future is awaited
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # raised where the future is awaited
+                    future.set_exception(error)
+            # The wait for the next call must not keep what this one refers to.
+            del call, future
 
 
 @functools.cache
