@@ -182,18 +182,15 @@ def _read_by_class(values: dict[str, Any], loaded: Any, invalid: list[Violation]
             if invalid and not is_of_field:
                 return None  # may be due to a value that was left out
             message = f"{type(error).__name__}: {error}"
-        named = (key for key in values if re.search(rf"['`]{_field_of(key)}['`]", message))
+        # Messages name fields of the class, of which one has another name in config.json.
+        fields = {key: key.replace("rope_scaling", "rope_parameters") for key in values}
+        named = (key for key, field in fields.items() if re.search(rf"['`]{field}['`]", message))
         key = next(named, "model")
         values.pop(key, None)
         problem = clipped(f"{loaded.__name__} refuses it: {' '.join(message.split())}", 1000)
         invalid.append(Violation(key, problem, REMEDY, code="invalid-value"))
         if key == "model" or not is_of_field:
             return None
-
-
-def _field_of(key: str) -> str:
-    """Return the field in which transformers' classes have a key of config.json."""
-    return key.replace("rope_scaling", "rope_parameters")
 
 
 def _outside_bounds(values: Mapping[str, Any], section: str = "") -> Violations:

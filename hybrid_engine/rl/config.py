@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
 import torch
@@ -34,6 +34,9 @@ from hybrid_engine.rl.losses import (
     Scale,
     policy_loss,
 )
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Sampling
 
 _FREE = (
     "evaluate_every",
@@ -262,6 +265,19 @@ class LoopConfig(Section):
             dual_clip=self.dual_clip,
             kl_estimator=self.kl_estimator,
             entropy_coefficient=self.entropy_coefficient,
+        )
+
+    def sampling(self, seed: int) -> Sampling:
+        """Return how the completions of a prompt are drawn."""
+        from hybrid_engine.backends.vllm import Sampling
+
+        return Sampling(
+            n=self.samples_per_prompt,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            stop=self.stop,
+            seed=seed,
         )
 
     def learning_rate_factor(self, step: int) -> float:

@@ -132,17 +132,9 @@ class GroupQueue:
 
     def sampling(self, number: int, draw: int = 0) -> Sampling:
         """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""
-        from hybrid_engine.backends.vllm import Sampling
-
         config = self._arguments.config
-        return Sampling(
-            n=config.samples_per_prompt,
-            temperature=config.temperature,
-            max_tokens=config.max_tokens,
-            stop_token_ids=config.stop_token_ids,
-            stop=config.stop,
-            seed=randomness(config.seed, number, f"samples{draw or ''}").getrandbits(62),
-        )
+        stream = randomness(config.seed, number, f"samples{draw or ''}")
+        return config.sampling(stream.getrandbits(62))
 
     def begin(self, number: int) -> float:
         """Begin all steps that may be drawn during step `number`. Collective, in rollout context.

@@ -28,7 +28,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -466,17 +466,10 @@ class HeldOut:
 
     def __call__(self, worker: ActorHybridWorker) -> Figures:
         """Return the figures of the present weights. Collective, in the rollout context."""
-        from hybrid_engine.backends.vllm import Sampling
-
         config = self._config
-        sampling = Sampling(
-            n=self._samples,
-            temperature=config.temperature if self._samples > 1 else 0.0,
-            max_tokens=config.max_tokens,
-            stop_token_ids=config.stop_token_ids,
-            stop=config.stop,
-            seed=config.seed,
-        )
+        temperature = config.temperature if self._samples > 1 else 0.0
+        drawn_alike = config.sampling(config.seed)
+        sampling = replace(drawn_alike, n=self._samples, temperature=temperature)
         groups = worker.generate_sequences([*map(prompt_of, self._prompts)], sampling)
         numbers = range(len(self._prompts))
         totals = self._rewards.compute(worker.job, numbers, self._prompts, groups).totals

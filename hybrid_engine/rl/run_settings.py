@@ -41,7 +41,13 @@ from hybrid_engine.errors import (
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.loop import train
-from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, Rewards, reward_violations
+from hybrid_engine.rl.rewards import (
+    NAMED_REWARDS,
+    HeldOut,
+    Rewards,
+    named_rewards,
+    reward_violations,
+)
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -175,14 +181,14 @@ class RunSettings:
         )
 
 
-def _algorithm_of(section: dict[str, Any]) -> GrpoConfig | PpoConfig:
-    """Take the algorithm's settings out of `run`."""
+def _algorithm_of(section: Mapping[str, Any]) -> GrpoConfig | PpoConfig:
+    """Return the algorithm's settings in `run`."""
     named = [name for name in _ALGORITHMS if name in section]
     if len(named) != 1:
         problem = f"has {' and '.join(named) or 'neither grpo nor ppo'}"
         violation = Violation(SECTION, problem, "Give one of them", code="no-algorithm")
         raise ConfigError([violation])
-    values = section.pop(named[0]) or {}
+    values = section[named[0]] or {}
     if not isinstance(values, Mapping):
         problem = f"expected keys and values, found {shortened(values)}"
         violation = Violation(f"{SECTION}.{named[0]}", problem, "Write keys", code="not-a-mapping")
@@ -228,8 +234,8 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
     rows = _rows(data, source, directory)
     template = data.template or f"{{{data.prompt}}}"
     columns = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
-    rewards = {run.reward} if isinstance(run.reward, str) else {*run.reward.values()}
-    if "answer" in data.model_fields_set or rewards & NAMED_REWARDS.keys():
+    rewards = named_rewards(run.reward).values()
+    if "answer" in data.model_fields_set or NAMED_REWARDS.keys() & rewards:
         columns.append(data.answer)
     missing = sorted({*columns} - {*rows.column_names})
     if missing or not len(rows):
@@ -241,16 +247,16 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
             code="unknown-column",
         )
         raise ConfigError([violation])
-    return [{**row, **_prompt(data, row), "answer": row.get(data.answer)} for row in rows]
+    return [{**row, "prompt": _prompt(data, row), "answer": row.get(data.answer)} for row in rows]
 
 
-def _prompt(data: DataConfig, row: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt(data: DataConfig, row: Mapping[str, Any]) -> Any:
     prompt = row[data.prompt] if data.template is None else data.template.format_map(row)
     if isinstance(prompt, str) and data.chat:
         prompt = [{"role": "user", "content": prompt}]
         if data.system is not None:
             prompt.insert(0, {"role": "system", "content": data.system})
-    return {"prompt": prompt}
+    return prompt
 
 
 def _rows(data: DataConfig, source: str, directory: Path) -> Any:
@@ -262,16 +268,13 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
             f"{SECTION}.data needs datasets: pip install '.[data]'", code="needs-package"
         ) from error
     datasets.disable_progress_bars()  # each rank would draw its own
-    arguments: list[Any]
-    if Path(source).suffix in _BUILDERS:
-        reader = _BUILDERS[Path(source).suffix]
-        options = {"data_files": str(directory / source), "split": "train"}
-        arguments = [reader]
-    else:
-        options = {"split": data.split if source == data.source else source}
-        arguments = [data.source, data.subset]
+    reader = _BUILDERS.get(Path(source).suffix)
+    split = data.split if source == data.source else source
+    options: dict[str, Any] = {"path": data.source, "name": data.subset, "split": split}
+    if reader is not None:
+        options = {"path": reader, "data_files": str(directory / source), "split": "train"}
     try:
-        return datasets.load_dataset(*arguments, **options)
+        return datasets.load_dataset(**options)
     except Exception as error:  # of a network, a file or a script of theirs
         problem = f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}"
         remedy = "Name a data set of the Hub, with its subset and split, or a file"

@@ -141,7 +141,7 @@ def refusing() -> Iterator[None]:
         yield
     except ConfigError as error:
         refuse(error.findings)
-    except (FileError, ModelError, ReshardError) as error:
+    except (DependencyError, FileError, ModelError, ReshardError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(3 if isinstance(error, ReshardError) else 2) from None
 

@@ -51,14 +51,14 @@ def train(
     violations: list[Violation] = []
     files, overrides = split_words(words, OVERRIDE, violations)
     if violations or not files:
-        remedy = "Name the run's file"
-        refuse(violations or [Violation("CONFIG", "is missing", remedy, code="is-missing")])
-    if "RANK" in os.environ and (dry_run or ranks is not None):
+        missing = Violation("CONFIG", "is missing", "Name the run's file", code="is-missing")
+        refuse(violations or [missing])
+    is_rank = "RANK" in os.environ
+    if is_rank and (dry_run or ranks is not None):
         problem = "is an option of the command that starts the ranks, and this is one of them"
-        remedy = "Leave it out, or unset RANK"
         key = "--dry-run" if dry_run else "--ranks"
-        refuse([Violation(key, problem, remedy, code="not-supported")])
-    if "RANK" in os.environ:
+        refuse([Violation(key, problem, "Leave it out, or unset RANK", code="not-supported")])
+    if is_rank:
         from hybrid_engine.rl.run_settings import RunSettings
 
         # Errors end the rank as those of any program do (ranks/uncaught.py).
