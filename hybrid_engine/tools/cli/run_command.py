@@ -13,7 +13,7 @@ It differs from torchrun in what is printed and in defaults:
   all interfaces, has no authentication, and unpickles the data it receives.
 
 The exit status is that of the first failed rank, or 128 plus the number of the signal that ended
-it or this command; 2 if no rank was started.
+it or this command; 2 if no rank was started or the nodes have lost each other.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
 _BACKEND = "loopback"
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _SECONDS_TO_END = 600
 """Time of ranks after Ctrl-C or SIGTERM, unless `--shutdown-timeout` sets it."""
 
@@ -52,6 +53,13 @@ def run(context: typer.Context) -> None:
 
 def start_ranks(arguments: Sequence[str]) -> None:
     """Start ranks and wait for their end, as the command does."""
+    if _LOG_LEVEL not in os.environ:
+        # Without it a node prints a trace in C++ if the node with the store ends before it. torch
+        # reads the level when it is imported; ranks do not inherit it.
+        os.environ[_LOG_LEVEL] = "ERROR"
+        import torch  # noqa: F401
+
+        del os.environ[_LOG_LEVEL]
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

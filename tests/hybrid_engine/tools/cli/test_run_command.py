@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.harness.processes import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
+PORT = 29731
+LOST = "Error: The connection to the C10d store has failed. See inner exception for details.\n"
 RUN = (sys.executable, "-m", "hybrid_engine", "run")
 PROGRAM = """
 import os, signal, sys, time
@@ -37,7 +40,7 @@ match sys.argv[1]:
     case "kill" | "wait":
         signal.signal(signal.SIGTERM, save)
         signal.signal(signal.SIGINT, save)
-        (place / f"waits{rank}").touch()
+        (place / f"waits{rank}").write_text(f"{os.getpid():8}")
         time.sleep(100)
 """
 
@@ -92,13 +95,30 @@ def test_words_after_the_program_are_its_own(program: Path) -> None:
     assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
 
 
-def test_nodes_meet_at_an_endpoint_by_the_options_of_torchrun(program: Path) -> None:
-    meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-id job --rdzv-endpoint 127.0.0.1:29731"
-    options = (*meeting.split(), "--local-addr", "127.0.0.1", "--nproc-per-node", 1)
-    nodes = [start(*options, program, "", program.parent) for _ in range(2)]
-    for node in nodes:
-        output = node.communicate(timeout=100)
-        assert (*output, node.returncode) == ("", "", 0)
+@pytest.mark.parametrize(
+    ("is_lost", "line", "status"),
+    [
+        (False, "", 0),
+        (True, LOST, 2),
+    ],
+    ids=["both end", "the node with the store is lost"],
+)
+def test_nodes_by_the_options_of_torchrun(program: Path, is_lost: bool, line: str, status: int) -> None:
+    meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-id job --rdzv-endpoint 127.0.0.1:{PORT}"
+    options = (*meeting.split(), "--local-addr=127.0.0.1", "--nproc-per-node=1")
+    with_store = start(*options, program, "wait", program.parent)
+    with socket.socket() as probe:
+        wait_until(lambda: probe.connect_ex(("127.0.0.1", PORT)) == 0, seconds=60)
+    other = start(*options, program, "wait", program.parent)
+    wait_until(lambda: len([*program.parent.glob("waits*")]) == 2, seconds=60)
+    if is_lost:
+        with_store.kill()
+        with_store.wait()
+    for rank in program.parent.glob("waits*"):
+        os.kill(int(rank.read_text()), signal.SIGTERM)
+    with_store.communicate(timeout=100)
+    output = other.communicate(timeout=100)
+    assert (*output, other.returncode) == ("", line, status)
     written = repr([[], "2", None, None, "600"])
     assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
 
