@@ -177,6 +177,7 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
     """They run as they stand, with mocks of what downloads a model or needs engines."""
     page = (REPO_ROOT / "README.md").read_text()
     in_one_call, around = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^make \w+", page, re.MULTILINE) == ["make rl", "make test"]
     statements = [line for line in around.splitlines() if re.match(r" *(?!import|from|#)\w", line)]
     assert len(statements) <= 13
     model = mock.MagicMock()
