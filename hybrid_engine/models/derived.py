@@ -204,6 +204,9 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
     with torch.no_grad():
         saved = revert_weight_conversion(model, dict(once))
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
+    # A model that loads a checkpoint has, and saves, these in float32 whatever its dtype.
+    precise = model._keep_in_fp32_modules_strict
+    dtypes |= {name: "float32" for name in saved if any(part in name for part in precise)}
     text_config = config.get_text_config()
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     embedding = model.get_input_embeddings()

@@ -64,6 +64,7 @@ def test_a_derived_table_equals_the_written_table_in_every_size(family: str) -> 
     derived = derived_table(config, written.architecture)
     assert derived.shapes == {name: shape for name, shape in written.shapes.items() if written.is_served(name)}
     # transformers' classes have no layers for multi-token prediction.
+    assert derived.dtypes == written.dtypes
     assert derived.dims == replace(written.dims, num_mtp_layers=0)
     for name, size in derived.sizes.items():
         if derived.dims.num_experts or "moe" not in name:
