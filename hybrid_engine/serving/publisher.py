@@ -36,7 +36,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -51,10 +51,9 @@ from hybrid_engine.errors import (
     ServerError,
     StateError,
 )
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
@@ -83,14 +82,11 @@ from hybrid_engine.serving.invitation import (
     require_ports,
 )
 from hybrid_engine.serving.roles import NoInference
-from hybrid_engine.switch.report import ReshardReport, SwitchTally
+from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import (
-    NEEDED_KINDS,
     State,
     Switch,
-    call_hooks,
-    require,
     resident_kinds,
 )
 
@@ -152,19 +148,15 @@ class WeightPublisher(Switch):
         take_over: bool = False,
         reference: ConfigModel | None = None,
     ) -> None:
-        super().__init__(trainer)
-        self.trainer = trainer
-        self.config = config
-        self.job = job
-        self.offloader = offloader or Offloader(trainer)
+        super().__init__(trainer, offloader or Offloader(trainer), config, job)
         self._side = NoInference()
         self.inference = self._side
         self._pause: PauseMode = pause
         self._address = address
         self._takes_over = take_over
-        self._comparison = ServerComparison(trainer, job, config.check_compute, reference)
-        self.state = State.INTERRUPTED
-        self._is_started = False
+        self._check: ServerComparison = ServerComparison(
+            trainer, job, config.check_compute, reference
+        )
         # With `release_weights`: servers may hold weights, in memory that training state needs.
         self._may_hold = False
         self._manager: ShardingManager | None = None
@@ -223,14 +215,6 @@ class WeightPublisher(Switch):
             self.state = State.TRAIN
             self._is_started = True
 
-    def require_kinds(self, kinds: Collection[str]) -> None:
-        if self._comparison.is_probing and set(kinds) == {"param"}:
-            # The state is INTERRUPTED during the probe, but the parameters are on the device.
-            return
-        if self._is_started:
-            allowed = [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)]
-            require(self.state, allowed)
-
     def require_step(self) -> None:
         """Raise StateError if another optimizer step would exceed the servers' server_max_lag."""
         version = self.trainer.version
@@ -282,7 +266,6 @@ class WeightPublisher(Switch):
         self.start()
         self._resync_after_interrupt(f"entering {target.context}")
         before = self.state
-        tally = SwitchTally()
         started = time.perf_counter()
         if target is before:
             return None
@@ -293,27 +276,19 @@ class WeightPublisher(Switch):
             # An update may be open in the servers; a new invitation ends it.
             self._disconnect()
         manager = self._connected() if with_servers else None
-        with self.job.agreement.phase("start hooks") as ballot:
-            call_hooks(self._start_hooks, before, target)
-            ballot.number = self._comparison.must_repeat(
-                has_trained=before is State.TRAIN, will_fill=target is State.INFER
-            )
-        if ballot.number:
-            self._comparison.repeat()
-        self.state = State.INTERRUPTED
-        if manager is None:
-            with self.offloader.owner_rests():
-                self._switch_alone(before, target, tally)
-            report: ReshardReport | None = tally.report(
-                f"{before}->{target}", self.trainer.version, time.perf_counter() - started
-            )
-        else:
+        self._begin(before, target)
+        report = None
+        if manager is not None:
             report = self._switch(manager, before, target)
-        self.state = target
-        self.last_report = report
-        with self.job.agreement.phase("end hooks"):
-            call_hooks(self._end_hooks, report)
-        return report
+        else:
+            with self.offloader.owner_rests():
+                # The servers' weights do not change.
+                wanted = resident_kinds(target, self.config)
+                if before is State.TRAIN:
+                    self._finish_pending()
+                self._offload(frozenset(KINDS) - wanted)
+                self._onload(wanted, read_only=target is not State.TRAIN)
+        return self._end(target, report or self._report(f"{before}->{target}", started))
 
     def _resync_after_interrupt(self, phase: str) -> None:
         """Bring all ranks to a common state. Collective.
@@ -334,31 +309,12 @@ class WeightPublisher(Switch):
         self.drawn_with = None
         self._leave_servers()
 
-    def _switch_alone(self, before: State, target: State, tally: SwitchTally) -> None:
-        """Switch the trainers only; the servers' weights do not change."""
-        wanted = resident_kinds(target, self.config)
-        agreement = self.job.agreement
-        if before is State.TRAIN:
-            # Pending gathers would write to buffers that are offloaded, or that must only be read
-            # from here on.
-            with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
-                self.trainer.weights.finish_pending()
-        with tally.timed("offload"), agreement.phase("offload"):
-            offloaded = self.offloader.offload(frozenset(KINDS) - wanted)
-            tally.counts["bytes_offloaded"] += offloaded.total_nbytes
-        with tally.timed("onload"), agreement.phase("onload"):
-            onloaded = self.offloader.onload(
-                wanted, read_only=target is not State.TRAIN, late=LATE_KINDS
-            )
-            tally.counts["bytes_onloaded"] += onloaded.total_nbytes
-            tally.seconds_behind = self.offloader.take_seconds_behind()
-
     def _switch(
         self, manager: ShardingManager, before: State, target: State
     ) -> ReshardReport | None:
         """Switch trainers and servers."""
-        is_due = target is State.INFER and self._comparison.is_due
-        is_compared = is_due and self._comparison.asks_engines
+        is_due = target is State.INFER and self._check.is_due
+        is_compared = is_due and self._check.asks_engines
         update = Update(
             name=self._name,
             to=target.value,  # type: ignore[arg-type]  # mypy knows it as a str, not as one of four
@@ -372,7 +328,7 @@ class WeightPublisher(Switch):
             if is_due:
                 with self.job.agreement.phase("onload"):
                     self.offloader.onload({"param"}, read_only=True)
-                self._comparison.probe_trainer()
+                self._check.probe_trainer()
             calls = self._start_update(before, update, manager.job.world)
             held = self._may_hold
             fills = target is State.INFER and self.config.release_weights
@@ -393,7 +349,7 @@ class WeightPublisher(Switch):
             self.job.agreement.conclude("the switch with the servers", switch_error)
             self._end_update(calls, target, update)
             if target is State.INFER:
-                self._comparison.conclude()
+                self._check.conclude()
                 self.drawn_with = DrawnWith(job=self._job_name, version=update.version)
                 if not self.config.release_weights:
                     self.served = update.version
@@ -465,13 +421,13 @@ class WeightPublisher(Switch):
 
     def _compare_servers(self, manager: ShardingManager | None) -> None:
         """Raise ComputationError unless paused servers compute as trainers do. First rank only."""
-        assert self._comparison.tokens is not None, "servers are asked only if it is due"
-        tokens = self._comparison.tokens.tolist()
+        assert self._check.tokens is not None, "servers are asked only if it is due"
+        tokens = self._check.tokens.tolist()
         answers = []
         for server in self._while_joined(manager):
             # It has described itself, so it has `probe`.
             answers.append(server.probe(tokens))  # type: ignore[attr-defined]
-        self._comparison.require_same([read_json(ServerAnswer, answer) for answer in answers])
+        self._check.require_same([read_json(ServerAnswer, answer) for answer in answers])
 
     def _while_joined(self, manager: ShardingManager | None) -> Iterator[VllmServer]:
         """Yield the servers while the trainers are in the job of `manager`; then raise ServerError.
@@ -536,10 +492,10 @@ class WeightPublisher(Switch):
                     code="server-did-not-join",
                 ) from error
             self._call_servers("joining the servers", lambda: self._await(calls))
-            if self._comparison.is_on:
+            if self._check.is_on:
                 phase = "looking at what the servers compute"
                 servers = self._call_servers(phase, lambda: list(map(describe, self._servers)))
-                self._comparison.join(servers)
+                self._check.join(servers)
             self._name = name
             self._is_new = True
             self._ends = undo.pop_all()

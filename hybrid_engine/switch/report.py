@@ -24,9 +24,9 @@ class ReshardReport:
         direction: states before and after, such as "train->infer".
         version: number of optimizer steps the weights had taken.
         seconds: wall-clock time of the switch.
-        seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the
-            device), offload, onload, prepare, check, begin, fill (of which allocate, read,
-            transfer, write, commit), release, resume; each includes its wait for the slowest rank.
+        seconds_by_phase: layout and plan (in the first report), start hooks, offload,
+            onload, prepare, check, begin, fill (of which allocate, read, transfer, write, commit),
+            release, resume; each includes its wait for the slowest rank.
             verify: digests, computed during the fill, and their comparison. compute: both sides'
             forward passes for `check_compute`.
         bytes_received: bytes from other ranks, except ranks on the same device.

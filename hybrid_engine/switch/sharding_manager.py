@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import compress
 
 import torch
@@ -28,11 +28,11 @@ from hybrid_engine.compute_check.logprob_check import ConfigModel, LogprobCheck
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError, StateError
 from hybrid_engine.layouts.memory import fitting_kinds, gib
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
+from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import DEVICE_GBPS, Link, ReshardPlan
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Ballot
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
@@ -43,20 +43,16 @@ from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.report import (
     SLOWEST_RADIX,
     ReshardReport,
-    SwitchTally,
     costs_of_all,
 )
 from hybrid_engine.switch.setup import Connection, connect
 from hybrid_engine.switch.states import (
-    NEEDED_KINDS,
     State,
     Switch,
-    call_hooks,
-    require,
     resident_kinds,
 )
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.tracing import count, span, timeline_of
+from hybrid_engine.tracing import timeline_of
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.router import TransportSet
 
@@ -110,24 +106,14 @@ class ShardingManager(Switch):
         within: Switch | None = None,
         reference: ConfigModel | None = None,
     ) -> None:
-        super().__init__(trainer, within)
-        self.trainer = trainer
+        super().__init__(trainer, offloader, config, job, within)
         self.training = trainer.weights
         self.inference = inference
         self.caches = caches
-        self.offloader = offloader
-        self.config = config
-        self.job = job
-        self.state = State.INTERRUPTED
-        self._is_started = False
-        self._is_within = within is not None
         self._shares_memory = False
-        # Kinds that leave behind generation, as far as weights do not need their memory.
-        self._late_kinds: frozenset[Kind] = frozenset()
         # Kinds set to `auto` that have room beside inference; not known before the first step.
         self._fitting: frozenset[Kind] | None = None
         self.has_written = False
-        self._tally = SwitchTally()
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
         if config.suspend_communicators and job.device.type == "cuda" and trainer.process_groups:
             require_suspension("generate_config.suspend_communicators")
@@ -145,7 +131,7 @@ class ShardingManager(Switch):
                 source_side=training_side,
                 timed=self._tally.timed,
             )
-            self._logprob_check = LogprobCheck(
+            self._check: LogprobCheck = LogprobCheck(
                 trainer, caches, job, config.check_compute, reference
             )
             self._connection = connection
@@ -218,14 +204,9 @@ class ShardingManager(Switch):
     def _enter(self, target: State, direction: str) -> ReshardReport:
         before = self.state
         started = time.perf_counter()
+        self._begin(before, target)
         # The first report includes the seconds of set-up.
-        setup = self._setup_seconds if self.last_report is None else {}
-        self._tally = SwitchTally()
-        self._tally.seconds.update(setup)
-        with self._phase("start hooks"):
-            call_hooks(self._start_hooks, before, target)
-        self.state = State.INTERRUPTED
-        self._logprob_check.is_probing = False
+        self._tally.seconds.update(self._setup_seconds if self.last_report is None else {})
         try:
             with self.offloader.owner_rests():
                 self._switch(before, target)
@@ -234,45 +215,18 @@ class ShardingManager(Switch):
         except Exception as error:
             self._restore(before, direction, error)
             raise
-        self.state = State.TRAIN if self._keeps_serving else target
-        self._tally.seconds_behind = self.offloader.take_seconds_behind()
-        seconds = time.perf_counter() - started
-        report = self._tally.report(direction, self.trainer.version, seconds)
-        self.last_report = report
+        report = self._report(direction, started)
         logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
-        with self._phase("end hooks"):
-            call_hooks(self._end_hooks, report)
-        return report
-
-    def require_kinds(self, kinds: Collection[str]) -> None:
-        if not self._is_started or self._connection is None:
-            return
-        if self._logprob_check.is_probing and set(kinds) == {"param"}:
-            # The state is INTERRUPTED during the probe, but the parameters are on the device.
-            return
-        allowed = [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)]
-        require(self.state, allowed)
+        return self._end(State.TRAIN if self._keeps_serving else target, report)
 
     def _switch(self, before: State, target: State) -> None:
-        check = self._logprob_check
-        with self._phase("survey") as ballot:
-            self._note_peak()
-            # A publisher, which has an outer switch, compares servers by itself.
-            if not self._is_within:
-                ballot.number = check.must_repeat(
-                    has_trained=before is State.TRAIN, will_fill=target is State.INFER
-                )
-        if ballot.number:
-            check.repeat()
         # IDLE may follow a release that failed, so inference weights may be left there too.
         if before not in (State.TRAIN, State.FORWARD) and not self._keeps_serving:
             self._release_inference()
         self._resume_communicators()
         selection = self._fill_inference() if target is State.INFER else None
         if selection is None and before is State.TRAIN:
-            # Pending gathers would write to buffers that are offloaded, or that must only be read
-            # from here on.
-            self._prepare(self.training.finish_pending)
+            self._finish_pending()
         wanted = self._resident(target)
         if target is State.IDLE:
             self._late_kinds = frozenset()
@@ -293,17 +247,17 @@ class ShardingManager(Switch):
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
-            if self._logprob_check.is_pending:
+            if self._check.is_pending:
                 with self._tally.timed("compute"):
-                    self._logprob_check.compare()
+                    self._check.compare()
 
     def _fill_inference(self) -> Selection:
         """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
         connection = self._require_open()
-        if self._logprob_check.is_due:
+        if self._check.is_due:
             self._onload({"param"}, read_only=True)
             with self._tally.timed("compute"):
-                self._logprob_check.probe_trainer()
+                self._check.probe_trainer()
         self._fit_beside_inference()
         self._offload(self._leaving - {"param"})
         selection = self._next_selection()
@@ -491,13 +445,10 @@ class ShardingManager(Switch):
 
     def _bring_parameters(self) -> None:
         self._onload({"param"}, read_only=True)
-        self._prepare(self.training.prepare)
-
-    def _prepare(self, make_final: Callable[[], None]) -> None:
         # Short patience: with overlapping gathers, other ranks block in a gather if one rank fails
         # here.
         with self._phase("prepare", SHORT_PATIENCE):
-            make_final()
+            self.training.prepare()
             # Peers read without waiting for this rank's stream. On the way to INFER the other
             # streams hold no training work since the first offload.
             if self.job.device.type == "cuda":
@@ -545,17 +496,6 @@ class ShardingManager(Switch):
             else:
                 self._tally.counts["bytes_kept"] = incremental.release(self.container)
 
-    def _offload(self, kinds: Collection[Kind]) -> None:
-        with self._phase("offload"):
-            offloaded = self.offloader.offload(kinds, late=self._late_kinds)
-            self._tally.counts["bytes_offloaded"] += offloaded.total_nbytes
-
-    def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
-        with self._phase("onload"):
-            onloaded = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
-            self._tally.counts["bytes_onloaded"] += onloaded.total_nbytes
-            self._note_peak()
-
     def _restore(self, before: State, direction: str, error: Exception) -> None:
         """Recover from a failed switch: release inference weights, onload the state of `before`."""
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
@@ -588,32 +528,8 @@ class ShardingManager(Switch):
         self.state = restored
         logger.error("[Reshard] %s failed; state is %s: %s", direction, restored.value, error)
 
-    @contextmanager
-    def _phase(self, name: str, patience: float | None = None) -> Iterator[Ballot]:
-        """Time a phase, and end it when all ranks agree on its success; see `Agreement.phase`."""
-        with (
-            self._tally.timed(name),
-            ExitStack() as arriving,
-            self.job.agreement.phase(name, patience) as ballot,
-        ):
-            yield ballot
-            # Ends after the agreement's exit, that is, once all ranks have arrived.
-            arriving.enter_context(span("wait"))
-
     def _traced(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self._timeline is None else self._timeline.switch(name)
-
-    def _training_nbytes(self) -> int:
-        return sum(sum(by_owner.values()) for by_owner in self.offloader.resident_nbytes().values())
-
-    def _note_peak(self, training: int | None = None) -> None:
-        """Update the peak from the bytes on the device; None: determine those of training."""
-        if training is None:
-            training = self._training_nbytes()
-        inference = self.inference.resident_nbytes()
-        count("device bytes", training=training, inference=inference)
-        counts = self._tally.counts
-        counts["peak_bytes"] = max(counts["peak_bytes"], training + inference)
 
     def _require_open(self) -> Connection:
         if self._connection is None:
@@ -629,6 +545,7 @@ class ShardingManager(Switch):
             self._resume_before_close()
         finally:
             self._connection = None
+            self._is_started = False
             self._ends.close()
 
     def _resume_before_close(self) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind
 from hybrid_engine.ports import InferenceWeights, Trainer
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Ballot
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.report import ReshardReport, SwitchTally
+from hybrid_engine.tracing import count, span
 
 if TYPE_CHECKING:
+    from hybrid_engine.compute_check.logprob_check import TrainerCheck
     from hybrid_engine.memory.offloader import Offloader
-    from hybrid_engine.switch.report import ReshardReport
 
 
 class State(StrEnum):
@@ -152,15 +156,34 @@ class Switch(ABC):
     state: State = State.INTERRUPTED
     last_report: ReshardReport | None = None
     inference: InferenceWeights
-    offloader: Offloader
+    # Compares what both sides compute.
+    _check: TrainerCheck
+    # Kinds that leave behind generation, as far as weights do not need their memory.
+    _late_kinds: frozenset[Kind] = frozenset()
 
-    def __init__(self, trainer: Trainer, within: Switch | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        offloader: Offloader,
+        config: GenerateConfig,
+        job: Job,
+        within: Switch | None = None,
+    ) -> None:
         """
         Args:
-            trainer: this switch is added to its `guard`.
+            trainer: its state is moved; this switch is added to its `guard`.
+            offloader: offloads and onloads the trainer's state.
+            config: kinds to offload.
+            job: job of all ranks.
             within: outer switch of which this one is a part; the outer one's state then counts for
                 the trainer.
         """
+        self.trainer = trainer
+        self.offloader = offloader
+        self.config = config
+        self.job = job
+        self._is_started = False
+        self._tally = SwitchTally()
         self._contexts: Contexts = []
         self._start_hooks: list[Callable[..., object]] = []
         self._end_hooks: list[Callable[..., object]] = []
@@ -191,13 +214,17 @@ class Switch(ABC):
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; return None if it is the present state."""
 
-    @abstractmethod
     def require_kinds(self, kinds: Collection[str]) -> None:
         """Raise StateError unless the state needs these kinds of training state on the device.
 
         No collective. Never raises before the start or after the close. The offloader's guard
         checks separately whether the kinds are on the device.
         """
+        # The state is INTERRUPTED during the probe, but the parameters are on the device.
+        is_probe = self._is_started and self._check.is_probing and set(kinds) == {"param"}
+        if self._is_started and not is_probe:
+            allowed = [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)]
+            require(self.state, allowed)
 
     def require_drawing(self) -> None:
         """Raise StateError unless the inference side has weights to generate with."""
@@ -223,6 +250,82 @@ class Switch(ABC):
         """
         self.start()
         require(self.state, states)
+
+    # -- steps of a switch -------------------------------------------------------------------------
+
+    def _begin(self, before: State, target: State) -> None:
+        """Call the hooks, and look whether the model has changed.
+
+        The state is INTERRUPTED then, until `_end`. After an error it is what it was.
+        """
+        self._tally = SwitchTally()
+        with self._phase("start hooks") as ballot:
+            call_hooks(self._start_hooks, before, target)
+            self._note_peak()
+            ballot.number = self._check.must_repeat(
+                has_trained=before is State.TRAIN, will_fill=target is State.INFER
+            )
+        if ballot.number:
+            self._check.repeat()
+        self._check.is_probing = False
+        self.state = State.INTERRUPTED
+
+    def _report(self, direction: str, started: float) -> ReshardReport:
+        """Return the report of a switch that started then, in `time.perf_counter()`."""
+        self._tally.seconds_behind = self.offloader.take_seconds_behind()
+        seconds = time.perf_counter() - started
+        return self._tally.report(direction, self.trainer.version, seconds)
+
+    def _end(self, state: State, report: ReshardReport) -> ReshardReport:
+        """End a switch in `state`."""
+        self.state = state
+        self.last_report = report
+        with self._phase("end hooks"):
+            call_hooks(self._end_hooks, report)
+        return report
+
+    def _finish_pending(self) -> None:
+        """Finish pending gathers of the weights.
+
+        They would write to buffers that are offloaded, or that must only be read from here on.
+        """
+        with self._phase("prepare", SHORT_PATIENCE):
+            self.trainer.weights.finish_pending()
+
+    def _offload(self, kinds: Collection[Kind]) -> None:
+        with self._phase("offload"):
+            offloaded = self.offloader.offload(kinds, late=self._late_kinds)
+            self._tally.counts["bytes_offloaded"] += offloaded.total_nbytes
+
+    def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
+        with self._phase("onload"):
+            onloaded = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
+            self._tally.counts["bytes_onloaded"] += onloaded.total_nbytes
+            self._note_peak()
+
+    @contextmanager
+    def _phase(self, name: str, patience: float | None = None) -> Iterator[Ballot]:
+        """Time a phase, and end it when all ranks agree on its success; see `Agreement.phase`."""
+        with (
+            self._tally.timed(name),
+            ExitStack() as arriving,
+            self.job.agreement.phase(name, patience) as ballot,
+        ):
+            yield ballot
+            # Ends after the agreement's exit, that is, once all ranks have arrived.
+            arriving.enter_context(span("wait"))
+
+    def _training_nbytes(self) -> int:
+        return sum(sum(by_owner.values()) for by_owner in self.offloader.resident_nbytes().values())
+
+    def _note_peak(self, training: int | None = None) -> None:
+        """Update the peak from the bytes on the device; None: determine those of training."""
+        if training is None:
+            training = self._training_nbytes()
+        inference = self.inference.resident_nbytes()
+        count("device bytes", training=training, inference=inference)
+        counts = self._tally.counts
+        counts["peak_bytes"] = max(counts["peak_bytes"], training + inference)
 
 
 def call_hooks(hooks: Iterable[Callable[..., object]], *arguments: Any) -> None:

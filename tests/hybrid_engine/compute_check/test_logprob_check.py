@@ -261,7 +261,7 @@ def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is
     rig.script.arm("trainer computes", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         rig.manager.enter(INFER)
-    rig.manager._logprob_check.is_probing = is_left
+    rig.manager._check.is_probing = is_left
     with pytest.raises(StateError):
         rig.training.guard(KINDS)
     rig.manager.enter(IDLE)

@@ -254,7 +254,7 @@ def test_order_of_a_switch_and_back(rig: Rig):
 
 def test_the_trainer_is_probed_with_its_parameters_on_the_device(rig: Rig):
     rig.manager.enter(IDLE)
-    check = rig.manager._logprob_check = mock.Mock(is_due=True, is_pending=False)
+    check = rig.manager._check = mock.Mock(is_due=True, is_pending=False)
     check.must_repeat.return_value = False
     check.probe_trainer.side_effect = partial(rig.script.reach, "probe")
     rig.script.take()
