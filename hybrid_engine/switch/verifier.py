@@ -13,8 +13,7 @@ previous state is restored.
 
     training     | rank 0              | rank 1              |
     inference    | ranks 0, 1    | ranks 2, 3                |
-    regions      | 0             | 1   | 2                   |    numbered alike on all ranks,
-                                                                  over all tensors
+    regions      |               |     |                     |    have the same keys on all ranks
 
 A region is the intersection of a box of training with a box of inference, so both sides digest it
 in place. Neither the plan nor a transport is involved: the comparison checks both. Memory: 16 bytes
@@ -24,10 +23,9 @@ on each rank for every region of the verified tensors and every rank that trains
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -36,9 +34,9 @@ import torch
 from hybrid_engine.errors import WeightError
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.ports import TrainingWeights
-from hybrid_engine.ranks.digests import box_digests
+from hybrid_engine.ranks.digests import box_digests, text_digest
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.holdings import Box, TensorOwners, touching
+from hybrid_engine.records.holdings import TensorOwners, touching
 from hybrid_engine.records.layout import Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
@@ -80,8 +78,8 @@ class Verifier:
 
 
 def _rows_of(digests: Sequence[tuple[PlacedRegion, int]]) -> torch.Tensor:
-    """Return rows [N, 2] int64: number of the region, digest."""
-    pairs = [(region.number, digest) for region, digest in digests]
+    """Return rows [N, 2] int64: key of the region, digest."""
+    pairs = [(region.key, digest) for region, digest in digests]
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
@@ -172,7 +170,7 @@ class Verification:
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in regions[name]:
-                yield part, view_of(buffers, part.lengths, part.place), dtype
+                yield part, view_of(buffers, part.region.lengths, part.place), dtype
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
         """Compare the received regions with `sources`, rows [N, 2] of each training rank."""
@@ -181,47 +179,48 @@ class Verification:
             [torch.full((len(of_rank),), rank) for rank, of_rank in enumerate(sources)]
         )
         order = rows[:, 0].argsort(stable=True)
-        numbers = rows[order, 0].contiguous()
+        keys = rows[order, 0].contiguous()
         digests = rows[order, 1]
         ranks = ranks[order]
-        self._compare_replicas(numbers, digests, ranks)
+        self._compare_replicas(keys, digests, ranks)
 
         received = _rows_of(self._destination)
-        received_numbers = received[:, 0].contiguous()
-        first = torch.searchsorted(numbers, received_numbers)
-        end = torch.searchsorted(numbers, received_numbers, right=True)
+        received_keys = received[:, 0].contiguous()
+        first = torch.searchsorted(keys, received_keys)
+        end = torch.searchsorted(keys, received_keys, right=True)
         # A region is correct if it equals any replica: differing replicas are reported separately.
         is_right = torch.zeros(len(received), dtype=torch.bool)
         num_replicas = int((end - first).max()) if len(received) else 0
         for step in range(num_replicas):
-            index = (first + step).clamp(max=len(numbers) - 1)
+            index = (first + step).clamp(max=len(keys) - 1)
             is_right |= (first + step < end) & (digests[index] == received[:, 1])
         for wrong in (~is_right).nonzero().flatten().tolist():
             part, _ = self._destination[wrong]
             senders = ranks[int(first[wrong]) : int(end[wrong])].tolist()
-            region = region_text(self._regions.region(part.number))
+            region = region_text(part.region)
             where = f"{region}: {part.place.buffer.name} of rank {self._job.rank}"
             trained = f"the training weights of {ranks_text(senders)}"
             self._findings.append(f"{where} differs from {trained}")
 
     def _compare_replicas(
-        self, numbers: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor
+        self, keys: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor
     ) -> None:
         """Report regions whose replicas differ; only the first such region of a tensor is reported.
 
         Args:
-            numbers: [N] region numbers, sorted.
+            keys: [N] keys of regions, sorted.
             digests: [N] digests.
             ranks: [N] ranks that train the regions.
         """
-        differ = (numbers[1:] == numbers[:-1]) & (digests[1:] != digests[:-1])
+        differ = (keys[1:] == keys[:-1]) & (digests[1:] != digests[:-1])
         named: set[str] = set()
-        for number in numbers[1:][differ].unique().tolist():
-            region = self._regions.region(number)
-            if region.tensor in named:
+        for key in keys[1:][differ].unique().tolist():
+            region = self._regions.by_key.get(key)
+            # Ranks that hold a region report it.
+            if region is None or region.tensor in named:
                 continue
             named.add(region.tensor)
-            is_region = numbers == number
+            is_region = keys == key
             by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
             self._findings.append(replicas_differ(region_text(region), by_rank))
 
@@ -231,13 +230,13 @@ class PlacedRegion:
     """Region that this rank holds.
 
     Attributes:
-        number: number of the region, over all tensors.
-        lengths: elements per dim.
+        key: digest of its tensor and its bounds.
+        region: the region.
         place: its place in a buffer.
     """
 
-    number: int
-    lengths: tuple[int, ...]
+    key: int
+    region: Region
     place: Place
 
 
@@ -248,20 +247,8 @@ A region that lies in several places occurs several times.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Intersection of two boxes.
-
-    It has no tensor name, because tensors with the same owners share it.
-    """
-
-    region: Region
-    source: Box
-    destination: Box
-
-
 class CommonRegions:
-    """Regions of a job, numbered equally on all ranks, and their places on this rank.
+    """This rank's regions of a job, with their places.
 
     Args:
         source, destination: layouts of all ranks; consistent, because a plan was made of them.
@@ -270,73 +257,37 @@ class CommonRegions:
     Attributes:
         dtypes: tensor -> its dtype in inference, in the plan's order.
         source, destination: this rank's regions on each side.
+        by_key: regions of both sides.
     """
 
     def __init__(self, source: Side, destination: Side, rank: int) -> None:
-        training, inference = source.holdings, destination.holdings
-        # Most tensors share their owners with others, so overlaps are computed once per pair of
-        # owners' identities.
-        known: dict[tuple[int, int], tuple[_Overlap, ...]] = {}
-        self._overlaps: dict[str, tuple[_Overlap, ...]] = {}
-        for name, owners in inference.owners.items():
-            training_owners = training.owners[name]
-            key = (id(training_owners), id(owners))
-            if key not in known:
-                known[key] = tuple(_overlaps(training_owners, owners))
-            self._overlaps[name] = known[key]
-        self._names = tuple(self._overlaps)
-        # Regions are numbered tensor by tensor: the k-th tensor has the numbers from starts[k] to
-        # starts[k + 1]. The last entry is the number of all regions and starts no tensor, so `zip`
-        # drops it.
-        self._starts = tuple(accumulate(map(len, self._overlaps.values()), initial=0))
-        self._first = dict(zip(self._names, self._starts, strict=False))
-        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in self._names}
-        self.source = self._regions_of(source.kind(rank), is_source=True)
-        self.destination = self._regions_of(destination.kind(rank), is_source=False)
+        inference = destination.holdings
+        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in inference.owners}
+        self.source = self._regions_of(source.kind(rank), inference.owners)
+        self.destination = self._regions_of(destination.kind(rank), source.holdings.owners)
+        placed = chain(*self.source.values(), *self.destination.values())
+        self.by_key = {part.key: part.region for part in placed}
 
-    def region(self, number: int) -> Region:
-        """Return the region with this number."""
-        name = self._names[bisect_right(self._starts, number) - 1]
-        region = self._overlaps[name][number - self._first[name]].region
-        return Region(name, region.offsets, region.lengths)
-
-    def _regions_of(self, layout: Layout, *, is_source: bool) -> OwnRegions:
-        """Return the regions of one rank's layout."""
+    def _regions_of(self, layout: Layout, others: Mapping[str, TensorOwners]) -> OwnRegions:
+        """Return the regions of one rank's layout; `others`: boxes of the other side."""
         shards = layout.shards_by_tensor()
         return {
-            name: [
-                part
-                for shard in shards.get(name, ())
-                for part in self._parts(shard, is_source=is_source)
-            ]
-            for name in self._names
+            name: [part for shard in shards.get(name, ()) for part in _parts(shard, others[name])]
+            for name in self.dtypes
         }
 
-    def _parts(self, shard: Shard, *, is_source: bool) -> Iterator[PlacedRegion]:
-        """Yield the regions that a shard consists of."""
-        whole = shard.region
-        box = (whole.offsets, whole.lengths)
-        # A shard is a whole box of its side, so exactly the overlaps of this box lie in it.
+
+def _parts(shard: Shard, others: TensorOwners) -> Iterator[PlacedRegion]:
+    """Yield the regions that a shard consists of; `others`: boxes of the other side."""
+    whole = shard.region
+    (near,) = touching(others, [whole])
+    boxes = [Region(whole.tensor, others[index].offsets, others[index].lengths) for index in near]
+    # Several boxes may have the same part in common with the shard.
+    for region in dict.fromkeys(map(whole.intersect, boxes)):
+        assert region is not None, "`touching` returns only intersecting boxes"
         # `place.at` takes the offset within the box, not within the tensor.
-        for number, overlap in enumerate(self._overlaps[whole.tensor], self._first[whole.tensor]):
-            if box == (overlap.source if is_source else overlap.destination):
-                region = overlap.region
-                start = (
-                    low - base for low, base in zip(region.offsets, whole.offsets, strict=True)
-                )
-                yield PlacedRegion(number, region.lengths, shard.place.at(start))
-
-
-def _overlaps(sources: TensorOwners, destinations: TensorOwners) -> Iterator[_Overlap]:
-    """Yield the non-empty intersections of both sides' boxes of one tensor."""
-    for destination, indexes in zip(destinations, touching(sources, destinations), strict=True):
-        for index in indexes:
-            source = sources[index]
-            region = source.region.intersect(destination.region)
-            assert region is not None, "`touching` returns only intersecting boxes"
-            source_box = (source.offsets, source.lengths)
-            destination_box = (destination.offsets, destination.lengths)
-            yield _Overlap(region, source_box, destination_box)
+        start = (low - base for low, base in zip(region.offsets, whole.offsets, strict=True))
+        yield PlacedRegion(text_digest(region_text(region)), region, shard.place.at(start))
 
 
 class ValueRanges:

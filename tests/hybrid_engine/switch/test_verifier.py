@@ -90,10 +90,13 @@ def test_regions_are_intersections_of_boxes() -> None:
     training = side("training", "float32", (0, 0, 6), (1, 6, 12))
     inference = side("inference", "bfloat16", (0, 0, 4), (1, 4, 12))
     ranks = [CommonRegions(training, inference, rank) for rank in range(2)]
-    boxes = [(region.offsets[0], region.ends[0]) for region in map(ranks[0].region, range(3))]
-    assert boxes == [(0, 4), (4, 6), (6, 12)]
-    assert [[part.number for part in regions.source["t"]] for regions in ranks] == [[0, 1], [2]]
-    assert [[part.number for part in regions.destination["t"]] for regions in ranks] == [[0], [1, 2]]
+    trained, generated = ([getattr(regions, end)["t"] for regions in ranks] for end in ("source", "destination"))
+    first, second, third = (Region("t", (start,), (length,)) for start, length in ((0, 4), (4, 2), (6, 6)))
+    assert [[part.region for part in parts] for parts in trained] == [[first, second], [third]]
+    assert [[part.region for part in parts] for parts in generated] == [[first], [second, third]]
+    keys = [[part.key for side in sides for part in side] for sides in (trained, generated)]
+    assert keys[0] == keys[1]
+    assert len({*keys[0]}) == 3
     assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
     assert [part.place.offset for part in ranks[1].destination["t"]] == [0, 2]
     assert ranks[0].dtypes == {"t": "bfloat16"}
