@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybrid_engine.ranks.failure_watch import Failure, FailureWatch
 from hybrid_engine.ranks.world import World
 from hybrid_engine.tools.launching import run_ranks
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_ranks
 from tests.hybrid_engine.ranks import watch_ranks
 
 CAUSES = {
@@ -86,7 +86,7 @@ def test_a_store_with_a_removed_file_is_not_queried(job: None, tmp_path: Path) -
     path = tmp_path / "store"
     watch = FailureWatch(World(dist.FileStore(str(path), -1), 0, 2), 60.0)
     path.unlink()
-    queries: list[int] = []
+    queries = []
     assert watch._query(lambda: queries.append(0), "otherwise") == "otherwise"
     watch.close()
     assert queries == []
@@ -108,34 +108,29 @@ def test_a_rank_that_recovers_during_a_check_leaves_the_watch_intact(
     assert list(checks) == [True]
 
 
-@pytest.fixture(scope="module")
-def outcomes(ranks: Ranks) -> list[dict[str, str]]:
-    return ranks.launch(watch_ranks.all_survived, 3, timeout=SECONDS_AT_MOST)
+RETURNED = ("returned None",) * 3
+OF_MEMORY = "MemoryError: no memory for 3 GB"
+PARTED = f"StateError: the ranks have parted, end the job: generate: .*{OF_MEMORY}"
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "building"])
-def test_no_healthy_rank_is_ended(outcomes: list[dict[str, str]], scenario: str) -> None:
-    assert [results[scenario] for results in outcomes] == ["returned None"] * 3
+def of_rank_1(cause: str) -> tuple[str, ...]:
+    of_another = f"RemoteError: .*rank 1: {cause}"
+    return of_another, f"ReshardError: building: {cause}", of_another
 
 
-def test_a_slow_replica_is_not_ended_when_another_fails(outcomes: list[dict[str, str]]) -> None:
-    by_rank = [results["slow replica"] for results in outcomes]
-    assert by_rank[0] == by_rank[1] == "ReshardError: generate: MemoryError: no memory for 3 GB"
-    assert by_rank[2].startswith("RemoteError: generate failed on 2 rank(s)")
+# Scenario -> start of the outcome on each rank.
+SURVIVED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("interrupted", "store error", "paused", "building"), RETURNED),
+    "slow replica": (*[f"ReshardError: generate: {OF_MEMORY}$"] * 2, r"RemoteError: generate failed on 2 rank\(s\)"),
+    "nested": of_rank_1(OF_MEMORY),
+    "not a peer": of_rank_1("DistBackendError: NCCL error: creating shared"),
+    # Otherwise different phases of two ranks could meet, and both would succeed.
+    "after the end": (PARTED,) * 3,
+}
 
 
-@pytest.mark.parametrize(
-    ("scenario", "cause"),
-    [("nested", "MemoryError: no memory for 3 GB"), ("not a peer", "DistBackendError: NCCL error: creating shared")],
-)
-def test_every_rank_reports_the_cause(outcomes: list[dict[str, str]], scenario: str, cause: str) -> None:
-    by_rank = [results[scenario] for results in outcomes]
-    assert by_rank[1].startswith(f"ReshardError: building: {cause}")
-    assert all(text.startswith("RemoteError: ") and f"rank 1: {cause}" in text for text in (by_rank[0], by_rank[2]))
-
-
-def test_no_phase_succeeds_after_the_ranks_have_parted(outcomes: list[dict[str, str]]) -> None:
-    """Otherwise different phases of two ranks could meet, and both would succeed."""
-    for results in outcomes:
-        assert results["after the end"].startswith("StateError: the ranks have parted, end the job: generate: ")
-        assert "MemoryError: no memory for 3 GB" in results["after the end"]
+@on_ranks({3: SURVIVED})
+def test_every_rank_survives_and_reports_the_cause(case: str) -> None:
+    """A healthy rank is not ended, and a slow replica is not when another fails."""
+    outcome = watch_ranks.survive(case)
+    assert re.match(SURVIVED[case][dist.get_rank()], outcome, re.DOTALL), outcome

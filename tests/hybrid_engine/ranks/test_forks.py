@@ -17,7 +17,7 @@ import torch
 
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import SwitchContexts
-from tests.harness.launch import REPO_ROOT, Ranks
+from tests.harness.launch import REPO_ROOT, on_ranks
 
 SECONDS_TO_EXIT = 120  # for interpreters on a busy machine
 
@@ -79,19 +79,16 @@ def leave_with_an_error(owner: Owner) -> None:
         pass
 
 
-def fork_children() -> tuple[list[int | None], float]:
+@on_ranks(2)
+def test_a_child_that_shuts_down_does_not_affect_its_parent() -> None:
     owner = Owner()
     calls = [owner.shutdown, lambda: leave_with_an_error(owner), owner.group.close]
-    statuses = [status_of(call) for call in calls]
+    assert [status_of(call) for call in calls] == [0, 0, 0]
     owner.job.agreement.conclude("the job is still usable")
     values = torch.tensor([float(owner.job.rank)])
     owner.group.end_maximum(owner.group.begin_maximum(values))
     owner.shutdown()
-    return statuses, values.item()
-
-
-def test_a_child_that_shuts_down_does_not_affect_its_parent(ranks: Ranks) -> None:
-    assert ranks.launch(fork_children, 2) == [([0, 0, 0], 1.0)] * 2
+    assert values.item() == 1.0
 
 
 def test_a_child_that_exits_does_not_affect_its_parent() -> None:

@@ -18,7 +18,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 @pytest.fixture
 def set_signal() -> Iterator[Callable[[int, Handler], None]]:
-    before: dict[int, object] = {}
+    before = {}
 
     def set_handler(number: int, handler: Handler) -> None:
         before.setdefault(number, signal.getsignal(number))
@@ -34,7 +34,7 @@ def send(number: int) -> None:
 
 
 def test_a_handler_runs_at_the_end_of_the_block(set_signal: Callable[[int, Handler], None]) -> None:
-    received: list[int] = []
+    received = []
     set_signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
     with signals_held(), signals_held():  # the outer block decides
         send(signal.SIGUSR1)
@@ -90,7 +90,7 @@ def test_the_wakeup_descriptor_gets_a_signal_once(set_signal: Callable[[int, Han
 
 
 def test_other_threads_do_not_hold_signals() -> None:
-    handlers: list[object] = []
+    handlers = []
 
     def read_handler() -> None:
         with signals_held():

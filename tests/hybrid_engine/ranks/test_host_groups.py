@@ -87,7 +87,7 @@ def walk(job: Job, work_seconds: float, started: list[float], failing_step: int 
 @on_ranks(4)
 def test_a_host_without_work_waits_for_the_others() -> None:
     with joined() as job:
-        started: list[float] = []
+        started = []
         walk(job, 0.01, started)
         fast, slow, *_ = of_all_ranks(started)
         assert len(fast) == len(slow) == NUM_WALKED
@@ -101,7 +101,7 @@ def test_ranks_of_other_hosts_notice_a_failure_between_steps() -> None:
         kinds = (PeerTransportError, PeerTransportError, HybridEngineError, StateError)
         # Rank 2 has no work, and is first of no host.
         text = "" if job.rank == 2 else "not now" if job.rank == 3 else "rank 3, fill: StateError: not now"
-        started: list[float] = []
+        started = []
         with pytest.raises(kinds[job.rank], match=text):
             walk(job, 0.2, started, failing_step=4)
         assert job.rank == 2 or len(started) < NUM_WALKED
@@ -122,7 +122,7 @@ def test_a_lost_rank_is_noticed_on_all_hosts() -> None:
 
 def group_names(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
     """Return rank 0's group names after a first attempt with connection `failing` failing."""
-    names: list[str] = []
+    names = []
 
     def connect(world: World, name: str, *_: object) -> None:
         names.append(name)

@@ -19,8 +19,8 @@ from hybrid_engine.ranks.agreement import BUILD_TIMEOUT
 from hybrid_engine.ranks.groups import host_id
 from hybrid_engine.ranks.job import Job, _meet, default_backend, join_process_group, own_device
 from hybrid_engine.ranks.world import World
-from tests.harness.errors import has_code, has_violations
-from tests.harness.launch import Ranks
+from tests.harness.errors import has_violations, refused
+from tests.harness.launch import on_ranks
 
 
 def num_groups() -> int:
@@ -34,7 +34,7 @@ def test_a_job_joins_an_existing_process_group(job: None) -> None:
     joined.close()
     joined.close()  # idempotent
     assert dist.is_initialized()
-    with pytest.raises(StateError, check=has_code("agreement-is-closed")):
+    with refused(StateError, "agreement-is-closed"):
         joined.agreement.conclude("phase")
 
 
@@ -87,20 +87,17 @@ def test_a_job_needs_torchrun_or_a_process_group(monkeypatch: pytest.MonkeyPatch
         Job.join(30)
 
 
-def join_on_two_hosts() -> tuple[object, ...]:
+@on_ranks(2)
+def test_a_job_exchanges_hosts_and_ends_its_own_process_group() -> None:
     """Join without a process group: the job creates and ends one. Each rank is a group part."""
     job = Job.join(60, host=f"host {os.environ['RANK']}")
+    assert job.hosts == ("host 0", "host 1")
     with ExitStack() as owner:
-        part = list(job.new_group(owner, [[1], [0]]).ranks)
+        assert list(job.new_group(owner, [[1], [0]]).ranks) == [job.rank]
         assert job.new_group(owner).gather(bytes([job.rank])) == {0: b"\0", 1: b"\1"}
-    results = (job.rank, job.hosts, part, dist.is_initialized())
+    assert dist.is_initialized()
     job.close()
-    return (*results, dist.is_initialized())
-
-
-def test_a_job_exchanges_hosts_and_ends_its_own_process_group(ranks: Ranks) -> None:
-    hosts = ("host 0", "host 1")
-    assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, [0], True, False), (1, hosts, [1], True, False)]
+    assert not dist.is_initialized()
 
 
 @pytest.mark.slow
@@ -109,7 +106,7 @@ def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
     """Stores raise different errors for a missing key."""
     store = dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 4)
     store.set("started/2", "")
-    with pytest.raises(LostRankError, check=has_code("ranks-not-started", "1, 3", "4", "0.2 s")):
+    with refused(LostRankError, "ranks-not-started", "1, 3", "4", "0.2 s"):
         _meet(store, 0, 4, 0.2)
     for rank in (1, 3):
         store.set(f"started/{rank}", "")
@@ -130,7 +127,7 @@ def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
     """Waiting for other ranks to start, and for their store, has a minimum timeout."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    timeouts: list[float] = []
+    timeouts = []
 
     def rendezvous(url: str, timeout: object) -> object:
         timeouts.append(timeout.total_seconds())
@@ -166,7 +163,7 @@ def test_each_rank_takes_its_gpu(
     monkeypatch: pytest.MonkeyPatch, num_visible: int, current: int, local_rank: str | None, expected: int
 ) -> None:
     """torch.cuda is replaced, because there is no GPU."""
-    set_devices: list[int] = []
+    set_devices = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 
@@ -18,7 +17,7 @@ from hybrid_engine.ranks.groups import connected_parts
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.rank_tree import MAX_TOGETHER, RankTree, TreeShape
 from hybrid_engine.ranks.world import World
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_ranks
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=200), st.data())
@@ -79,32 +78,27 @@ def test_parts_are_connected_components(case: tuple[int, list[tuple[int, int]]])
     assert sorted(connected_parts(meets)) == sorted({tuple(sorted(part)): sorted(part) for part in reached}.values())
 
 
-def meet() -> tuple[list[int], list[bytes], list[bytes]]:
+@on_ranks(5)
+def test_a_tree_of_real_ranks() -> None:
     """Five ranks on two hosts with groups of two: a tree of three levels."""
     dist.init_process_group("gloo")
-    rank = int(os.environ["RANK"])
+    rank = dist.get_rank()
+    sizes = [1500, 0, 999, 0, 2001]
+    messages = [bytes([rank]) * nbytes for rank, nbytes in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tree, "MAX_TOGETHER", 2)
         patch.setattr(rank_tree, "_PART", 1000)  # messages are sent in parts of this size
         tree = RankTree(World.of_default_group(), TreeShape("aaaba"), 60.0)
         values = torch.tensor([rank, -rank])
         tree.maximum(values)
-        sizes = [1500, 0, 999, 0, 2001]
-        gathered = tree.gather(bytes([rank]) * sizes[rank], sizes)
-        nothing = tree.gather(b"", [0] * 5)  # no rank has anything to send
+        assert values.tolist() == [4, 0]
+        assert list(map(bytes, tree.gather(messages[rank], sizes))) == messages
+        assert list(map(bytes, tree.gather(b"", [0] * 5))) == [b""] * 5  # no rank has anything to send
     tree.close()
-    dist.destroy_process_group()
-    return values.tolist(), list(map(bytes, gathered)), list(map(bytes, nothing))
 
 
-@pytest.mark.ranks
-def test_a_tree_of_real_ranks(ranks: Ranks) -> None:
-    sizes = [1500, 0, 999, 0, 2001]
-    gathered = [bytes([rank]) * nbytes for rank, nbytes in enumerate(sizes)]
-    assert list(itertools.chain(ranks.launch(meet, 5, timeout=100))) == [([4, 0], gathered, [b""] * 5)] * 5
-
-
-def join_repeatedly() -> list[tuple[str, ...]]:
+@on_ranks(2)
+def test_ranks_with_different_histories_can_join() -> None:
     """Join twice in the default group and twice in a world; rank 0 had a job before."""
     store, rank, size = next(dist.rendezvous("env://"))
     if rank == 0:
@@ -113,22 +107,14 @@ def join_repeatedly() -> list[tuple[str, ...]]:
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("both", store), rank=rank, world_size=size)
     world = World(dist.PrefixStore("own", store), rank, size)
-    joined_hosts = []
     for number, job_world in enumerate([None, None, world, world]):
         job = Job.join(60, host=f"{number} {rank}", world=job_world)
-        joined_hosts.append(job.hosts)
+        assert job.hosts == (f"{number} 0", f"{number} 1")
         job.close()
-    dist.destroy_process_group()
-    return joined_hosts
 
 
-@pytest.mark.ranks
-def test_ranks_with_different_histories_can_join(ranks: Ranks) -> None:
-    hosts = [(f"{number} 0", f"{number} 1") for number in range(4)]
-    assert ranks.launch(join_repeatedly, 2, timeout=60) == [hosts] * 2
-
-
-def lose_a_rank_while_connecting() -> tuple[str, float]:
+@on_ranks(4)
+def test_a_failure_to_connect_is_raised_on_all_ranks() -> None:
     """Rank 2, the first of its host, cannot connect; all others get the reason."""
     rank = int(os.environ["RANK"])
     maximum = RankTree.maximum
@@ -143,15 +129,7 @@ def lose_a_rank_while_connecting() -> tuple[str, float]:
 
         patch.setattr(RankTree, "maximum", fail)
         started = time.monotonic()
-        with pytest.raises(LostRankError) as caught, job.agreement.building():
+        with pytest.raises(LostRankError, match="too many open files"), job.agreement.building():
             pass
-    seconds = time.monotonic() - started
+    assert time.monotonic() - started < 30
     job.close()
-    return str(caught.value), seconds
-
-
-@pytest.mark.ranks
-def test_a_failure_to_connect_is_raised_on_all_ranks(ranks: Ranks) -> None:
-    for text, seconds in ranks.launch(lose_a_rank_while_connecting, 4, timeout=200):
-        assert "too many open files" in text
-        assert seconds < 30

@@ -1,7 +1,7 @@
 """Scenarios for test_failure_watch.py: three ranks that diverge, or nearly; timeouts are short.
 
 python -m tests.hybrid_engine.ranks.watch_ranks SCENARIO   a job that ends; ranks print errors
-ranks.launch(all_survived, 3)                              scenarios that ranks survive
+survive(SCENARIO)                                          outcome of one that ranks survive
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ def main(scenario: str) -> None:
     os._exit(3)  # without waiting for other ranks
 
 
-def all_survived() -> dict[str, str]:
-    """Run each scenario with a new agreement; returns this rank's outcomes."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
-    outcomes = {}
-    for name, scenario in SURVIVED.items():
-        _shorten()
-        agreement = Job.join(FOR_EVER).agreement
-        outcomes[name] = outcome_of(lambda run=scenario, agreement=agreement: run(dist.get_rank(), agreement))
-        agreement.close()
-        dist.barrier()
-    dist.destroy_process_group()
-    return outcomes
+def survive(name: str) -> str:
+    """Run a scenario with a new agreement; return this rank's outcome."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
+    _shorten()
+    agreement = Job.join(FOR_EVER).agreement
+    outcome = outcome_of(lambda: SURVIVED[name](dist.get_rank(), agreement))
+    agreement.close()
+    dist.barrier()
+    return outcome
 
 
 def _shorten() -> None:
