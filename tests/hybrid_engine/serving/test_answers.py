@@ -13,8 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +36,10 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import API_KEY
 from hybrid_engine.serving.invitation import JOB, VERSION, DrawnWith
-from tests.harness.errors import has_violations
-from tests.harness.launch import Ranks
+from tests.harness.errors import violated
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
+from tests.hybrid_engine.serving.test_invitation import answering, begin
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -51,53 +52,36 @@ SECONDS = 20.0
 """Longest wait for any response."""
 
 
-class Server(ThreadingHTTPServer):
-    """HTTP server that sends one prepared response.
+@dataclass
+class Server:
+    """Sends one prepared response to each request; with a body of None it never comes.
 
     Attributes:
-        status, headers, body: of the response; with a body of None it never comes.
         requests: body and API key of each request.
     """
 
-    daemon_threads = True  # a handler that sleeps must not delay the end
+    body: bytes | None = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    requests: list[tuple[Values, str | None]] = field(default_factory=list)
+    has_request: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.status = 200
-        self.headers = dict[str, str]()
-        self.body: bytes | None = b""
-        self.requests: list[tuple[Values, str | None]] = []
-        self.has_request = threading.Event()
+    def prepare(self, body: bytes | None, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.body = body
+        self.status = status
+        self.headers = headers or {}
+        self.has_request.clear()
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((body, self.headers["Authorization"]))
-        self.server.has_request.set()
-        if self.server.body is None:
+    def respond(self, handler: Any) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.requests.append((body, handler.headers["Authorization"]))
+        self.has_request.set()
+        if self.body is None:
             time.sleep(2 * SECONDS)  # the test ends first
             return
-        self.send_response(self.server.status)
-        for name, value in self.server.headers.items():
-            self.send_header(name, value)
-        if self.server.status != 204:  # 204 has no body
-            self.send_header("Content-Length", str(len(self.server.body)))
-        self.end_headers()
-        self.wfile.write(self.server.body)
-
-    def log_message(self, *_: object) -> None:
-        """Write no log."""
-
-
-@contextmanager
-def serving() -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield server
-        server.shutdown()
+        length = {} if self.status == 204 else {"Content-Length": str(len(self.body))}  # 204 has no body
+        begin(handler, self.status, **self.headers, **length)
+        handler.wfile.write(self.body)
 
 
 def served_by(url: str, job: Job, **generate: Any) -> ServedInference:
@@ -111,9 +95,9 @@ def served_by(url: str, job: Job, **generate: Any) -> ServedInference:
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[ServedInference, Server]]:
     world = World(dist.HashStore(), 0, 1)
-    with serving() as server, closing(Job.join(60, world=world, device=torch.device("cpu"))) as job:
-        inference = served_by(f"http://127.0.0.1:{server.server_port}", job, max_model_len=20)
-        yield inference, server
+    server = Server()
+    with answering(server.respond) as url, closing(Job.join(60, world=world, device=torch.device("cpu"))) as job:
+        yield served_by(url, job, max_model_len=20), server
 
 
 def choice(**changes: Any) -> Values:
@@ -185,10 +169,10 @@ INVALID: dict[str, bytes] = {
     "no weight version": first_choice(hybrid_engine=None),
 }
 STATUSES = {
-    "204": (204, {}),
+    "204": (204,),
     "302": (302, {"Location": "http://127.0.0.1:1/"}),
-    "304 without a location": (304, {}),
-    "500": (500, {}),
+    "304 without a location": (304,),
+    "500": (500,),
 }
 GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf, -1e308))}
 
@@ -200,9 +184,7 @@ def generate(inference: ServedInference) -> list[Any]:
 @pytest.mark.parametrize("name", VALID)
 def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], name: str) -> None:
     inference, server = served
-    server.status = 200
-    server.headers = {}
-    server.body = VALID[name]
+    server.prepare(VALID[name])
     assert [len(completions) for completions in generate(inference)] == [2]
     body, key = server.requests[-1]
     assert body["vllm_xargs"] == {JOB: WEIGHTS.job, VERSION: "3"}
@@ -225,10 +207,8 @@ def test_each_token_has_a_version_of_the_job(
     served: tuple[ServedInference, Server], spans: Any, versions: tuple[int, ...] | None
 ) -> None:
     inference, server = served
-    server.status = 200
-    server.headers = {}
     request = Request.of(PROMPTS[0], Sampling(max_tokens=MAX_TOKENS), weights=DrawnWith(job=WEIGHTS.job, version=None))
-    server.body = response(choice(hybrid_engine={"job": WEIGHTS.job, "spans": spans}))
+    server.prepare(response(choice(hybrid_engine={"job": WEIGHTS.job, "spans": spans})))
     with nullcontext() if versions else pytest.raises(ServerError, match="not with any version of job"):
         assert inference.answer(request).versions == versions
 
@@ -237,7 +217,7 @@ def test_prompts_with_images_are_refused(served: tuple[ServedInference, Server])
     inference, server = served
     prompts = [[3, 4], ImagePrompt([3, 5, 5], [3, 5], [], {})]
     num_requests = len(server.requests)
-    with pytest.raises(ArgumentError, check=has_violations(("prompts[1]", "images-unsupported"))):
+    with violated(ArgumentError, ("prompts[1]", "images-unsupported")):
         inference.generate_over_replicas(prompts, Sampling(max_tokens=MAX_TOKENS))
     assert len(server.requests) == num_requests
 
@@ -245,8 +225,7 @@ def test_prompts_with_images_are_refused(served: tuple[ServedInference, Server])
 @pytest.mark.parametrize("name", [*INVALID, *STATUSES])
 def test_an_invalid_response_raises_a_named_error(served: tuple[ServedInference, Server], name: str) -> None:
     inference, server = served
-    server.status, server.headers = STATUSES.get(name, (200, {}))
-    server.body = INVALID.get(name, first_choice())
+    server.prepare(INVALID.get(name, first_choice()), *STATUSES.get(name, ()))
     kind = GenerationError if name in GENERATION_ERRORS else ServerError
     started = time.monotonic()
     with pytest.raises(kind) as caught:
@@ -288,7 +267,8 @@ class ServerOfLengths:
         return {"choices": [answer]}
 
 
-def exchange_in_parts() -> Completions:
+@on_engines(2, timeout=120)
+def test_completions_of_a_step_have_no_limit_in_bytes() -> None:
     """Draw a completion of each length on two ranks that send a kilobyte at a time."""
     dist.init_process_group("gloo")
     inference = served_by("http://127.0.0.1:1", Job.join(60), max_model_len=2000)
@@ -297,25 +277,17 @@ def exchange_in_parts() -> Completions:
     sampling = Sampling(max_tokens=max(LENGTHS), logprobs=False)
     with mock.patch.object(rank_tree, "_PART", 1000):
         completions = inference.generate_over_replicas([[length] for length in LENGTHS], sampling)
+    assert [(*row[0].prompt_token_ids, len(row[0].token_ids)) for row in completions] == [(n, n) for n in LENGTHS]
     own = [[2 + dist.get_rank()]]
-    with pytest.raises(ArgumentError, check=has_violations(("data", "ranks-differ"))):
+    with violated(ArgumentError, ("data", "ranks-differ")):
         inference.generate_over_replicas(own, sampling)
     ((completion,),) = inference.generate_over_replicas(own, sampling, data="local")
     assert len(completion.token_ids) == own[0][0]
-    dist.destroy_process_group()
-    return completions
-
-
-def test_completions_of_a_step_have_no_limit_in_bytes(engines: Ranks) -> None:
-    for completions in engines.launch(exchange_in_parts, 2, timeout=120):
-        assert [(*row[0].prompt_token_ids, len(row[0].token_ids)) for row in completions] == [(n, n) for n in LENGTHS]
 
 
 def test_the_api_key_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     inference, server = served
-    server.status = 200
-    server.headers = {}
-    server.body = first_choice()
+    server.prepare(first_choice())
     monkeypatch.setenv(API_KEY, "sesame")
     generate(inference)
     assert server.requests[-1][1] == "Bearer sesame"
@@ -330,8 +302,7 @@ def test_a_signal_ends_the_wait_for_a_silent_server(
     served: tuple[ServedInference, Server], kind: type[BaseException]
 ) -> None:
     inference, server = served
-    server.body = None
-    server.has_request.clear()
+    server.prepare(None)
 
     def send_signal() -> None:
         server.has_request.wait(SECONDS)

@@ -41,7 +41,7 @@ def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[lis
     """Return the parts that the snippet of docs/servers.md streams, then the whole completion."""
     page = (REPO_ROOT / "docs" / "servers.md").read_text().partition("## Streaming")[2]
     (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    names: Values = {"server": server, "publisher": publisher}
+    names = {"server": server, "publisher": publisher}
     exec(compile(snippet, "docs/servers.md", "exec"), names)
     whole = server.complete({"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
     return [*map(list, names["parts"]), whole]

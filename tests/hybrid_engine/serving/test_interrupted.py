@@ -21,9 +21,7 @@ from hybrid_engine.serving.invitation import Invitation
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
 from tests.harness.launch import of_all_ranks
-from tests.hybrid_engine.serving.test_off_policy import NUM_TRAINERS, Run, Trainers, run, state_with
-
-__all__ = ["run"]
+from tests.hybrid_engine.serving.test_off_policy import NUM_TRAINERS, Trainers, on_trainers, state_with
 
 SOON = 20.0
 """Seconds within which ranks must recover; the job's timeout is 60."""
@@ -70,7 +68,18 @@ MOMENTS: dict[str, Callable[[Trainers, WeightPublisher], None]] = {
 """Moments of a publish -> function that arranges Ctrl-C for a trainer then."""
 
 
-def interrupt_at_each_moment(trainers: Trainers, releases: bool, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("releases", "rank"),
+    [
+        (True, 0),
+        (False, 1),
+        (True, ALL),
+        pytest.param(True, 1, marks=pytest.mark.long),
+        pytest.param(False, 0, marks=pytest.mark.long),
+    ],
+)
+@on_trainers
+def test_ranks_recover_from_an_interrupt(trainers: Trainers, releases: bool, rank: int) -> None:
     """Ranks agree on the bound of the server's lag, and the server is filled again."""
     is_interrupted = rank in (ALL, trainers.job.rank)
     with closing(trainers.publisher(release_weights=releases)) as publisher:
@@ -103,21 +112,9 @@ def _refusal(publisher: WeightPublisher) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("releases", "rank"),
-    [
-        (True, 0),
-        (False, 1),
-        (True, ALL),
-        pytest.param(True, 1, marks=pytest.mark.long),
-        pytest.param(False, 0, marks=pytest.mark.long),
-    ],
-)
-def test_ranks_recover_from_an_interrupt(run: Run, releases: bool, rank: int) -> None:
-    run(interrupt_at_each_moment, releases, rank, timeout=400)
-
-
-def refuse(trainers: Trainers, call: str) -> None:
+@pytest.mark.parametrize("call", ["update", "pause"])
+@on_trainers
+def test_a_refused_call_fails_at_once(trainers: Trainers, call: str) -> None:
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         assert trainers.step(publisher) == ""
@@ -129,12 +126,9 @@ def refuse(trainers: Trainers, call: str) -> None:
         assert trainers.observe() == state_with(1)
 
 
-@pytest.mark.parametrize("call", ["update", "pause"])
-def test_a_refused_call_fails_at_once(run: Run, call: str) -> None:
-    run(refuse, call)
-
-
-def fail_alone(trainers: Trainers, what: str) -> None:
+@pytest.mark.parametrize("what", ["start hook", "end hook", "store"])
+@on_trainers
+def test_a_failure_of_one_trainer_reaches_all(trainers: Trainers, what: str) -> None:
     """Fail on one trainer in a call that succeeds on the other; then publish without a failure."""
     fails = trainers.job.rank == 1
 
@@ -158,12 +152,8 @@ def fail_alone(trainers: Trainers, what: str) -> None:
         assert trainers.observe() == state_with(0)
 
 
-@pytest.mark.parametrize("what", ["start hook", "end hook", "store"])
-def test_a_failure_of_one_trainer_reaches_all(run: Run, what: str) -> None:
-    run(fail_alone, what)
-
-
-def share_a_device(trainers: Trainers) -> None:
+@on_trainers
+def test_training_state_returns_after_servers_release_weights(trainers: Trainers) -> None:
     """Switch with servers that hold weights where training state belongs; a withdraw fails.
 
     Training state can return to the device only once the server has released its weights.
@@ -197,7 +187,3 @@ def share_a_device(trainers: Trainers) -> None:
     assert (publisher.state, publisher._manager) == (State.TRAIN, None)
     state = trainers.observe()
     assert (state["version"], state["weights"]) == (None, {})
-
-
-def test_training_state_returns_after_servers_release_weights(run: Run) -> None:
-    run(share_a_device)

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
@@ -30,7 +31,7 @@ from hybrid_engine.serving import invitation as invitation_module
 from hybrid_engine.serving.clients import API_KEY, HttpServer, named_server, silent_servers
 from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, Rendezvous, Update, require_address
 from hybrid_engine.serving.receiver import WeightReceiver
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_violations, refused, violated
 from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWeights
 
@@ -61,7 +62,7 @@ def test_both_sides_share_a_store_file(place: Rendezvous) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid_engine/x", "x\nssh-ed25519 AAAA somebody\n", "hybrid_engine/" + "0" * 33])
 def test_a_name_of_another_form_is_refused(place: Rendezvous, name: str) -> None:
-    with pytest.raises(MessageError, check=has_code("invalid-job-name")):
+    with refused(MessageError, "invalid-job-name"):
         invitation_to(place, name=name).store()
 
 
@@ -71,12 +72,12 @@ def test_an_unrelated_file_is_never_written_to(place: Rendezvous, tmp_path: Path
     store = tmp_path / "hybrid-engine-x" / "store"
     other_file.write_text("mine")
     store.parent.mkdir(mode=0o700)
-    with pytest.raises(MessageError, check=has_code("not-a-rendezvous-file")):
+    with refused(MessageError, "not-a-rendezvous-file"):
         invitation_to(place, place=f"file:{other_file}").store()
-    with pytest.raises(MessageError, check=has_code("unreadable-rendezvous-file")):  # is not created
+    with refused(MessageError, "unreadable-rendezvous-file"):  # is not created
         invitation_to(place, place=f"file:{store}").store()
     store.symlink_to(other_file)
-    with pytest.raises(MessageError, check=has_code("not-a-rendezvous-file")):
+    with refused(MessageError, "not-a-rendezvous-file"):
         invitation_to(place, place=f"file:{store}").store()
     assert other_file.read_text() == "mine"
 
@@ -85,7 +86,7 @@ def test_an_unrelated_file_is_never_written_to(place: Rendezvous, tmp_path: Path
 def test_a_directory_open_to_other_users_is_refused(place: Rendezvous, level: int) -> None:
     directory = Path(place.place.removeprefix("file:")).parents[level]
     directory.chmod(0o755)
-    with pytest.raises(MessageError, check=has_code("directory-not-private")):
+    with refused(MessageError, "directory-not-private"):
         invitation_to(place).store()
 
 
@@ -133,13 +134,13 @@ def test_a_proof_covers_the_whole_invitation(place: Rendezvous, monkeypatch: pyt
     signed = invitation_to(place).signed()
     signed.store()
     for other in (unsigned, replace(signed, first_rank=1), replace(signed, settings={"bucket_mb": 1})):
-        with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
+        with refused(MessageError, "wrong-token", TOKEN):
             other.store()
     for proof in ("é", "\u2028", signed.proof.upper()):
-        with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
+        with refused(MessageError, "wrong-token", TOKEN):
             replace(signed, proof=proof).store()
     monkeypatch.setenv(TOKEN, "another")
-    with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
+    with refused(MessageError, "wrong-token", TOKEN):
         signed.store()
 
 
@@ -190,7 +191,6 @@ def test_the_lock_can_be_checked_by_two_processes(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         assert invitation_module._is_unlocked(path)
         other.communicate(b"\n")
@@ -207,24 +207,24 @@ def test_a_server_accepts_another_job_after_its_trainers_have_ended(place: Rende
         other_job = invitation_to(other, job="b", **ranks)
         take_over = invitation_to(third, job="c", takes_over=True, **ranks)
         receiver.join(replace(invitation, job="host/1/a"))
-        with pytest.raises(StateError, check=has_code("server-is-taken", "host/1/a", "same process")):
+        with refused(StateError, "server-is-taken", "host/1/a", "same process"):
             receiver.join(replace(other_job, job="host/1/b"))
-        with pytest.raises(StateError, check=has_code("server-is-taken", "host/2/b")):
+        with refused(StateError, "server-is-taken", "host/2/b"):
             receiver.join(replace(other_job, job="host/2/b"))
         receiver.leave()
         receiver._owner = None
         receiver.join(invitation)
         receiver.switch(Update(name=invitation.name, to="infer", version=3))
-        with pytest.raises(StateError, check=has_code("server-is-taken", "job a", "job b")):
+        with refused(StateError, "server-is-taken", "job a", "job b"):
             receiver.join(other_job)
         receiver.switch(Update(name=invitation.name, to="infer", version=4))
         receiver.leave()
-        with pytest.raises(StateError, check=has_code("server-is-taken", "job a")):  # even while it is in no job
+        with refused(StateError, "server-is-taken", "job a"):  # even while it is in no job
             receiver.join(other_job)
         receiver.join(take_over)
         assert (receiver.job, receiver.version, receiver.obstacle()) == ("a", 4, "")
         place.close()
-        with pytest.raises(StateError, check=has_code("server-is-taken", "job c")):
+        with refused(StateError, "server-is-taken", "job c"):
             receiver.join(other_job)
         third.close()
         receiver.join(other_job)
@@ -238,14 +238,14 @@ def test_a_server_accepts_another_job_after_its_trainers_have_ended(place: Rende
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
 def test_both_sides_need_the_token_across_hosts(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
+    with violated(ConfigError, (TOKEN, "missing-token")):
         Rendezvous(address)
     monkeypatch.setenv(TOKEN, "secret")
     place = Rendezvous(address)
     signed = invitation_to(place).signed()
     signed.store().set("key", "value")
     monkeypatch.delenv(TOKEN)
-    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
+    with violated(ConfigError, (TOKEN, "missing-token")):
         signed.store()
 
 
@@ -279,7 +279,7 @@ def test_the_invitation_sets_the_address_on_one_host(place: Rendezvous) -> None:
 def test_a_malformed_field_is_refused(place: Rendezvous, values: Values, problem: str) -> None:
     fields = fields_of(place)
     assert Invitation.read(fields).size == 3
-    with pytest.raises(MessageError, check=has_code("malformed-message", problem)):
+    with refused(MessageError, "malformed-message", problem):
         Invitation.read({**fields, **values})
 
 
@@ -298,7 +298,7 @@ def test_invalid_settings_and_places_are_malformed_messages(
 ) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     invitation = Invitation.read({**fields_of(place), **values}).signed()
-    with pytest.raises(MessageError, check=has_code("malformed-message")):
+    with refused(MessageError, "malformed-message"):
         invitation.store()
         invitation.config()
 
@@ -307,7 +307,7 @@ def test_invalid_settings_and_places_are_malformed_messages(
     "url", ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"]
 )
 def test_a_public_server_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, check=has_violations(("servers", "public-address"))):
+    with violated(ConfigError, ("servers", "public-address")):
         HttpServer(url, 1)
     HttpServer(url, 1, allow_public=True)
     HttpServer("http://10.0.0.1:8000", 1)
@@ -324,10 +324,10 @@ def test_a_public_server_address_is_refused(url: str) -> None:
     ],
 )
 def test_trainers_listen_at_a_private_address(monkeypatch: pytest.MonkeyPatch, address: str, code: str) -> None:
-    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
+    with violated(ConfigError, (TOKEN, "missing-token")):
         require_address("127.0.0.1", allow_public=False)
     monkeypatch.setenv(TOKEN, "secret")
-    with pytest.raises(ConfigError, check=has_violations(("server_address", code))):
+    with violated(ConfigError, ("server_address", code)):
         require_address(address, allow_public=False)
     for private in ("127.0.0.1", "::1", "100.64.0.1"):
         require_address(private, allow_public=False)
@@ -396,104 +396,70 @@ def timers_of(port: int) -> list[tuple[str, float]]:
     return [(kind, int(ticks, 16) / os.sysconf("SC_CLK_TCK")) for kind, ticks in timers]
 
 
-class Redirecting(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.send_response(307)
-        self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Write no log."""
-
-
-class ClosesKeptConnections(Redirecting):
-    """Closes a kept connection when it receives the next request."""
-
-    protocol_version = "HTTP/1.1"
-    num_requests = 0
-    num_connections = 0
-
-    def setup(self) -> None:
-        super().setup()
-        type(self).num_connections += 1
-
-    def do_POST(self) -> None:
-        self.num_requests += 1
-        self.close_connection = self.num_requests > 1
-        if self.num_requests == 1:
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-
-class WithoutRoutes(Redirecting):
-    """Older server that lacks the route."""
-
-    def do_POST(self) -> None:
-        self.send_error(404)
-
-
-class Drips(Redirecting):
-    """Sends a byte of its head every tenth of a second."""
-
-    def do_GET(self) -> None:
-        with suppress(OSError):  # the client leaves
-            for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 200:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.1)
-
-
-class DripsBody(Drips):
-    """Sends its head at once, and drips its body."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        super().do_GET()
-
-
-class Long(Redirecting):
-    """Sends a body of 1,000 bytes, and the encoding that the request accepts."""
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        accepted = self.headers["Accept-Encoding"]
-        self.wfile.write(f'{{"accepted": "{accepted}"}}'.ljust(1000).encode())
-
-
-class Echoing(Redirecting):
-    def do_POST(self) -> None:
-        self.send_response(500)
-        self.end_headers()
-        self.wfile.write(self.headers["Authorization"].encode())
-
-
 @contextmanager
-def answering(handler: type[BaseHTTPRequestHandler], seconds: float = 5) -> Iterator[HttpServer]:
+def answering(respond: Callable[[Any], object], **settings: str) -> Iterator[str]:
+    """Serve HTTP in the block, and yield the address: `respond` answers a request by its handler.
+
+    `settings`: attributes of the handlers.
+    """
+    answers = dict.fromkeys(("do_GET", "do_POST"), lambda handler: respond(handler))
+    handler = type("Handler", (BaseHTTPRequestHandler,), {**answers, "log_message": lambda *_: None, **settings})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        server.daemon_threads = True
-        yield HttpServer(f"http://127.0.0.1:{server.server_port}", seconds)
+        server.daemon_threads = True  # a handler that sleeps must not delay the end
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-@pytest.mark.parametrize("handler", [Drips, DripsBody])
-def test_a_time_limit_is_one_of_the_whole_response(handler: type[BaseHTTPRequestHandler]) -> None:
+def begin(handler: Any, status: int = 200, **headers: str) -> None:
+    """Send the head of a response."""
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+
+
+def drip(handler: Any) -> None:
+    """Send a byte of a head every tenth of a second."""
+    with suppress(OSError):  # the client leaves
+        for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 200:
+            handler.wfile.write(bytes([byte]))
+            time.sleep(0.1)
+
+
+def drip_body(handler: Any) -> None:
+    begin(handler)
+    drip(handler)
+
+
+def send_long(handler: Any) -> None:
+    """Send a body of 1,000 bytes, and the encoding that the request accepts."""
+    begin(handler)
+    accepted = handler.headers["Accept-Encoding"]
+    handler.wfile.write(f'{{"accepted": "{accepted}"}}'.ljust(1000).encode())
+
+
+def echo_key(handler: Any) -> None:
+    begin(handler, 500)
+    handler.wfile.write(handler.headers["Authorization"].encode())
+
+
+@pytest.mark.parametrize("respond", [drip, drip_body])
+def test_a_time_limit_is_one_of_the_whole_response(respond: Callable[[Any], None]) -> None:
     started = time.monotonic()
-    with answering(handler, 1.0) as server:
-        with pytest.raises(ServerError, check=has_code("request-failed", "no whole response within 1.0 s")):
-            server.num_workers()
-        assert [violation.code for violation in silent_servers([server.url], 1.0)] == ["silent-server"]
+    with answering(respond) as url:
+        with refused(ServerError, "request-failed", "no whole response within 1.0 s"):
+            HttpServer(url, 1.0).num_workers()
+        assert [violation.code for violation in silent_servers([url], 1.0)] == ["silent-server"]
     assert time.monotonic() - started < 15
 
 
 def test_a_response_is_plain_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(Long) as server:
-        assert server.complete({}) == {"accepted": "identity"}
+    with answering(send_long) as url:
+        assert HttpServer(url, 5).complete({}) == {"accepted": "identity"}
         monkeypatch.setattr(clients, "MAX_NBYTES", 999)
-        with pytest.raises(ServerError, check=has_code("request-failed", "more than 999 bytes")):
-            server.complete({})
+        with refused(ServerError, "request-failed", "more than 999 bytes"):
+            HttpServer(url, 5).complete({})
 
 
 def test_an_error_has_the_cause_alone() -> None:
@@ -521,8 +487,8 @@ def test_an_error_has_no_secret(monkeypatch: pytest.MonkeyPatch, address: str, k
 
 def test_headers_that_a_proxy_sends_back_hide_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "SECRET")
-    with answering(Echoing) as server, pytest.raises(ServerError, match=r"(?s)^(?!.*SECRET).*500: Bearer …"):
-        server.complete({})
+    with answering(echo_key) as url, pytest.raises(ServerError, match=r"(?s)^(?!.*SECRET).*500: Bearer …"):
+        HttpServer(url, 5).complete({})
 
 
 def test_the_name_of_an_actor_starts_no_cluster() -> None:
@@ -530,27 +496,41 @@ def test_the_name_of_an_actor_starts_no_cluster() -> None:
     ray.is_initialized.return_value = False
     ray.init.side_effect = ConnectionError("could not find any running Ray instance")
     with mock.patch.dict(sys.modules, {"ray": ray}):
-        with pytest.raises(ConfigError, check=has_violations(("servers", "unknown-actor"))):
+        with violated(ConfigError, ("servers", "unknown-actor")):
             named_server("ray:x", 5)
         assert ray.init.call_args == mock.call(address="auto")
         assert not ray.get_actor.called
 
 
 def test_a_redirect_is_not_followed() -> None:
-    with answering(Redirecting) as server, pytest.raises(ServerError, check=has_code("request-failed", "307")):
-        server.start_weight_update()
+    elsewhere = {"Location": "http://127.0.0.1:1/elsewhere"}
+    with (
+        answering(lambda handler: begin(handler, 307, **elsewhere)) as url,
+        refused(ServerError, "request-failed", "307"),
+    ):
+        HttpServer(url, 5).start_weight_update()
 
 
 def test_a_missing_version_route_is_tolerated() -> None:
-    with answering(WithoutRoutes) as server:
-        server.update_weight_version("none")
-        with pytest.raises(ServerError, check=has_code("no-route")):
-            server.start_weight_update()
+    """An older server lacks the route."""
+    with answering(lambda handler: handler.send_error(404)) as url:
+        HttpServer(url, 5).update_weight_version("none")
+        with refused(ServerError, "no-route"):
+            HttpServer(url, 5).start_weight_update()
 
 
 def test_calls_do_not_reuse_connections() -> None:
-    num_before = ClosesKeptConnections.num_connections
-    with answering(ClosesKeptConnections) as server:
+    num_requests = Counter[Any]()
+
+    def close_kept(handler: Any) -> None:
+        """Close a kept connection when it receives the next request."""
+        num_requests[handler.client_address] += 1
+        handler.close_connection = num_requests[handler.client_address] > 1
+        if not handler.close_connection:
+            begin(handler, **{"Content-Length": "0"})
+
+    with answering(close_kept, protocol_version="HTTP/1.1") as url:
+        server = HttpServer(url, 5)
         for _ in range(2):
             server.start_weight_update()
-    assert ClosesKeptConnections.num_connections == num_before + 2
+    assert len(num_requests) == 2

@@ -7,6 +7,7 @@ both sides are fakes. test_requests.py has real servers that generate meanwhile.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -29,7 +30,7 @@ from hybrid_engine.serving.invitation import NO_VERSION, Invitation, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.switch.states import State
-from tests.harness.launch import Ranks, of_all_ranks
+from tests.harness.launch import of_all_ranks, on_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWorkers
 from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining, Script, ScriptedOffloader, canonical
@@ -222,24 +223,31 @@ class Trainers:
         self.job.agreement.conclude("arming")
 
 
-Run = Callable[..., object]
+def on_trainers(body: Callable[..., None]) -> Callable[..., None]:
+    """Run the decorated test on each trainer, beside a server, with a `Trainers` as first argument."""
+
+    def on_rank(tmp_path: Path, **arguments: Any) -> None:
+        run_with_server(str(tmp_path / "server"), functools.partial(body, **arguments))
+
+    parameters = dict(inspect.signature(body).parameters)
+    parameters["trainers"] = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    on_rank.__signature__ = inspect.Signature([*parameters.values()])
+    on_rank.__name__ = on_rank.__qualname__ = body.__name__
+    on_rank.__module__ = body.__module__
+    return on_ranks(NUM_TRAINERS + 1, timeout=400)(on_rank)
 
 
-@pytest.fixture
-def run(ranks: Ranks, tmp_path: Path) -> Run:
-    """Return a function that runs `act(Trainers, *args)` on each trainer, beside a server."""
-    return functools.partial(ranks.launch, run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), timeout=200)
-
-
-def run_with_server(path: str, act: Callable[..., None], *args: Any) -> None:
+def run_with_server(path: str, act: Callable[[Trainers], None]) -> None:
     store, rank, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(path, store)
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
         store.set("listening", "")  # rank 0 may connect
         serve(listener, path)
         return
-    dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=NUM_TRAINERS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_TRAINERS)
     with ExitStack() as ends:
+        ends.callback(dist.destroy_process_group)
         caller = None
         if rank == 0:
             store.wait(["listening"])
@@ -247,7 +255,7 @@ def run_with_server(path: str, act: Callable[..., None], *args: Any) -> None:
             caller = Caller(connection)
             ends.callback(lambda: connection.send_bytes(b"null"))  # ends `serve`
         job = ends.enter_context(closing(Job.join(60)))
-        act(Trainers(caller, job, path), *args)
+        act(Trainers(caller, job, path))
 
 
 BEFORE = "before the first byte"
@@ -264,12 +272,9 @@ FAULTS = {
 """(participant, call that fails) -> moment of the failure."""
 
 
-def test_a_failure_leaves_the_previous_version_or_none(run: Run) -> None:
+@on_trainers
+def test_a_failure_leaves_the_previous_version_or_none(trainers: Trainers) -> None:
     """The next publish fills the server; until then no step exceeds the bound."""
-    run(fail_in_each_call)
-
-
-def fail_in_each_call(trainers: Trainers) -> None:
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         for (who, call), moment in FAULTS.items():
@@ -292,17 +297,13 @@ def fail_in_each_call(trainers: Trainers) -> None:
             assert trainers.observe() == state_with(version), call
 
 
-def test_a_server_lost_by_one_trainer_is_lost_by_all(run: Run) -> None:
-    run(lose_at_the_end)
-
-
-def lose_at_the_end(trainers: Trainers) -> None:
+@on_trainers
+def test_a_server_lost_by_one_trainer_is_lost_by_all(trainers: Trainers) -> None:
     """Lose a server on one trainer while the other has completed the switch."""
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         assert trainers.step(publisher) == ""
         manager = publisher._manager
-        assert manager is not None
         enter = manager.enter
 
         def enter_and_lose(target: State) -> None:
@@ -328,11 +329,8 @@ def state_with(version: int) -> Values:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_the_lag_never_exceeds_its_bound(run: Run, most: int) -> None:
-    run(fall_behind, most)
-
-
-def fall_behind(trainers: Trainers, most: int) -> None:
+@on_trainers
+def test_the_lag_never_exceeds_its_bound(trainers: Trainers, most: int) -> None:
     """Train until a step is refused, after each of three publishes."""
     with closing(trainers.publisher(server_max_lag=most)) as publisher:
         trainers.step(publisher)  # no server generates yet
@@ -349,11 +347,8 @@ def fall_behind(trainers: Trainers, most: int) -> None:
     trainers.training.before_step()  # without a publisher there is no bound
 
 
-def test_a_server_generates_until_other_trainers_write(run: Run) -> None:
-    run(take_over)
-
-
-def take_over(trainers: Trainers) -> None:
+@on_trainers
+def test_a_server_generates_until_other_trainers_write(trainers: Trainers) -> None:
     """Publish by a second publisher, which fails first."""
     with closing(trainers.publisher()) as publisher:
         trainers.publish(publisher)
@@ -367,11 +362,8 @@ def take_over(trainers: Trainers) -> None:
         assert trainers.observe() == state_with(1)
 
 
-def test_weights_are_rounded_only_with_compress_reshard(run: Run) -> None:
-    run(publish_to_a_rounding_server)
-
-
-def publish_to_a_rounding_server(trainers: Trainers) -> None:
+@on_trainers
+def test_weights_are_rounded_only_with_compress_reshard(trainers: Trainers) -> None:
     if trainers.caller is not None:
         trainers.caller.compute_in(dtype="bfloat16")
     with closing(trainers.publisher()) as publisher:
@@ -401,7 +393,7 @@ class Stepped(GuardedState):
 def test_a_step_of_several_optimizers_is_checked_once(number: int) -> None:
     """No optimizer is refused after another has stepped."""
     state = Stepped(number)
-    checks: list[int] = []
+    checks = []
     state.before_step = lambda: checks.append(0)
     for step in range(1, 4):
         for optimizer in state.optimizers:
@@ -420,7 +412,7 @@ def test_a_step_of_several_optimizers_is_checked_once(number: int) -> None:
 
 def test_a_replaced_optimizer_is_checked_too() -> None:
     state = Stepped(1)
-    checks: list[int] = []
+    checks = []
     state.before_step = lambda: checks.append(0)
     state.optimizers[0].step()
     later = torch.optim.SGD(state.optimizers[0].param_groups[0]["params"], lr=1.0)

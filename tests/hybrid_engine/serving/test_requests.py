@@ -30,8 +30,8 @@ from hybrid_engine.errors import ComputationError, ReshardError, ServerError, St
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
 from hybrid_engine.switch.states import State
-from tests.harness.errors import has_code
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.errors import refused
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.hybrid_engine.serving.test_servers import config_of, train_step, write_model
@@ -45,8 +45,6 @@ TOLERANCE = 1e-4
 """Tolerance of float32 log-probabilities of two implementations."""
 MIN_DISTINCT = 6
 """Length from which a span of tokens fits only its own version."""
-
-
 FORBIDDEN_REQUESTS = (
     *(("POST", "pause"), ("POST", "resume"), ("POST", "sleep?level=0"), ("POST", "abort_requests")),
     *(("POST", "start_weight_update"), ("POST", "update_weights"), ("POST", "finish_weight_update")),
@@ -58,32 +56,21 @@ FORBIDDEN_METHODS = ("save_sharded_state", "update_environment_variables", "relo
 """Methods of vLLM's workers that no client may call."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests to a server, and publishes meanwhile.
-
-    Attributes:
-        publishes: minimum number; there are more until enough requests were in flight.
-        requests: new ones per publish, half without weights on the server, half with them.
-        num_tokens: lengths of responses, in turn.
-        unfinished: weights leave once at most this many requests are running.
-        in_flight: minimum number of requests that were in flight when weights left.
-    """
-
-    publishes: int
-    requests: int
-    num_tokens: tuple[int, ...]
-    unfinished: int
-    in_flight: int
-
-
 # Settings of config.json that change results, but no weight. Short sequences are within the window.
 OTHER_SETTINGS: dict[str, Values] = {
     "epsilon": {"rms_norm_eps": 0.5},
     "changed after a publish": {},
     "window": {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0},
 }
-SMALL = Load(3, 4, (12, 24, 40, 160), 2, 1)
+MIN_PUBLISHES = 3
+"""There are more until enough requests were in flight."""
+NUM_REQUESTS = 4
+"""New ones per publish, half without weights on the server, half with them."""
+NUM_TOKENS = (12, 24, 40, 160)
+"""Lengths of responses, in turn."""
+UNFINISHED = 2
+"""Weights leave once at most this many requests are running."""
+PUBLISHES_MEANWHILE = 5
 
 
 @dataclass
@@ -212,143 +199,6 @@ class Clients:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class Run:
-    """Result of a load.
-
-    Attributes:
-        replayed: for each version and stream, log-probabilities of its tokens and of the most
-            likely tokens in their place.
-        reported: for each version, the server's version while it had the weights, and afterwards.
-        drawn_without: for each version, tokens that were generated after its weights had left.
-    """
-
-    streams: list[Stream]
-    replayed: list[list[tuple[torch.Tensor, torch.Tensor]]]
-    reported: list[tuple[str, str]]
-    drawn_without: list[int]
-
-    @property
-    def in_flight(self) -> list[Stream]:
-        return [stream for stream in self.streams if stream.is_in_flight]
-
-
-def publish_under_load(model: str, url: str, mode: str, load: Load, out: str) -> Run:
-    """Publish from one trainer while clients send requests.
-
-    State comes from the server; nothing depends on time.
-    """
-    os.environ[TOKEN] = SECRET
-    reported: list[tuple[str, str]] = []
-    drawn_without: list[int] = []
-    server = HttpServer(url, 60)
-    new = streams_of(load.num_tokens)
-    half = load.requests // 2
-    server.pause("wait", clear_cache=True)  # earlier trainers may have left it generating
-    with ActorHybridWorker(config_of(model, [url], {}, server_pause=mode)) as worker, Clients(url) as clients:
-        drawn_before = num_drawn(url)
-        streams = clients.streams
-        send(clients, new, half)
-        for version in itertools.count():
-            are_enough = sum(stream.is_in_flight for stream in streams) >= load.in_flight
-            is_last = version + 1 >= load.publishes * (1 if are_enough else 4)
-            with worker.rollout_context():
-                send(clients, new, load.requests - half)
-                clients.wait_for_all_but(0 if is_last else load.unfinished)
-                name = version_of(server)
-                drawing = [stream for stream in clients.running() if stream.tokens]
-            with worker.train_context():
-                drawn = num_drawn(url) - drawn_before
-                clients.wait_for_tokens(drawn)
-                if mode != "keep":
-                    clients.wait_for_started()
-                for stream in drawing:
-                    stream.is_in_flight |= mode == "wait" or len(stream.tokens) < stream.num_tokens
-                for stream in streams:
-                    stream.arrived += [0] * (version - len(stream.arrived)) + [len(stream.tokens)]
-                reported.append((name, version_of(server)))
-                worker.save_hf_checkpoint(f"{out}/v{version}")
-                if not is_last:
-                    train_step(worker, version)
-                    clients.send_and_leave(next(new))
-                    send(clients, new, half)
-                drawn_without.append(max(num_drawn(url) - drawn_before, clients.num_tokens()) - drawn)
-            if is_last:
-                break
-    replayed = [replay(f"{out}/v{number}", streams) for number in range(version + 1)]
-    return Run(streams, replayed, reported, drawn_without)
-
-
-def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
-    """Publish to a server that keeps its weights, and train a step after each publish.
-
-    A second step is refused. Before the third publish two publishes fail: one before anything is
-    written, and one after.
-    """
-    reported: list[tuple[str, str]] = []
-    is_over = threading.Event()
-    server = HttpServer(url, 60)
-    drawn_before = num_drawn(url)
-    os.environ[TOKEN] = SECRET
-    config = config_of(model, [url], {}, release_weights=False, incremental="auto")
-    with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
-        # Twice the server's batch, so that it is never idle while this process is slow.
-        sending = pool.submit(clients.send_until, is_over, streams_of((LENGTH - 16, 200)), 16)
-        try:
-            for version in range(publishes):
-                if version == 2:
-                    fail_to_publish(worker, worker.train.weights, "prepare")
-                    assert version_of(server) == "1"
-                    clients.wait_for_tokens(num_drawn(url) - drawn_before + MIN_DISTINCT)
-                    fail_to_publish(worker, worker.sharding.offloader, "offload_parts")
-                    assert (version_of(server), server.get("is_paused")["is_paused"]) == (NO_VERSION, True)
-                    with pytest.raises(ServerError, match="requests wait: worker 0 has no weights"):
-                        server.post("resume")
-                with worker.rollout_context():
-                    name = version_of(server)
-                with worker.train_context():
-                    worker.save_hf_checkpoint(f"{out}/v{version}")
-                    train_step(worker, version)
-                    assert worker.train.version == version + 1
-                    with pytest.raises(StateError, check=has_code("server-lag-exceeded", "server_max_lag is 1")):
-                        train_step(worker, version + 1)
-                    assert worker.train.version == version + 1
-                    clients.wait_for_tokens(num_drawn(url) - drawn_before + MIN_DISTINCT)
-                    reported.append((name, version_of(server)))
-        finally:
-            is_over.set()
-        sending.result()
-        clients.wait_for_all_but(0)
-        assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
-    replayed = [replay(f"{out}/v{number}", clients.streams) for number in range(publishes)]
-    return Run(clients.streams, replayed, reported, [])
-
-
-def compute_differently(model: str, url: str, out: str, changes: Values) -> str:
-    """Publish from trainers of the same shapes and other settings; return the error.
-
-    Without `changes`, the trainer changes after a publish.
-    """
-    os.environ[TOKEN] = SECRET
-    other = Path(out, "model")
-    shutil.copytree(model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, **changes}))
-    with ActorHybridWorker(config_of(str(other), [url], {}, release_weights=False)) as worker:
-        if not changes:
-            worker.sharding.enter(State.INFER)
-            worker.sharding.enter(State.TRAIN)
-            worker.train.chunks[0].module.decoder.final_layernorm.eps = 0.5
-        with pytest.raises(ComputationError) as caught:
-            worker.sharding.enter(State.INFER)
-        assert worker.sharding.state is State.TRAIN
-        with pytest.raises(ServerError, match="requests wait: worker 0 has weights whose computation"):
-            HttpServer(url, 60).post("resume")
-    (described,) = json.loads(HttpServer(url, 60).describe())["workers"]
-    assert described["reads"]["rms_norm_eps"]["is_number"], "trainers compare what vLLM's class reads"
-    return str(caught.value)
-
-
 def fail_to_publish(worker: ActorHybridWorker, owner: object, call: str) -> None:
     """Fail a publish. The trainer's weights must not change."""
     failing = mock.patch.object(owner, call, side_effect=MemoryError("no memory for 3 GB"))
@@ -446,70 +296,142 @@ def check_clients_without_token(served: Server) -> None:
         with pytest.raises(ServerError, match="invalid Invitation"):
             HttpServer(served.url, 60).init_weight_transfer_engine({"place": "nowhere"})
     lines = served.log.read_text().splitlines()[before:]
-    refused = [line for line in lines if "refused" in line]
-    assert len(refused) == len(FORBIDDEN_METHODS) + 1
-    assert len(lines) <= 2 * len(refused), lines  # vLLM's API server logs a line, too
+    refusals = [line for line in lines if "refused" in line]
+    assert len(refusals) == len(FORBIDDEN_METHODS) + 1
+    assert len(lines) <= 2 * len(refusals), lines  # vLLM's API server logs a line, too
 
 
-@pytest.fixture(scope="module")
-def outcomes(engines: Ranks, server: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Results of the small load in each mode, and of the other functions, on one rank.
-
-    Starting a rank takes seconds.
-    """
-    calls: dict[str, Call] = {
-        mode: (publish_under_load, (*server, mode, SMALL, str(tmp_path_factory.mktemp(mode)))) for mode in MODES
-    }
-    for name, changes in OTHER_SETTINGS.items():
-        calls[name] = (compute_differently, (*server, str(tmp_path_factory.mktemp("otherwise")), changes))
-    calls["off policy"] = (train_meanwhile, (*server, 5, str(tmp_path_factory.mktemp("off-policy"))))
-    return engines.launch_in_turn(1, calls, timeout=400)
-
-
+@on_engines(1, timeout=400)
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_in_flight_while_weights_change(outcomes: Outcomes, mode: str) -> None:
-    check(outcomes[mode][0], mode, SMALL)
+def test_requests_in_flight_while_weights_change(server: tuple[str, str], mode: str, tmp_path: Path) -> None:
+    """Publish while clients send requests. State comes from the server; nothing depends on time."""
+    model, url = server
+    os.environ[TOKEN] = SECRET
+    reported = []
+    drawn_without = []
+    api = HttpServer(url, 60)
+    new = streams_of(NUM_TOKENS)
+    half = NUM_REQUESTS // 2
+    api.pause("wait", clear_cache=True)  # earlier trainers may have left it generating
+    with ActorHybridWorker(config_of(model, [url], {}, server_pause=mode)) as worker, Clients(url) as clients:
+        drawn_before = num_drawn(url)
+        streams = clients.streams
+        send(clients, new, half)
+        for version in itertools.count():
+            are_enough = any(stream.is_in_flight for stream in streams)
+            is_last = version + 1 >= MIN_PUBLISHES * (1 if are_enough else 4)
+            with worker.rollout_context():
+                send(clients, new, NUM_REQUESTS - half)
+                clients.wait_for_all_but(0 if is_last else UNFINISHED)
+                name = version_of(api)
+                drawing = [stream for stream in clients.running() if stream.tokens]
+            with worker.train_context():
+                drawn = num_drawn(url) - drawn_before
+                clients.wait_for_tokens(drawn)
+                if mode != "keep":
+                    clients.wait_for_started()
+                for stream in drawing:
+                    stream.is_in_flight |= mode == "wait" or len(stream.tokens) < stream.num_tokens
+                for stream in streams:
+                    stream.arrived += [0] * (version - len(stream.arrived)) + [len(stream.tokens)]
+                reported.append((name, version_of(api)))
+                worker.save_hf_checkpoint(f"{tmp_path}/v{version}")
+                if not is_last:
+                    train_step(worker, version)
+                    clients.send_and_leave(next(new))
+                    send(clients, new, half)
+                drawn_without.append(max(num_drawn(url) - drawn_before, clients.num_tokens()) - drawn)
+            if is_last:
+                break
+    assert reported == [(str(number), NO_VERSION) for number in range(version + 1)]
+    assert drawn_without == [0] * len(reported), "tokens were generated after the weights had left"
+    assert len(streams) >= MIN_PUBLISHES * NUM_REQUESTS
+    check_versions(streams)
+    check_replay(streams, tmp_path, len(reported))
+    {"keep": check_kept, "wait": check_finished_first, "abort": check_aborted}[mode](streams)
+    assert any(stream.is_in_flight for stream in streams)
 
 
+@on_engines(1, timeout=400)
 @pytest.mark.parametrize("name", OTHER_SETTINGS)
-def test_a_server_with_other_settings_does_not_generate(outcomes: Outcomes, name: str) -> None:
-    error = outcomes[name][0]
-    assert "server 0 does not compute what the trainer computes" in error
-    assert "Settings that differ: " in error
+def test_a_server_with_other_settings_does_not_generate(server: tuple[str, str], name: str, tmp_path: Path) -> None:
+    """Publish from trainers of the same shapes and other settings."""
+    model, url = server
+    os.environ[TOKEN] = SECRET
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **OTHER_SETTINGS[name]}))
+    with ActorHybridWorker(config_of(str(other), [url], {}, release_weights=False)) as worker:
+        if name == "changed after a publish":
+            worker.sharding.enter(State.INFER)
+            worker.sharding.enter(State.TRAIN)
+            worker.train.chunks[0].module.decoder.final_layernorm.eps = 0.5
+        with pytest.raises(ComputationError, match=r"(?s)server 0 does not compute.*Settings that differ: "):
+            worker.sharding.enter(State.INFER)
+        assert worker.sharding.state is State.TRAIN
+        with pytest.raises(ServerError, match="requests wait: worker 0 has weights whose computation"):
+            HttpServer(url, 60).post("resume")
+    (described,) = json.loads(HttpServer(url, 60).describe())["workers"]
+    assert described["reads"]["rms_norm_eps"]["is_number"], "trainers compare what vLLM's class reads"
 
 
-def test_requests_continue_while_trainers_train(outcomes: Outcomes) -> None:
-    check_off_policy(outcomes["off policy"][0], 5)
+@on_engines(1, timeout=400)
+def test_requests_continue_while_trainers_train(server: tuple[str, str], tmp_path: Path) -> None:
+    """Requests continue from each version to the next, without a pause for training.
 
-
-def check_off_policy(run: Run, publishes: int) -> None:
-    """Check that requests continue from each version to the next, without a pause for training.
-
-    The server reports the version published last, also when the trainer is a step ahead.
+    The server reports the version published last, also when the trainer is a step ahead. A second
+    step is refused. Before the third publish two publishes fail: one before anything is written,
+    and one after.
     """
-    assert run.reported == [(str(version), str(version)) for version in range(publishes)]
-    check_replay(run)
-    check_kept(run)
-    assert {label for stream in run.streams for label in stream.labels} == set(range(publishes))
-    assert all(stream.labels == sorted(stream.labels) for stream in run.streams)
-    assert len({span[0] for stream in run.streams for span in stream.spans[1:]}) >= publishes // 2
+    model, url = server
+    reported = []
+    is_over = threading.Event()
+    api = HttpServer(url, 60)
+    drawn_before = num_drawn(url)
+    os.environ[TOKEN] = SECRET
+    config = config_of(model, [url], {}, release_weights=False, incremental="auto")
+    with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
+        # Twice the server's batch, so that it is never idle while this process is slow.
+        sending = pool.submit(clients.send_until, is_over, streams_of((LENGTH - 16, 200)), 16)
+        try:
+            for version in range(PUBLISHES_MEANWHILE):
+                if version == 2:
+                    fail_to_publish(worker, worker.train.weights, "prepare")
+                    assert version_of(api) == "1"
+                    clients.wait_for_tokens(num_drawn(url) - drawn_before + MIN_DISTINCT)
+                    fail_to_publish(worker, worker.sharding.offloader, "offload_parts")
+                    assert (version_of(api), api.get("is_paused")["is_paused"]) == (NO_VERSION, True)
+                    with pytest.raises(ServerError, match="requests wait: worker 0 has no weights"):
+                        api.post("resume")
+                with worker.rollout_context():
+                    name = version_of(api)
+                with worker.train_context():
+                    worker.save_hf_checkpoint(f"{tmp_path}/v{version}")
+                    train_step(worker, version)
+                    assert worker.train.version == version + 1
+                    with refused(StateError, "server-lag-exceeded", "server_max_lag is 1"):
+                        train_step(worker, version + 1)
+                    assert worker.train.version == version + 1
+                    clients.wait_for_tokens(num_drawn(url) - drawn_before + MIN_DISTINCT)
+                    reported.append((name, version_of(api)))
+        finally:
+            is_over.set()
+        sending.result()
+        clients.wait_for_all_but(0)
+        assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+    streams = clients.streams
+    assert reported == [(str(version), str(version)) for version in range(PUBLISHES_MEANWHILE)]
+    check_replay(streams, tmp_path, PUBLISHES_MEANWHILE)
+    check_kept(streams)
+    assert {label for stream in streams for label in stream.labels} == set(range(PUBLISHES_MEANWHILE))
+    assert all(stream.labels == sorted(stream.labels) for stream in streams)
+    assert len({span[0] for stream in streams for span in stream.spans[1:]}) >= PUBLISHES_MEANWHILE // 2
 
 
-def check(run: Run, mode: str, load: Load) -> None:
-    assert len(run.reported) >= load.publishes
-    assert len(run.streams) >= load.publishes * load.requests
-    check_versions(run)
-    check_replay(run)
-    {"keep": check_kept, "wait": check_finished_first, "abort": check_aborted}[mode](run)
-    assert len(run.in_flight) >= load.in_flight
-
-
-def check_versions(run: Run) -> None:
-    """Check that each token's version was published, and that none was generated without
-    weights."""
-    assert run.reported == [(str(version), NO_VERSION) for version in range(len(run.reported))]
-    assert run.drawn_without == [0] * len(run.reported)
-    for stream in run.streams:
+def check_versions(streams: Sequence[Stream]) -> None:
+    """Check that each token has one version, the one that was published when it arrived."""
+    for stream in streams:
         assert stream.is_done
         starts = [start for _, start, _ in stream.spans]
         ends = [end for _, _, end in stream.spans]
@@ -517,13 +439,13 @@ def check_versions(run: Run) -> None:
         assert stream.labels == stream.rollouts
 
 
-def check_replay(run: Run) -> None:
+def check_replay(streams: Sequence[Stream], checkpoints: Path, number: int) -> None:
     """Check that only the weights of its version reproduce a token's log-probability."""
-    for number, stream in enumerate(run.streams):
+    replayed = [replay(f"{checkpoints}/v{version}", streams) for version in range(number)]
+    for stream, *by_version in zip(streams, *replayed, strict=True):
         received = torch.tensor(stream.log_probs, dtype=torch.float32)
         assert len(received) == len(stream.tokens)
         for label, start, end in stream.spans:
-            by_version = [version_results[number] for version_results in run.replayed]
             fits = [
                 version
                 for version, (drawn, _) in enumerate(by_version)
@@ -535,25 +457,27 @@ def check_replay(run: Run) -> None:
             assert stream.temperature or torch.all(drawn[start:end] > likeliest[start:end] - TOLERANCE)
 
 
-def check_kept(run: Run) -> None:
+def check_complete(streams: Sequence[Stream]) -> None:
+    assert {stream.finish_reason for stream in streams} == {"length"}
+    assert all(len(stream.tokens) == stream.num_tokens for stream in streams)
+
+
+def check_kept(streams: Sequence[Stream]) -> None:
     """Check that all are complete, and that those in flight continued with the next weights."""
-    assert {stream.finish_reason for stream in run.streams} == {"length"}
-    assert all(len(stream.tokens) == stream.num_tokens for stream in run.streams)
-    assert all(len(stream.spans) > 1 for stream in run.in_flight)
+    check_complete(streams)
+    assert all(len(stream.spans) > 1 for stream in streams if stream.is_in_flight)
 
 
-def check_finished_first(run: Run) -> None:
+def check_finished_first(streams: Sequence[Stream]) -> None:
     """Check that all are complete, each with the weights with which it began."""
-    assert {stream.finish_reason for stream in run.streams} == {"length"}
-    assert all(len(stream.tokens) == stream.num_tokens for stream in run.streams)
-    assert all(len(stream.spans) == 1 for stream in run.streams)
+    check_complete(streams)
+    assert all(len(stream.spans) == 1 for stream in streams)
 
 
-def check_aborted(run: Run) -> None:
+def check_aborted(streams: Sequence[Stream]) -> None:
     """Check that requests in flight ended early, and that waiting ones were completed."""
-    aborted = [stream for stream in run.streams if stream.finish_reason == "abort"]
-    assert {stream.finish_reason for stream in run.streams} == {"length", "abort"}
-    assert all(len(stream.tokens) == stream.num_tokens for stream in run.streams if stream not in aborted)
+    aborted = [stream for stream in streams if stream.finish_reason == "abort"]
+    check_complete([stream for stream in streams if stream not in aborted])
     assert all(len(stream.tokens) < stream.num_tokens for stream in aborted)
-    assert all(len(stream.spans) <= 1 for stream in run.streams)
+    assert all(len(stream.spans) <= 1 for stream in streams)
     assert any(stream.tokens for stream in aborted)

@@ -117,7 +117,7 @@ def checksums(server: HttpServer) -> dict[str, str]:
     """
     if not has_route(server, "weight_checker"):
         return {}
-    sums: dict[str, str] = server.post("weight_checker", {"action": "checksum"})["checksums"]
+    sums = server.post("weight_checker", {"action": "checksum"})["checksums"]
     return sums
 
 

@@ -27,7 +27,7 @@ from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.serving.roles import NoInference, NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 CPU = torch.device("cpu")
 
@@ -126,5 +126,5 @@ def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch
     ],
 )
 def test_invalid_servers_are_refused(job: Job, servers: tuple[object, ...], code: str) -> None:
-    with pytest.raises(ConfigError, check=has_violations(("servers", code))):
+    with violated(ConfigError, ("servers", code)):
         publisher_of(job, *servers)
