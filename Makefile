@@ -21,7 +21,6 @@ STOP_SECONDS ?= 600
 $(if $(filter megatron fsdp2,$(TRAINER)),,$(error TRAINER is megatron or fsdp2, not '$(TRAINER)'))
 CONFIG       ?= examples/gpt_rl/configs/$(if $(filter fsdp2,$(TRAINER)),fsdp2_to_dp,tp2_to_dp2).yaml
 OUT          ?= runs/gpt_rl$(if $(filter fsdp2,$(TRAINER)),_fsdp2)
-FAULTS_JSON  ?= runs/faults.jsonl
 PY           := $(or $(PYTHON_ENV),$(VENV))/bin/python
 READY        := $(if $(PYTHON_ENV),,$(VENV)/.installed-project)
 MARKER       := $(VENV)/.made-by-make
@@ -49,10 +48,8 @@ test: lint ## Check style, formatting and types, then run the tests (but for tes
 	$(PYTEST) $(PYTEST_ARGS)
 test-fast: $(READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS)
-test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
-	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
-	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
-	    tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
+test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures
+	$(PYTEST) -m faults $(PYTEST_ARGS) tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
 test-long: $(READY) ## What takes minutes: servers in more families, changed config.json files, whole runs of examples
 	$(PYTEST) -m long $(PYTEST_ARGS) tests
 test-mutants: $(READY) ## Change the engine line by line, and require tests to notice (ONLY=text, KIND=hand or syntax)

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,8 +60,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _wrap(module: ModuleType, fault: Fault, happened: Path) -> None:
     *owners, name = fault.function.split(".")
-    owner: Any = functools.reduce(getattr, owners, module)
-    function: Callable[..., Any] = getattr(owner, name)
+    owner = functools.reduce(getattr, owners, module)
+    function = getattr(owner, name)
     calls = itertools.count(1)
 
     @functools.wraps(function)

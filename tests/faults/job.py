@@ -18,6 +18,7 @@ from typing import Any
 from examples.gpt_rl.train import run_files
 from tests.examples.launched import short_config
 from tests.faults.running import Outcome, Running
+from tests.harness.values import Values
 
 FAULT_VARIABLE = "FAULTY_TRAIN_FAULT"
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -123,5 +124,5 @@ class Job:
         progress = run_files(self.out).progress()
         return -1 if progress is None else progress.step
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Values]:
         return run_files(self.out).metrics.rows()

@@ -118,7 +118,6 @@ class Trainers:
             self._ends.set()
             for rank in self._ranks:
                 rank.end(1 if self._has_lost else 10)
-            assert self._ended is not None
             (self._directory / "output.txt").write_text(self._ended.result().output)
             self._pool.shutdown()
 
@@ -153,14 +152,11 @@ class Trainers:
             raise AssertionError(f"ranks {waiting} did not {action} within {seconds} s")
         return [Result(**json.loads(path.read_text())) if path.exists() else None for path in paths]
 
-    def seconds_to_end(self, rank: int, seconds: float) -> float | None:
-        """Return the time until a rank has ended; None if it does not end within `seconds`."""
-        started = time.monotonic()
-        while time.monotonic() < started + seconds:
-            if not self._is_alive(rank):
-                return time.monotonic() - started
+    def wait_for_end(self, rank: int, seconds: float) -> None:
+        """Wait until a rank has ended, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._is_alive(rank) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return None
 
     def _is_alive(self, rank: int) -> bool:
         if self._ended is not None and self._ended.done():

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.conftest import SHARED_MEMORY, is_mapped
 from tests.harness.launch import REPO_ROOT
@@ -72,15 +71,6 @@ class Outcome:
         if starts:
             return "\n".join(before[starts[0] :])
         return next((lines[number] for number in reports if "failed (exitcode" in lines[number]), "")
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "seconds": _rounded(self.seconds),
-            "seconds_to_message": _rounded(self.seconds_to_message),
-            "status": self.status,
-            "message": self.message,
-            "leftovers": self.leftovers,
-        }
 
 
 class Running:
@@ -208,10 +198,6 @@ class Running:
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(_POLL_INTERVAL)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)
 
 
 @functools.cache

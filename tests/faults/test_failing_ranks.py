@@ -122,23 +122,19 @@ def check(outcome: Outcome, fault: Fault, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), [(name, where) for name, kind in KINDS.items() for where in kind.faults])
-def test_the_job_ends_after_a_fault(jobs: dict[str, Job], name: str, where: str, record: Callable[..., None]) -> None:
+def test_the_job_ends_after_a_fault(jobs: dict[str, Job], name: str, where: str) -> None:
     job = jobs[name]
     fault = KINDS[name].faults[where]
     before = job.iteration
     outcome = job.run(fault)
-    record(fault=f"rank 1 {name}: {where}", **outcome.row(), resumed=job.iteration > before)
     check(outcome, fault, KINDS[name])
     assert job.iteration > before or fault.call == 1 or name == "stopped", outcome.terminal
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_run_can_be_finished_after_faults(
-    jobs: dict[str, Job], tmp_path: Path, name: str, record: Callable[..., None]
-) -> None:
+def test_the_run_can_be_finished_after_faults(jobs: dict[str, Job], tmp_path: Path, name: str) -> None:
     last = len(jobs[name].rows()) + 1
     outcome = jobs[name].run(None, f"rl_config.iterations={last}")
-    record(fault=f"none, after rank 1 was {name}", **outcome.row(), resumed=outcome.status == 0)
     assert outcome.status == 0, outcome.terminal
     assert outcome.leftovers == [], outcome.terminal
     rows = jobs[name].rows()
@@ -150,8 +146,7 @@ def test_the_run_can_be_finished_after_faults(
             assert {key: row[key] for key in RESULTS} == {key: expected[key] for key in RESULTS}
 
 
-def test_the_job_ends_if_a_rank_is_killed_while_decoding(tmp_path: Path, record: Callable[..., None]) -> None:
+def test_the_job_ends_if_a_rank_is_killed_while_decoding(tmp_path: Path) -> None:
     """The other rank waits inside vLLM for shared memory."""
     outcome = Job(tmp_path, generate=TP2).run(KILLED_WHILE_DECODING)
-    record(fault="rank 1 killed: decoding with TP 2", **outcome.row())
     check(outcome, KILLED_WHILE_DECODING, KINDS["killed"])

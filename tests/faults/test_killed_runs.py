@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,14 +25,13 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl.run_files import RunFiles
 from tests.faults.running import Outcome, Running
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 CODE = (REPO_ROOT / "examples" / "one_call.py").read_text()
 STEPS = "steps=8,"
 OUT = '"runs/even"'
-NUM_STEPS = 12
-LONGER = f"steps={NUM_STEPS}, save_every=2, kl_coefficient=0.01,"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SECONDS_TO_END = 120
 MEASURED = ("seconds", "rss_bytes", "peak_bytes")
@@ -115,85 +113,118 @@ def run_and_kill(
 
 
 class KilledJob:
-    """The job of examples/one_call.py in one directory."""
+    """A job that is killed and started again, by these methods of subclasses.
 
-    def __init__(self, directory: Path, number: int) -> None:
-        self.directory = directory
-        self.out = directory / f"run-{number}"
-        self.files = RunFiles(self.out)
-        self._script = directory / f"rl-{number}.py"
-        self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
+    run(kill)                        starts and kills it; returns the outcome and whether it was still running
+    rows()                           rows without measurements of time and memory
+    faults(outcome, is_killed=...)   descriptions of wrong behaviour after a start
+
+    Attributes:
+        num_steps: number of its rows.
+        seconds_of_row: time after a row in which most kills are.
+        newest: last step from which the next start may go on.
+    """
+
+    num_steps: int
+    seconds_of_row: float
+    newest = 0
+
+    def start_over(self) -> None:
+        """Forget a finished run."""
+
+
+class ResumedJob(KilledJob):
+    """The job of examples/one_call.py; each of its runs has a directory."""
+
+    num_steps = 12
+    seconds_of_row = 2
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = -1
+        self.start_over()
+
+    def start_over(self) -> None:
+        self._number += 1
+        self._out = self._directory / f"run-{self._number}"
+        self._files = RunFiles(self._out)
+        self._newest_before = 0
+        self._script = self._directory / f"rl-{self._number}.py"
+        longer = f"steps={self.num_steps}, save_every=2, kl_coefficient=0.01,"
+        self._script.write_text(CODE.replace(STEPS, longer).replace(OUT, repr(str(self._out))))
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
-        """Start the job and kill it; return the outcome and whether it was still running."""
+        self._newest_before = self.newest
         script = str(self._script)
-        return run_and_kill([*TORCHRUN, script], self.directory, script, lambda: len(self.files.metrics.rows()), kill)
+        return run_and_kill([*TORCHRUN, script], self._directory, script, lambda: len(self.rows()), kill)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows without measurements of time and memory."""
-        rows = self.files.metrics.rows()
+    def rows(self) -> list[Values]:
+        rows = self._files.metrics.rows()
         return [{key: value for key, value in row.items() if not key.endswith(MEASURED)} for row in rows]
 
+    @property
     def newest(self) -> int:
-        progress = self.files.progress()
+        progress = self._files.progress()
         return 0 if progress is None else progress.step
 
+    def faults(self, outcome: Outcome, *, is_killed: bool) -> list[str]:
+        wrong = []
+        if refused := REFUSED.search(outcome.terminal):
+            wrong.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
+        if incomplete := [path.name for path in self._out.rglob("*.incomplete")] if not is_killed else []:
+            wrong.append(f"left {incomplete}")
+        if self.newest < self._newest_before:
+            wrong.append(f"its checkpoint is of step {self.newest}, it was {self._newest_before}")
+        if self._out.exists() and not _is_unlocked(self._files):
+            wrong.append("left its lock")
+        return wrong
 
-def kill_runs(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+
+def kill_job(job: KilledJob, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+    """Kill the job `num_kills` times; it finishes now and then, and in the end."""
     findings = Findings()
     chance = random.Random(seed)
-    job = KilledJob(directory, 0)
+    random.seed(seed)
     outcome, _ = job.run(NEVER)
     whole = job.rows()
-    longest = outcome.total_seconds
-    assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
-    log(f"a run without kills: {longest:.0f} s")
-    random.seed(seed)
-    while findings.kills.total() < num_kills:
-        job = KilledJob(directory, findings.whole + 1)
-        is_killed = True
-        while is_killed:
-            is_last = findings.kills.total() >= num_kills
-            before = job.newest()
-            kill = NEVER if is_last else Kill.at_random(chance, longest, min(before + 1, NUM_STEPS), NUM_STEPS, 2)
-            outcome, is_killed = job.run(kill)
-            wrong = _faults(job, outcome, before, is_killed=is_killed)
-            ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
-            log(f"{ended}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
-            if wrong and not is_killed:
+    assert (outcome.status, len(whole)) == (0, job.num_steps), outcome.terminal
+    log(f"a run without kills: {outcome.total_seconds:.0f} s")
+    job.start_over()
+    is_killed = True
+    while is_killed or findings.kills.total() < num_kills:
+        first_row = min(job.newest + 1, job.num_steps)
+        kill = NEVER
+        if findings.kills.total() < num_kills:
+            kill = Kill.at_random(chance, outcome.total_seconds, first_row, job.num_steps, job.seconds_of_row)
+        ended, is_killed = job.run(kill)
+        rows = job.rows()
+        wrong = job.faults(ended, is_killed=is_killed)
+        if not is_killed and ended.status != 0:
+            wrong.append(f"ended with {ended.status}: {ended.terminal[-2000:]}")
+        if ended.leftovers:
+            wrong.append(f"left {ended.leftovers}")
+        if rows != whole[: len(rows) if is_killed else None]:
+            wrong.append(f"has other rows than a run that was not killed: {rows}")
+        how = findings.add(kill, len(rows), wrong, is_killed=is_killed)
+        log(f"{how}; checkpoint {job.newest}, {len(rows)} rows; {wrong or 'well'}")
+        if not is_killed:
+            findings.whole += 1
+            if wrong:
                 break
-        findings.whole += 1
-        if job.rows() != whole:
-            findings.wrong.append(f"rows of run {findings.whole} differ from those of an undisturbed run")
+            job.start_over()
     return findings
 
 
-def _faults(job: KilledJob, outcome: Outcome, before: int, *, is_killed: bool) -> list[str]:
-    """Return descriptions of wrong behaviour after a start."""
-    wrong = []
-    if not is_killed and outcome.status != 0:
-        wrong.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
-    if refused := REFUSED.search(outcome.terminal):
-        wrong.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
-    if outcome.leftovers:
-        wrong.append(f"left {outcome.leftovers}")
-    if incomplete := [path.name for path in job.out.rglob("*.incomplete")] if not is_killed else []:
-        wrong.append(f"left {incomplete}")
-    if job.newest() < before:
-        wrong.append(f"its checkpoint is of step {job.newest()}, it was {before}")
-    if [row["step"] for row in job.rows()] != list(range(1, len(job.rows()) + 1)):
-        wrong.append(f"rows of steps {[row['step'] for row in job.rows()]}")
-    if job.out.exists() and not _is_unlocked(job):
-        wrong.append("left its lock")
-    return wrong
+def kill_runs(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+    return kill_job(ResumedJob(directory), num_kills, seed, log)
 
 
-def _is_unlocked(job: KilledJob, patience: float = 20) -> bool:
+def _is_unlocked(files: RunFiles, patience: float = 20) -> bool:
     """Return whether the run's lock becomes free: a killed process closes its files late."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            job.files.lock().close()
+            files.lock().close()
         except ConfigError:
             if time.monotonic() > deadline:
                 return False
@@ -207,13 +238,9 @@ Kills = Callable[[Path, int, int, Callable[[str], None]], Findings]
 """Kills in a directory: their number, a seed, and what gets a line per start."""
 
 
-def check_kills(
-    kill: Kills, what: str, directory: Path, record: Callable[..., None], num_kills: int = NUM_KILLS
-) -> None:
-    """Kill a few times, record it, and assert that nothing was wrong."""
+def check_kills(kill: Kills, directory: Path, num_kills: int = NUM_KILLS) -> None:
+    """Kill a few times, and assert that nothing was wrong."""
     findings = kill(directory, num_kills, 1, print)
-    fault = f"{findings.kills.total()} kills of {what}"
-    record(fault=fault, message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
     assert findings.kills.total() == num_kills
 
@@ -224,8 +251,8 @@ def kill_often(kill: Kills, num_kills: str = "60", seed: str = "1") -> None:
         print(kill(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
 
 
-def test_every_killed_run_resumes(tmp_path: Path, record: Callable[..., None]) -> None:
-    check_kills(kill_runs, "one_call.py", tmp_path, record)
+def test_every_killed_run_resumes(tmp_path: Path) -> None:
+    check_kills(kill_runs, tmp_path)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,8 @@ def kill_saves(directory: Path, num_kills: int, seed: int, log: Callable[[str], 
 
 @pytest.mark.parametrize("num_kills", [6, pytest.param(60, marks=pytest.mark.faults)])
 @pytest.mark.ranks
-def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, record: Callable[..., None], num_kills: int
-) -> None:
-    check_kills(kill_saves, "a save", tmp_path, record, num_kills)
+def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, num_kills: int) -> None:
+    check_kills(kill_saves, tmp_path, num_kills)
 
 
 if __name__ == "__main__":

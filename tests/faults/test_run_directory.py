@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +33,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp("directory"))
 
 
-def test_a_second_job_ends_and_the_first_continues(job: Job, record: Callable[..., None]) -> None:
+def test_a_second_job_ends_and_the_first_continues(job: Job) -> None:
     run = run_files(job.out)
     with job.started() as first:
         wait_until(lambda: len(run.metrics.rows()) > 1, SECONDS_TO_START)
         logs = {path: path.read_text() for path in job.out.glob("log-rank*.txt")}
         second = job.run(None, "--no-resume")
-        record(fault="a second job in the same directory", **second.row(), seconds_in_all=round(second.total_seconds))
         rows = len(run.metrics.rows())
         wait_until(lambda: len(run.metrics.rows()) > rows, SECONDS_TO_START)
         first.launcher.send_signal(signal.SIGINT)
@@ -54,7 +53,7 @@ def test_a_second_job_ends_and_the_first_continues(job: Job, record: Callable[..
     assert "Stopped after iteration" in first.outcome().terminal
 
 
-def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None]) -> None:
+def test_ranks_end_with_a_killed_torchrun(job: Job) -> None:
     run = run_files(job.out)
     before = len(run.metrics.rows())
     with job.started() as running:
@@ -65,13 +64,12 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
         seconds = time.monotonic() - started
     outcome = running.outcome()
     again = job.run(None, f"rl_config.iterations={len(run.metrics.rows())}")
-    record(fault="SIGKILL of torchrun", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=again.status == 0)
     assert seconds < 10
     assert outcome.leftovers == []
     assert again.status == 0, again.terminal
 
 
-def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]) -> None:
+def test_ctrl_c_waits_for_a_long_iteration(job: Job) -> None:
     """A rank is stopped in an iteration for longer than torchrun's default timeout."""
     run = run_files(job.out)
     before = run.progress().step
@@ -82,18 +80,16 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
         os.kill(stopped_process(running.processes()), signal.SIGCONT)
         running.wait(SECONDS_TO_START)
     outcome = running.outcome()
-    record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().step == before + 2)
     assert run.progress().step == before + 2
     assert f"Stopped after iteration {before + 2}; the same command resumes" in outcome.terminal
     assert outcome.leftovers == []
 
 
-def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Callable[..., None]) -> None:
+def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path) -> None:
     """The disk fills up while a checkpoint is written; later there is space again."""
     job = Job(tmp_path, out=checkpoints_disk / "run")
     run = run_files(job.out)
     outcome = job.run()
-    record(fault="the disk fills up while a checkpoint is written", **outcome.row())
     assert outcome.status == 1
     assert outcome.leftovers == []
     assert "no space left on device" in outcome.terminal
@@ -124,9 +120,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize("damage", ["latest", "progress.json", "__1_0.distcp"])
-def test_a_damaged_directory_is_refused_unchanged(
-    trained: Job, tmp_path: Path, damage: str, record: Callable[..., None]
-) -> None:
+def test_a_damaged_directory_is_refused_unchanged(trained: Job, tmp_path: Path, damage: str) -> None:
     """The error names the damaged file."""
     if not trained.rows():
         assert trained.run(None, "rl_config.iterations=1").status == 0
@@ -139,20 +133,18 @@ def test_a_damaged_directory_is_refused_unchanged(
         _flip_bytes(path)
     before = _files(copy.out)
     outcome = copy.run(None, "rl_config.iterations=2")
-    record(fault=f"damaged: {damage}", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
     assert outcome.status not in (0, None), outcome.terminal
     assert damage in outcome.terminal, outcome.terminal
     assert _files(copy.out) == before, "something was changed"
 
 
-def test_too_small_shared_memory_is_reported_before_vllm_is_built(tmp_path: Path, record: Callable[..., None]) -> None:
+def test_too_small_shared_memory_is_reported_before_vllm_is_built(tmp_path: Path) -> None:
     """If vLLM's kernels for this CPU do not use shared memory, it suffices."""
     if not can_mount():
         pytest.skip("this user may not mount a small /dev/shm")
     small = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     job = Job(tmp_path, generate={"infer_tensor_parallel_size": 2}, prefix=small)
     outcome = job.run(None, "rl_config.iterations=1")
-    record(fault="/dev/shm of 1 MB", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
     assert outcome.leftovers == []
     if not _kernels_share_memory():
         assert outcome.status == 0, outcome.terminal

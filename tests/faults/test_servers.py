@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Servers:
         model, *arguments = self._arguments
         directory = self.directory / f"server{self._number}"
         self._number += 1
-        options: Values = {"environment": faulty(self.directory), "port": self._port}
+        options = {"environment": faulty(self.directory), "port": self._port}
         self.now = self._ends.enter_context(serving(model, directory, *FILLED, *PLAIN, *arguments, **options))
         self._port = int(self.now.url.rpartition(":")[2])
         return self.now
@@ -118,7 +118,7 @@ class Pairs:
         return self._pair
 
     def close(self) -> None:
-        pids: list[int] = [] if self._pair is None else self._pair.trainers.pids
+        pids = [] if self._pair is None else self._pair.trainers.pids
         self._pair = None
         with contextlib.suppress(AssertionError):  # The trainers may be broken.
             self._ends.close()
@@ -187,8 +187,7 @@ def processes_of(session: int) -> list[int]:
 
 def status_of(server: Server) -> Values:
     """Return replies of a server before and after a resume, and whether it draws tokens."""
-    started = time.monotonic()
-    status: Values = {}
+    status = {}
     queries = (("GET", "weight_info"), ("GET", "is_paused"))
     for method, route in (*queries, ("POST", "resume"), *queries):
         try:
@@ -200,14 +199,13 @@ def status_of(server: Server) -> Values:
                 status[key] = next(iter(response.json().values()))
         except requests.RequestException as error:
             status[route] = type(error).__name__
-    status["seconds"] = round(time.monotonic() - started, 1)
     status["draws"] = draws_tokens(server)
     return status
 
 
 def draws_tokens(server: Server) -> bool | str:
     """Return True for a completion, False if the server does not respond, or else the error."""
-    body: Values = {"prompt": [40, 41], "max_tokens": 2, "temperature": 0.0}
+    body = {"prompt": [40, 41], "max_tokens": 2, "temperature": 0.0}
     try:
         response = requests.post(f"{server.url}/v1/completions", json=body, timeout=NO_TOKENS)
         return True if response.ok else response.text[:200]
@@ -218,7 +216,7 @@ def draws_tokens(server: Server) -> bool | str:
 
 
 def rows_of(results: list[Result | None]) -> list[Any]:
-    """Return the results for the record."""
+    """Return the results in short."""
     return [None if result is None else [result.error, result.seconds, result.text[-400:]] for result in results]
 
 
@@ -264,25 +262,19 @@ def check_whole_or_silent(status: Values) -> None:
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("who", PROCESSES)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_process_of_the_server_fails(
-    pair: Pair, record: Callable[..., None], moment: str, who: str, how: str
-) -> None:
-    fault = Fault(moment, how, pids=pair.servers.pids(who))
-    results = publish_twice(pair, record, f"{moment}, {who}, {how}", how, fault)
+def test_a_process_of_the_server_fails(pair: Pair, moment: str, who: str, how: str) -> None:
+    results = publish_twice(pair, how, Fault(moment, how, pids=pair.servers.pids(who)))
     check_failed(results, KILLED if how == "kill" and who == "Worker" else STOPPED)
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "stop"])
-def test_a_worker_fails_in_its_commit(pair: Pair, record: Callable[..., None], how: str) -> None:
+def test_a_worker_fails_in_its_commit(pair: Pair, how: str) -> None:
     fail_in_commit(pair.servers.directory, how)
-    results = publish_twice(pair, record, f"commit, Worker, {how}", how)
     # Trainers that have passed the fence wait in the next agreement for the process that ended.
-    check_failed(results, KILLED if how == "raise" else STOPPED)
+    check_failed(publish_twice(pair, how), KILLED if how == "raise" else STOPPED)
 
 
-def publish_twice(
-    pair: Pair, record: Callable[..., None], name: str, how: str, fault: Fault | None = None
-) -> list[Result | None]:
+def publish_twice(pair: Pair, how: str, fault: Fault | None = None) -> list[Result | None]:
     """Return the results of a publish in which the server fails.
 
     Checks that the next publish succeeds, to a new server if the old one is gone.
@@ -290,33 +282,23 @@ def publish_twice(
     servers = pair.servers
     trainers = pair.trainers
     check_well(trainers.do("train"))
-    names = {path.name for path in SHARED_MEMORY.iterdir()}
-    server = servers.now
     stopped = servers.pids("Worker") if fault is None else fault.pids
     results = trainers.do("publish", fault)
-    row: Values = {"fault": name, "trainers": rows_of(results)}
-    try:
-        if how == "kill":
-            time.sleep(5)  # vLLM ends its remaining processes.
-            row["processes left"] = sorted(server.processes())
+    status = None
+    if how == "kill":
+        time.sleep(5)  # vLLM ends its remaining processes.
+        servers.renew()
+    else:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        status = status_of(servers.now)
+        if not servers.is_up():
+            status = None
             servers.renew()
-            row["left by vLLM"] = left_in_shared_memory(names)
-        else:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-            row["server"] = status_of(server)
-            if not servers.is_up():
-                row["renewed"] = True
-                servers.renew()
-        started = time.monotonic()
-        check_well(trainers.do("train"))
-        again = trainers.do("publish")
-        row["next publish"] = [rows_of(again), round(time.monotonic() - started, 1)]
-    finally:
-        print(row)
-        record(**row)
-    if "server" in row and "renewed" not in row:
-        check_whole_or_silent(row["server"])
+    check_well(trainers.do("train"))
+    again = trainers.do("publish")
+    if status is not None:
+        check_whole_or_silent(status)
     check_published(pair, again)
     check_well(trainers.do("withdraw"))
     pair.is_well = True
@@ -324,26 +306,26 @@ def publish_twice(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_trainer_raises(pair: Pair, record: Callable[..., None], rank: int) -> None:
+def test_a_trainer_raises(pair: Pair, rank: int) -> None:
     """Both trainers raise at once and stay connected; the server survives without weights."""
     check_well(pair.trainers.do("train"))
     results = pair.trainers.do("publish", Fault("within", "raise", rank))
     status = status_of(pair.servers.now)
-    again = pair.trainers.do("publish")
-    row = {
-        "fault": f"within, trainer {rank}, raise",
-        "trainers": rows_of(results),
-        "server": status,
-        "next": rows_of(again),
-    }
-    print(row)
-    record(**row)
-    check_published(pair, again)
+    check_published(pair, pair.trainers.do("publish"))
     check_well(pair.trainers.do("withdraw"))
     pair.is_well = True
     check_whole_or_silent(status)
     check_failed(results, KILLED)
     assert all("no memory for 3 GB" in str(result) for result in results)
+
+
+@pytest.fixture
+def free_server(servers: Servers, pairs: Pairs) -> Server:
+    """The running server, without trainers that occupy it."""
+    pairs.close()
+    if not servers.is_up():
+        servers.renew()
+    return servers.now
 
 
 LOST = [
@@ -356,46 +338,24 @@ LOST = [
 
 @pytest.mark.parametrize(("action", "moment", "how", "rank"), LOST)
 def test_a_trainer_is_lost(
-    model: str,
-    servers: Servers,
-    pairs: Pairs,
-    tmp_path: Path,
-    record: Callable[..., None],
-    rank: int,
-    moment: str,
-    how: str,
-    action: str,
+    model: str, servers: Servers, free_server: Server, tmp_path: Path, rank: int, moment: str, how: str, action: str
 ) -> None:
     """The other trainer ends; the server survives and accepts the weights of new trainers."""
-    pairs.close()  # Their trainers occupy the server.
-    if not servers.is_up():
-        servers.renew()
-    server = servers.now
-    processes = server.processes()
-    row: Values = {"fault": f"{moment}, trainer {rank}, {how}, {action}"}
-    try:
-        with Trainers(tmp_path / "lost", model, server.url) as trainers:
-            pair = Pair(servers, trainers)
-            if action == "withdraw":
-                check_published(pair, trainers.do("publish"))
-            results = trainers.do(action, Fault(moment, how, rank))
-            row["trainers"] = rows_of(results)
-            row["other ends after"] = trainers.seconds_to_end(1 - rank, 2 * STOPPED)
-            row["server"] = status_of(server)
-        row["server at last"] = status_of(server)
-        pids = trainers.pids
-        row["same processes"] = server.processes() == processes
-        with Trainers(tmp_path / "new", model, server.url) as others:
-            Pair(servers, others)
-            row["next publish"] = "well"
-    finally:
-        print(row)
-        record(**row)
-    assert [left for pid in pids for left in processes_of(pid)] == []
-    assert row["same processes"]
-    assert row["next publish"] == "well"
-    check_whole_or_silent(row["server"])
-    check_whole_or_silent(row["server at last"])
+    processes = free_server.processes()
+    with Trainers(tmp_path / "lost", model, free_server.url) as trainers:
+        pair = Pair(servers, trainers)
+        if action == "withdraw":
+            check_published(pair, trainers.do("publish"))
+        results = trainers.do(action, Fault(moment, how, rank))
+        trainers.wait_for_end(1 - rank, 2 * STOPPED)
+        beside_the_lost = status_of(free_server)
+    at_last = status_of(free_server)
+    assert [left for pid in trainers.pids for left in processes_of(pid)] == []
+    assert free_server.processes() == processes
+    with Trainers(tmp_path / "new", model, free_server.url) as others:
+        Pair(servers, others)
+    check_whole_or_silent(beside_the_lost)
+    check_whole_or_silent(at_last)
     other = results[1 - rank]
     if other is not None:  # Otherwise a thread of it ended it and reported the reason.
         assert other.error, other
@@ -403,66 +363,38 @@ def test_a_trainer_is_lost(
 
 
 def test_new_trainers_fail_after_taking_the_weights_of_a_running_server(
-    model: str, servers: Servers, pairs: Pairs, tmp_path: Path, record: Callable[..., None]
+    model: str, servers: Servers, free_server: Server, tmp_path: Path
 ) -> None:
     """New trainers withdraw the weights of killed trainers from the running server, then fail."""
-    pairs.close()  # Their trainers occupy the server.
-    if not servers.is_up():
-        servers.renew()
-    server = servers.now
-    row: Values = {"fault": "rollout, all trainers, kill; within, new trainer 1, raise"}
-    try:
-        with Trainers(tmp_path / "lost", model, server.url) as trainers:
-            pair = Pair(servers, trainers)
-            check_published(pair, trainers.do("publish"))
-            for pid in trainers.pids:
-                os.kill(pid, signal.SIGKILL)
-            row["left alone"] = status_of(server)
-        with Trainers(tmp_path / "new", model, server.url) as others:
-            check_well(others.do("train"))
-            results = others.do("publish", Fault("within", "raise", 1))
-            row["trainers"] = rows_of(results)
-            row["draws"] = draws_tokens(server)
-            row["server"] = status_of(server)
-            again = others.do("publish")
-            row["next publish"] = rows_of(again)
-            others.do("withdraw")
-    finally:
-        print(row)
-        record(**row)
-    assert row["left alone"]["resume"][0] == 200
-    check_whole_or_silent(row["left alone"])
-    assert row["draws"] is False
-    check_whole_or_silent(row["server"])
-    check_failed(results, KILLED)
-    check_well(again)
+    with Trainers(tmp_path / "lost", model, free_server.url) as trainers:
+        check_published(Pair(servers, trainers), trainers.do("publish"))
+        for pid in trainers.pids:
+            os.kill(pid, signal.SIGKILL)
+        left_alone = status_of(free_server)
+    assert left_alone["resume"][0] == 200
+    check_whole_or_silent(left_alone)
+    with Trainers(tmp_path / "new", model, free_server.url) as others:
+        check_well(others.do("train"))
+        results = others.do("publish", Fault("within", "raise", 1))
+        assert draws_tokens(free_server) is False
+        check_whole_or_silent(status_of(free_server))
+        check_failed(results, KILLED)
+        check_well(others.do("publish"))
+        others.do("withdraw")
 
 
-def test_one_of_two_workers_raises(model: str, tmp_path: Path, record: Callable[..., None]) -> None:
+def test_one_of_two_workers_raises(model: str, tmp_path: Path) -> None:
     """Later replies of the workers belong to later requests of the engine core."""
     servers = Servers(model, tmp_path, "--tensor-parallel-size", "2")
-    row: Values = {"fault": "commit, one of two Workers, raise"}
-    try:
-        with Trainers(tmp_path / "trainers", model, servers.now.url) as trainers:
-            Pair(servers, trainers)
-            fail_in_commit(tmp_path, "raise")
-            results = trainers.do("publish")
-            row["trainers"] = rows_of(results)
-            row["server"] = status_of(servers.now)
-            again = trainers.do("publish")
-            row["next publish"] = rows_of(again)
-            row["checksums"] = [checksums(servers.now) for _ in range(3)]
-            row["withdrawn"] = rows_of(trainers.do("withdraw"))
-            row["server then"] = status_of(servers.now)
-    finally:
-        print(row)
-        record(**row)
-        servers.close()
-    check_failed(results, KILLED)
-    check_whole_or_silent(row["server"])
-    check_well(again)
-    assert len(set(row["checksums"])) == 1
-    assert row["server then"]["draws"] is False
+    with contextlib.closing(servers), Trainers(tmp_path / "trainers", model, servers.now.url) as trainers:
+        Pair(servers, trainers)
+        fail_in_commit(tmp_path, "raise")
+        check_failed(trainers.do("publish"), KILLED)
+        check_whole_or_silent(status_of(servers.now))
+        check_well(trainers.do("publish"))
+        assert len({checksums(servers.now) for _ in range(3)}) == 1
+        trainers.do("withdraw")
+        assert status_of(servers.now)["draws"] is False
 
 
 def checksums(server: Server) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ MOST_SECONDS = 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path, record: Callable[..., None]) -> None:
+def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """The signal comes while transformers computes in a process that a rank started."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -37,7 +36,6 @@ def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path, 
         seconds = time.monotonic() - signalled
     outcome = running.outcome()
     left = list(temporary.glob(f"{SCRATCH_PREFIX}*"))
-    record(fault=f"{number.name} to verify", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=None)
     assert seconds < MOST_SECONDS
     assert outcome.leftovers == []
     if number is signal.SIGTERM:
